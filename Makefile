@@ -1,0 +1,53 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := $(wildcard hf_zero_stream tests benchmarks examples scripts)
+PYTEST_ARGS ?=
+
+# The extensions that DeepSpeed compiles at first use belong to this environment, and ninja lives there too.
+export PATH := $(abspath $(BIN)):$(PATH)
+export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test quality style demo bench clean
+
+help:
+	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
+	@echo "make test     run the tests (PYTEST_ARGS='-k name' narrows them)"
+	@echo "make quality  lint, format check, types"
+	@echo "make style    fix what ruff can fix"
+	@echo "make demo     run the demonstration"
+	@echo "make bench    run the benchmarks"
+	@echo "make clean    remove $(VENV) and caches"
+
+venv: $(STAMP)
+
+# torch goes first: pinned, so that the rest of the resolution cannot choose another build of it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,quality,notebooks]"
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+quality: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+style: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+demo: $(STAMP)
+	$(BIN)/python -m examples.demo
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
