@@ -1,0 +1,271 @@
+"""Safetensors headers as data: which tensor lies in which bytes of which shard.
+
+The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON
+object that maps each tensor's name to ``{"dtype", "shape", "data_offsets": [begin, end]}`` with offsets relative to
+the end of the header, then the data. The data must be covered from end to end, with no hole and no overlap.
+
+A header is untrusted input: everything in it is checked before it is believed, and a fault is a
+:class:`~hf_zero_stream.errors.CheckpointError` that names the file and the field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, ReadError
+
+
+__all__ = ["CheckpointIndex", "Shard", "ShardHeader", "TensorEntry", "read_header"]
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own cap on the length of a header."""
+
+# Names of dtypes in the format; a name whose torch dtype does not exist in this torch is an unknown dtype.
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name) for name, torch_name in _TORCH_NAMES.items() if hasattr(torch, torch_name)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of a shard.
+
+    Attributes:
+        name: its key in the checkpoint.
+        shard: position of its shard in :attr:`CheckpointIndex.shards`.
+        dtype_name: the format's name of the dtype, for instance ``"BF16"``.
+        shape: its sizes.
+        start: first byte in the file (absolute).
+        stop: one past the last byte in the file (absolute).
+    """
+
+    name: str
+    shard: int
+    dtype_name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype_name]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """The raw header of one shard: what one rank reads and all ranks share.
+
+    Attributes:
+        size_bytes: size of the whole file.
+        text: the JSON text of the header, not yet believed.
+    """
+
+    size_bytes: int
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file whose header has been checked.
+
+    Attributes:
+        path: where it lies for this rank.
+        size_bytes: size of the whole file.
+        data_start: first byte after the header.
+        metadata: the header's ``__metadata__``.
+    """
+
+    path: str
+    size_bytes: int
+    data_start: int
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class CheckpointIndex:
+    """All shards of a checkpoint and all tensors in them."""
+
+    shards: tuple[Shard, ...]
+    tensors: Mapping[str, TensorEntry]
+
+    @classmethod
+    def from_files(cls, paths: Sequence[str | os.PathLike[str]]) -> CheckpointIndex:
+        """Read and check the headers of `paths`.
+
+        Raises:
+            ReadError: a file is missing or cannot be read.
+            CheckpointError: a header is not a valid safetensors header, or two shards hold the same tensor.
+        """
+        return cls.from_headers(paths, [read_header(path) for path in paths])
+
+    @classmethod
+    def from_headers(cls, paths: Sequence[str | os.PathLike[str]], headers: Sequence[ShardHeader]) -> CheckpointIndex:
+        """Check `headers`, which some rank read, for the files `paths` as this rank sees them."""
+        shards: list[Shard] = []
+        tensors: dict[str, TensorEntry] = {}
+        for position, (path, header) in enumerate(zip(paths, headers, strict=True)):
+            shard, entries = _parse_header(os.fspath(path), position, header)
+            shards.append(shard)
+            for entry in entries:
+                other = tensors.setdefault(entry.name, entry)
+                if other is not entry:
+                    raise CheckpointError(
+                        f"Tensor {entry.name!r} is in two shards: {shards[other.shard].path} and {shard.path}. "
+                        "Keep it in one of them."
+                    )
+        return cls(tuple(shards), tensors)
+
+    def check_weight_map(self, weight_map: Mapping[str, str]) -> None:
+        """Check that every tensor which ``model.safetensors.index.json`` promises is where it says.
+
+        Raises:
+            CheckpointError: a promised tensor is in no shard, or in another shard than promised.
+        """
+        for name, file_name in weight_map.items():
+            entry = self.tensors.get(name)
+            if entry is None:
+                raise CheckpointError(
+                    f"The checkpoint's index promises tensor {name!r} in {file_name}, but no shard holds it. "
+                    "Download or save the checkpoint again."
+                )
+            found = os.path.basename(self.shards[entry.shard].path)
+            if found != os.path.basename(file_name):
+                raise CheckpointError(
+                    f"The checkpoint's index promises tensor {name!r} in {file_name}, but it is in {found}. "
+                    "Download or save the checkpoint again."
+                )
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of all tensors, headers apart."""
+        return sum(shard.size_bytes - shard.data_start for shard in self.shards)
+
+
+def read_header(path: str | os.PathLike[str]) -> ShardHeader:
+    """Read the header of the safetensors file at `path`; costs at most :data:`MAX_HEADER_BYTES`.
+
+    Raises:
+        ReadError: the file is missing or cannot be read.
+        CheckpointError: the file is too short for the header that it announces.
+    """
+    name = os.fspath(path)
+    try:
+        with open(name, "rb") as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{name}: expected at least 8 bytes of safetensors header, found {len(prefix)}.")
+            length = int.from_bytes(prefix, "little")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{name}: header length: at most {MAX_HEADER_BYTES} bytes are allowed, found {length}. "
+                    "This is probably not a safetensors file."
+                )
+            if 8 + length > size_bytes:
+                raise CheckpointError(
+                    f"{name}: header length: the header ends at byte {8 + length}, but the file has {size_bytes} "
+                    "bytes. The file is truncated or is not a safetensors file; download or save it again."
+                )
+            text = file.read(length)
+    except OSError as error:
+        raise ReadError(
+            f"{name}: cannot read the safetensors header: {error.strerror or error}. "
+            "Check that the file exists on every node and may be read."
+        ) from error
+    return ShardHeader(size_bytes, text)
+
+
+def _parse_header(path: str, position: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise CheckpointError(f"{path}: header: a key occurs twice among {sorted(key for key, _ in pairs)[:8]}.")
+        return found
+
+    try:
+        fields = json.loads(header.text.decode("utf-8"), object_pairs_hook=refuse_duplicates)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path}: header: expected a JSON object in UTF-8: {error}.") from error
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path}: header: expected a JSON object, found {type(fields).__name__}.")
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: header field '__metadata__': expected a map of strings to strings.")
+
+    data_start = 8 + len(header.text)
+    data_bytes = header.size_bytes - data_start
+    entries = [_parse_entry(path, position, data_start, name, field) for name, field in fields.items()]
+    _check_coverage(path, data_start, data_bytes, entries)
+    return Shard(path, header.size_bytes, data_start, metadata), entries
+
+
+def _parse_entry(path: str, position: int, data_start: int, name: str, field: Any) -> TensorEntry:
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{where}: expected exactly the fields dtype, shape and data_offsets.")
+    dtype_name, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
+    if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
+        raise CheckpointError(f"{where}: unknown dtype {dtype_name!r}; known are {', '.join(DTYPES)}.")
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        raise CheckpointError(f"{where}: shape: expected a list of sizes >= 0, found {shape!r:.80}.")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        raise CheckpointError(f"{where}: data_offsets: expected two offsets >= 0, found {offsets!r:.80}.")
+    begin, end = offsets
+    expected = prod(shape) * DTYPES[dtype_name].itemsize
+    if end - begin != expected:
+        raise CheckpointError(
+            f"{where}: data_offsets [{begin}, {end}] hold {end - begin} bytes, but dtype {dtype_name} and shape "
+            f"{shape!r:.80} need {expected}."
+        )
+    return TensorEntry(name, position, dtype_name, tuple(shape), data_start + begin, data_start + end)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63  # bool is an int too, and JSON has it
+
+
+def _check_coverage(path: str, data_start: int, data_bytes: int, entries: Iterable[TensorEntry]) -> None:
+    """The tensors must cover the data from end to end: no hole, no overlap, nothing past the end of the file."""
+    covered = data_start
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != covered:
+            fault = "overlaps the tensor before it" if entry.start < covered else "leaves a hole before it"
+            raise CheckpointError(
+                f"{path}: tensor {entry.name!r}: data_offsets: expected to begin at {covered - data_start}, found "
+                f"{entry.start - data_start}, which {fault}."
+            )
+        covered = entry.stop
+    if covered != data_start + data_bytes:
+        fault = "is truncated" if covered > data_start + data_bytes else "has bytes that belong to no tensor"
+        raise CheckpointError(
+            f"{path}: the tensors end at byte {covered}, but the file has {data_start + data_bytes} bytes: "
+            f"it {fault}. Download or save it again."
+        )

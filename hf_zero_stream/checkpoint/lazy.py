@@ -1,0 +1,303 @@
+"""Tensors that carry their layout but no data.
+
+A :class:`LazyTensor` can be given to code that renames, splits, stacks, transposes or casts checkpoint tensors. It
+pairs a node (see :mod:`.nodes`) with a *meta* tensor whose storage stands for that node's buffer. An op whose meta
+result still lives in the same meta storage is a view, and is described in full by the result's sizes, strides and
+offset: no view op needs code of its own. ``cat``, ``stack``, copies, casts, row gathers and exact elementwise ops make
+new nodes. Any other op becomes a node that will be computed from whole inputs, or, if its result depends on values,
+is run at once on real tensors.
+
+A load's report names each parameter for which the last two happened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .index import CheckpointIndex, TensorEntry
+from .nodes import Cat, Copy, FileTensor, Gather, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
+
+
+__all__ = ["CheckpointSlice", "LazyTensor", "checkpoint_slices"]
+
+aten = torch.ops.aten
+
+Materialise = Callable[[View], torch.Tensor]
+"""Reads the values of a view; only ops that need values at once call it."""
+
+# Elementwise ops that IEEE 754 rounds correctly, so that computing them piece by piece, in vector or in scalar code,
+# gives the same bits. Transcendental functions are not among them: their vector and scalar versions differ.
+EXACT_POINTWISE = {
+    aten.add.Tensor,
+    aten.add.Scalar,
+    aten.sub.Tensor,
+    aten.sub.Scalar,
+    aten.mul.Tensor,
+    aten.mul.Scalar,
+    aten.div.Tensor,
+    aten.div.Scalar,
+    aten.neg.default,
+    aten.abs.default,
+    aten.reciprocal.default,
+}
+
+
+class LazyTensor(torch.Tensor):
+    """A tensor without data: `view` says where its elements would come from.
+
+    It reports device ``cpu``, its true shape, strides and dtype. It must never meet code that needs its values
+    outside of torch's dispatcher (``numpy()``, ``data_ptr()``).
+    """
+
+    _meta: torch.Tensor
+    _node: Node
+    _materialise: Materialise
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, meta: torch.Tensor, node: Node, materialise: Materialise) -> LazyTensor:
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            meta.size(),
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            device="cpu",
+            requires_grad=False,
+        )
+        self._meta = meta
+        self._node = node
+        self._materialise = materialise
+        return self
+
+    @classmethod
+    def of(cls, view: View, materialise: Materialise) -> LazyTensor:
+        """A lazy tensor of the elements that `view` addresses."""
+        buffer = torch.empty(view.node.numel, dtype=view.node.dtype, device="meta")
+        return cls(buffer.as_strided(view.sizes, view.strides, view.offset), view.node, materialise)
+
+    @property
+    def view_of_node(self) -> View:
+        meta = self._meta
+        return View(self._node, tuple(meta.size()), meta.stride(), int(meta.storage_offset()))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {type(self._node).__name__})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return _run_on_meta(func, args, kwargs)
+
+
+def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """The general case: views by what the meta result shares, all else as an opaque node or on real tensors."""
+    first = _first_lazy(args, kwargs)
+    if func._schema.is_mutable:
+        return _run_on_values(func, args, kwargs)
+    meta_args, meta_kwargs = tree_map(_to_meta, (tuple(args), kwargs))
+    try:
+        meta_result = func(*meta_args, **meta_kwargs)
+    except (RuntimeError, NotImplementedError):
+        return _run_on_values(func, args, kwargs)
+
+    results = meta_result if isinstance(meta_result, (list, tuple)) else (meta_result,)
+    if not all(isinstance(result, torch.Tensor) and result.is_meta for result in results):
+        return _run_on_values(func, args, kwargs)
+    storage = first._meta.untyped_storage()._cdata
+    lazy_results = []
+    for position, result in enumerate(results):
+        if result.untyped_storage()._cdata == storage and result.dtype == first.dtype:
+            lazy_results.append(LazyTensor(result, first._node, first._materialise))
+        else:
+            sizes = tuple(result.size())
+            view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
+            output = position if isinstance(meta_result, (list, tuple)) else None
+            node = Opaque(result.numel(), result.dtype, sizes, func, view_args, view_kwargs, output)
+            lazy_results.append(LazyTensor.of(View.whole(node, sizes), first._materialise))
+    return type(meta_result)(lazy_results) if isinstance(meta_result, (list, tuple)) else lazy_results[0]
+
+
+def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """The op's result, or its very shape, depends on values: read its inputs whole and run it now."""
+    first = _first_lazy(args, kwargs)
+    materialise = first._materialise
+    if func._schema.is_mutable:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if isinstance(value, LazyTensor) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise NotImplementedError(f"{func} would write into a checkpoint tensor; make a new tensor instead")
+
+    def to_lazy(value: Any) -> Any:
+        # A result without an input's laziness would hide that this parameter was materialised.
+        if not isinstance(value, torch.Tensor) or func._schema.is_mutable:
+            return value
+        node = HostTensor(value.numel(), value.dtype, value.contiguous().view(-1), f"{func} depends on values")
+        return LazyTensor.of(View.whole(node, tuple(value.shape)), materialise)
+
+    def to_value(value: Any) -> Any:
+        return materialise(value.view_of_node) if isinstance(value, LazyTensor) else value
+
+    real_args, real_kwargs = tree_map(to_value, (tuple(args), kwargs))
+    return tree_map(to_lazy, func(*real_args, **real_kwargs))
+
+
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    (source,) = args
+    dtype = kwargs.get("dtype") or source.dtype
+    view = source.view_of_node
+    strides = row_major_strides(view.sizes)
+    if dtype == source.dtype and view.strides == strides:
+        return LazyTensor(source._meta, source._node, source._materialise)
+    return LazyTensor.of(View.whole(Copy(view.numel, dtype, view), view.sizes), source._materialise)
+
+
+def _cat(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors: Sequence[torch.Tensor] = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if not all(isinstance(tensor, LazyTensor) for tensor in tensors) or len({t.dtype for t in tensors}) != 1:
+        return NotImplemented  # a mix with real tensors or with type promotion: rare, and torch knows the rules
+    first: LazyTensor = tensors[0]
+    views = [tensor.view_of_node for tensor in tensors]
+    if func is aten.stack.default:
+        dim %= len(views[0].sizes) + 1
+        views = [
+            View(v.node, (*v.sizes[:dim], 1, *v.sizes[dim:]), (*v.strides[:dim], 0, *v.strides[dim:]), v.offset)
+            for v in views
+        ]
+    else:
+        views = [view for view in views if view.sizes != (0,)]  # torch's legacy rule: such tensors are skipped
+        if not views:
+            return NotImplemented
+        dim %= len(views[0].sizes)
+    expected = (views[0].sizes[:dim], views[0].sizes[dim + 1 :])
+    if any((view.sizes[:dim], view.sizes[dim + 1 :]) != expected for view in views):
+        return NotImplemented  # torch itself raises, with its own message
+    node = Cat.of(tuple(views), dim, first.dtype)
+    return LazyTensor.of(View.whole(node, node.sizes), first._materialise)
+
+
+def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
+    source, dim, index = args
+    if not isinstance(source, LazyTensor) or isinstance(index, LazyTensor) or index.is_meta:
+        return NotImplemented
+    moved = source.movedim(dim, 0)
+    node = Gather(0, source.dtype, moved.view_of_node, tuple(index.reshape(-1).tolist()))
+    sizes = (len(node.index), *moved.shape[1:])
+    node.numel = torch.Size(sizes).numel()
+    return LazyTensor.of(View.whole(node, sizes), source._materialise).movedim(0, dim)
+
+
+def _index(func: Any, args: Any, kwargs: Any) -> Any:
+    source, indices = args
+    if len(indices) != 1 or indices[0].dtype in (torch.bool, torch.uint8) or indices[0].dim() != 1:
+        return NotImplemented
+    index = indices[0]
+    if not isinstance(index, LazyTensor) and not index.is_meta:
+        index = torch.where(index < 0, index + source.shape[0], index)
+    return _index_select(func, (source, 0, index), {})
+
+
+def _pad(func: Any, args: Any, kwargs: Any) -> Any:
+    # transformers pads by 0 where a layout happens to need no padding: then it is a copy.
+    return _copy(func, args[:1], {}) if not any(args[1]) else NotImplemented
+
+
+def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
+    meta_args, meta_kwargs = tree_map(_to_meta, (tuple(args), kwargs))
+    result = func(*meta_args, **meta_kwargs)
+    sizes = tuple(result.size())
+
+    def expanded(value: Any) -> Any:
+        if isinstance(value, LazyTensor):
+            return (value.expand(sizes) if value.dim() else value).view_of_node
+        if isinstance(value, torch.Tensor) and value.dim():
+            flat = value.contiguous().view(-1)
+            return View.whole(HostTensor(value.numel(), value.dtype, flat), tuple(value.shape))
+        return value
+
+    if any(isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != sizes for value in args):
+        args = tuple(
+            value.expand(sizes) if isinstance(value, torch.Tensor) and value.dim() else value for value in args
+        )
+    node = Pointwise(result.numel(), result.dtype, sizes, func, tuple(expanded(value) for value in args), kwargs)
+    return LazyTensor.of(View.whole(node, sizes), _first_lazy(args, kwargs)._materialise)
+
+
+_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten._to_copy.default: _copy,
+    aten.clone.default: _copy,
+    aten.cat.default: _cat,
+    aten.stack.default: _cat,
+    aten.index_select.default: _index_select,
+    aten.index.Tensor: _index,
+    aten.constant_pad_nd.default: _pad,
+    **dict.fromkeys(EXACT_POINTWISE, _pointwise),
+}
+
+
+def _first_lazy(args: Any, kwargs: Any) -> LazyTensor:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, LazyTensor):
+            return value
+        if isinstance(value, (list, tuple)):
+            for item in value:
+                if isinstance(item, LazyTensor):
+                    return item
+    raise AssertionError("dispatched to LazyTensor without one")
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return value._meta
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _to_view(value: Any) -> Any:
+    return value.view_of_node if isinstance(value, LazyTensor) else value
+
+
+class CheckpointSlice:
+    """Stands for one checkpoint tensor in a state dict, as ``safetensors.safe_open(...).get_slice`` does.
+
+    Indexing it gives a :class:`LazyTensor`; nothing is read.
+    """
+
+    __slots__ = ("_materialise", "_node", "_shape", "_dtype_name")
+
+    def __init__(self, node: Node, shape: tuple[int, ...], dtype_name: str, materialise: Materialise) -> None:
+        self._node = node
+        self._shape = shape
+        self._dtype_name = dtype_name
+        self._materialise = materialise
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        buffer = torch.empty(self._shape, dtype=self._node.dtype, device="meta")
+        tensor = LazyTensor(buffer, self._node, self._materialise)
+        return tensor if index is Ellipsis else tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def get_dtype(self) -> str:
+        """The dtype's name in the safetensors format, for instance ``"BF16"``."""
+        return self._dtype_name
+
+
+def checkpoint_slices(index: CheckpointIndex, materialise: Materialise) -> dict[str, CheckpointSlice]:
+    """A state dict of lazy slices, one for each tensor of `index`."""
+
+    def slice_of(entry: TensorEntry) -> CheckpointSlice:
+        node = FileTensor(torch.Size(entry.shape).numel(), entry.dtype, entry)
+        return CheckpointSlice(node, entry.shape, entry.dtype_name, materialise)
+
+    return {name: slice_of(entry) for name, entry in index.tensors.items()}

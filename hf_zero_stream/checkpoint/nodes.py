@@ -1,0 +1,155 @@
+"""What a lazy tensor is made of: flat logical buffers (*nodes*) and strided views of them.
+
+A node never holds the data of a checkpoint. It says where each of its elements comes from: a tensor in a shard, a
+copy of a view in another dtype, a concatenation of views, rows picked from a view, an exact elementwise function, or
+(the last resort) a function that needs its whole inputs. All offsets, sizes and strides are in elements, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import torch
+
+from .index import TensorEntry
+
+
+__all__ = ["Cat", "Computed", "Copy", "FileTensor", "Gather", "HostTensor", "Node", "Opaque", "Pointwise", "View"]
+
+
+def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor with these sizes."""
+    return tuple(accumulate(reversed(sizes[1:]), lambda stride, size: stride * size, initial=1))[::-1][-len(sizes) :]
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A flat buffer of `numel` elements of `dtype`."""
+
+    numel: int
+    dtype: torch.dtype
+
+    def inputs(self) -> Iterator[View]:
+        """The views that this node's elements come from."""
+        return iter(())
+
+
+@dataclass(eq=False, slots=True, frozen=True)
+class View:
+    """Elements of a node's buffer, addressed as ``offset + sum(index[d] * strides[d])``."""
+
+    node: Node
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @classmethod
+    def whole(cls, node: Node, sizes: tuple[int, ...]) -> View:
+        """The whole buffer in row-major order."""
+        return cls(node, sizes, row_major_strides(sizes), 0)
+
+
+@dataclass(eq=False, slots=True)
+class FileTensor(Node):
+    """A tensor of a shard, as it lies there (row-major)."""
+
+    entry: TensorEntry
+
+
+@dataclass(eq=False, slots=True)
+class HostTensor(Node):
+    """Values that are in host memory already: given by the caller, memory-mapped, or computed by an op.
+
+    `reason` is empty where the values were never in a shard; otherwise it says why they had to be materialised.
+    """
+
+    tensor: torch.Tensor
+    reason: str = ""
+
+
+@dataclass(eq=False, slots=True)
+class Copy(Node):
+    """`source` in row-major order, cast to this node's dtype."""
+
+    source: View
+
+    def inputs(self) -> Iterator[View]:
+        yield self.source
+
+
+@dataclass(eq=False, slots=True)
+class Cat(Node):
+    """`pieces` joined along dimension `dim` of a row-major buffer of `sizes`.
+
+    `starts[i]` is the index along `dim` at which piece `i` begins; one more entry holds the total.
+    """
+
+    sizes: tuple[int, ...]
+    dim: int
+    pieces: tuple[View, ...]
+    starts: tuple[int, ...]
+
+    def inputs(self) -> Iterator[View]:
+        yield from self.pieces
+
+    @classmethod
+    def of(cls, pieces: tuple[View, ...], dim: int, dtype: torch.dtype) -> Cat:
+        starts = tuple(accumulate((piece.sizes[dim] for piece in pieces), initial=0))
+        sizes = (*pieces[0].sizes[:dim], starts[-1], *pieces[0].sizes[dim + 1 :])
+        return cls(prod(sizes), dtype, sizes, dim, pieces, starts)
+
+
+@dataclass(eq=False, slots=True)
+class Gather(Node):
+    """Rows `index` of `source` (along its first dimension), row-major."""
+
+    source: View
+    index: tuple[int, ...]
+
+    def inputs(self) -> Iterator[View]:
+        yield self.source
+
+
+@dataclass(eq=False, slots=True)
+class Computed(Node):
+    """The result of `function(*args, **kwargs)`, whose lazy arguments are :class:`View`; row-major, of `sizes`."""
+
+    sizes: tuple[int, ...]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def inputs(self) -> Iterator[View]:
+        for argument in (*self.args, *self.kwargs.values()):
+            if isinstance(argument, View):
+                yield argument
+            elif isinstance(argument, (list, tuple)):
+                yield from (item for item in argument if isinstance(item, View))
+
+
+@dataclass(eq=False, slots=True)
+class Pointwise(Computed):
+    """An exact elementwise function: any piece of it can be computed from the same piece of its inputs.
+
+    Every View among the arguments has been expanded to `sizes`, except 0-dimensional ones: those keep their shape,
+    because torch promotes dtypes differently for them.
+    """
+
+
+@dataclass(eq=False, slots=True)
+class Opaque(Computed):
+    """A function that needs its whole inputs; `output` picks one of several results (None: it has just one)."""
+
+    output: int | None = None
+
+    @property
+    def reason(self) -> str:
+        return f"{self.function} needs whole tensors"
