@@ -1,0 +1,127 @@
+"""From a lazy tensor's flat range to regions: which elements of which source go where.
+
+A region is one box of copies out of a *leaf*: a tensor of a shard, values in host memory, or the result of a function.
+Copies, casts, concatenations and gathers between the leaf and the lazy tensor are resolved away here.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, Gather, HostTensor, Node, View
+from .boxes import Axis, Box, Placed, flat_range, place, simplify
+
+
+__all__ = ["Leaf", "Region", "box_of_view", "regions_of_box", "regions_of_range"]
+
+Leaf = FileTensor | HostTensor | Computed
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Copies ``box`` of the leaf's buffer to a destination, cast to each of `casts` in turn.
+
+    The last cast, if any, gives the destination's dtype.
+    """
+
+    leaf: Leaf
+    box: Box
+    casts: tuple[torch.dtype, ...] = ()
+
+
+def regions_of_range(view: View, start: int, stop: int, dtype: torch.dtype | None = None) -> Iterator[Region]:
+    """Regions for the elements ``[start, stop)`` of `view` in row-major order; destination positions begin at 0.
+
+    Args:
+        dtype: dtype of the destination (default: the view's own).
+    """
+    casts = () if dtype is None or dtype == view.node.dtype else (dtype,)
+    for box in flat_range(view.sizes, view.strides, view.offset, start, stop):
+        yield from regions_of_box(view.node, box, casts)
+
+
+def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) -> Iterator[Region]:
+    """Regions for `box` of the buffer of `node`."""
+    box = simplify(box)
+    match node:
+        case Copy(source=source):
+            inner = source.node
+            inner_casts = casts if inner.dtype == node.dtype else (node.dtype, *casts)
+            for placed in place(box, source.sizes):
+                yield from regions_of_box(inner, box_of_view(source, placed), inner_casts)
+        case Cat(sizes=sizes):
+            for placed in place(box, sizes):
+                for piece, part in _cut_by_piece(node, placed):
+                    yield from regions_of_box(piece.node, box_of_view(piece, part), casts)
+        case Gather(source=source, index=index):
+            for placed in place(box, (len(index), *source.sizes[1:])):
+                for part in _cut_by_row(index, placed):
+                    yield from regions_of_box(source.node, box_of_view(source, part), casts)
+        case FileTensor() | HostTensor() | Computed():
+            yield Region(node, box, casts)
+        case _:
+            raise AssertionError(f"unknown node {node!r}")
+
+
+def box_of_view(view: View, placed: Placed) -> Box:
+    """A box given in the coordinates of `view`, as a box of the buffer that the view looks at."""
+    at = view.offset + sum(index * stride for index, stride in zip(placed.at, view.strides, strict=True))
+    return Box(
+        tuple(axis.size for axis in placed.axes),
+        at,
+        tuple(axis.step * view.strides[axis.dim] if axis.dim >= 0 else 0 for axis in placed.axes),
+        placed.to,
+        tuple(axis.to_stride for axis in placed.axes),
+    )
+
+
+def _cut_by_piece(node: Cat, placed: Placed) -> Iterator[tuple[View, Placed]]:
+    """Cut `placed` where it passes from one piece of a concatenation to the next."""
+    dim, starts = node.dim, node.starts
+    for index, axis, rest, to in _along(placed, dim):
+        done = 0
+        while done < axis.size:
+            position = index[dim] + done * axis.step
+            number = bisect_right(starts, position) - 1
+            room = starts[number + 1] - position
+            count = min(axis.size - done, -(-room // axis.step)) if axis.step else axis.size
+            inside = (*index[:dim], position - starts[number], *index[dim + 1 :])
+            axes = (*rest, axis._replace(size=count))
+            yield node.pieces[number], Placed(inside, axes, to + done * axis.to_stride)
+            done += count
+
+
+def _cut_by_row(rows: tuple[int, ...], placed: Placed) -> Iterator[Placed]:
+    """Cut `placed`, whose first coordinate counts entries of `rows`, into runs of rows at equal distances."""
+    for index, axis, rest, to in _along(placed, 0):
+        picked = [rows[index[0] + k * axis.step] for k in range(axis.size)]
+        done = 0
+        while done < axis.size:
+            step = picked[done + 1] - picked[done] if done + 1 < axis.size else 0
+            count = 1
+            while step > 0 and done + count < axis.size and picked[done + count] - picked[done + count - 1] == step:
+                count += 1
+            axes = (*rest, Axis(count, 0, step if count > 1 else 0, axis.to_stride))
+            yield Placed((picked[done], *index[1:]), axes, to + done * axis.to_stride)
+            done += count
+
+
+def _along(placed: Placed, dim: int) -> Iterator[tuple[tuple[int, ...], Axis, tuple[Axis, ...], int]]:
+    """Split `placed` so that at most one axis moves along `dim`; yields (index, that axis, the other axes, to)."""
+    moving = [axis for axis in placed.axes if axis.dim == dim]
+    rest = tuple(axis for axis in placed.axes if axis.dim != dim)
+    if not moving:
+        yield placed.at, Axis(1, dim, 0, 0), rest, placed.to
+    elif len(moving) == 1:
+        yield placed.at, moving[0], rest, placed.to
+    else:  # rare: unroll the outer one
+        outer, *others = moving
+        for k in range(outer.size):
+            index = list(placed.at)
+            index[dim] += k * outer.step
+            inner = Placed(tuple(index), (*rest, *others), placed.to + k * outer.to_stride)
+            yield from _along(inner, dim)
