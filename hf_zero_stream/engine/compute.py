@@ -1,0 +1,129 @@
+"""Values that are not plain bytes of a shard: results of functions, and tensors in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..checkpoint.index import Shard
+from ..checkpoint.nodes import HostTensor, Node, Opaque, Pointwise, View
+from ..checkpoint.source import ShardFiles
+from ..planning.boxes import Axis, Placed, place
+from ..planning.plan import LoadPlan, Target, make_plan
+from ..planning.regions import Region, box_of_view
+from .execute import execute_reads
+
+
+__all__ = ["Evaluator"]
+
+
+class Evaluator:
+    """Computes values from the shards of a checkpoint with one thread.
+
+    Args:
+        files: the open shards.
+        shards: the checkpoint's shards, as its index has them.
+        request_bytes: largest single read, and the size in bytes of the pieces that elementwise functions work on.
+        seek_bytes: a hole of at most this many bytes is read through.
+    """
+
+    def __init__(self, files: ShardFiles, shards: tuple[Shard, ...], request_bytes: int, seek_bytes: int) -> None:
+        self._files = files
+        self._shards = shards
+        self._request_bytes = request_bytes
+        self._seek_bytes = seek_bytes
+        self._last: tuple[Node, torch.Tensor] | None = None
+
+    def materialise(self, view: View) -> torch.Tensor:
+        """The values of `view`, in a new contiguous host tensor of its sizes."""
+        target = Target("", view.node.dtype, view.numel, 0, view.numel)
+        plan = make_plan(
+            [(target, view)],
+            self._shards,
+            rank=0,
+            world_size=1,
+            request_bytes=self._request_bytes,
+            seek_bytes=self._seek_bytes,
+        )
+        values = torch.empty(view.numel, dtype=view.node.dtype)
+        execute_reads(plan, [values], self._files, threads=1)
+        self.place(plan, [values])
+        return values.view(view.sizes)
+
+    def place(self, plan: LoadPlan, destinations: Sequence[torch.Tensor]) -> None:
+        """Carry out the placements of `plan`, one at a time; whole inputs of a function live only for its results."""
+        for placement in plan.placements:
+            self._place(placement.region, destinations[placement.target])
+        self._last = None
+
+    def _place(self, region: Region, destination: torch.Tensor) -> None:
+        leaf, box = region.leaf, region.box
+        if isinstance(leaf, Pointwise):
+            for placed in place(box, leaf.sizes):
+                for part in _bounded(placed, max(1, self._request_bytes // leaf.dtype.itemsize)):
+                    self._write(self._elementwise(leaf, part), part.axes, part.to, region, destination)
+            return
+        buffer = leaf.tensor if isinstance(leaf, HostTensor) else self._opaque(leaf)
+        values = buffer[box.at :].as_strided(box.sizes, box.at_strides)
+        axes = tuple(
+            Axis(size, 0, stride, to_stride)
+            for size, stride, to_stride in zip(box.sizes, box.at_strides, box.to_strides, strict=True)
+        )
+        self._write(values, axes, box.to, region, destination)
+
+    def _write(
+        self, values: torch.Tensor, axes: tuple[Axis, ...], to: int, region: Region, destination: torch.Tensor
+    ) -> None:
+        for dtype in region.casts[:-1]:
+            values = values.to(dtype)
+        sizes, strides = [axis.size for axis in axes], [axis.to_stride for axis in axes]
+        destination[to:].as_strided(sizes, strides).copy_(values)
+
+    def _elementwise(self, node: Pointwise, placed: Placed) -> torch.Tensor:
+        def value_of(argument: Any) -> Any:
+            if not isinstance(argument, View):
+                return argument
+            if not argument.sizes:
+                return self.materialise(argument)
+            box = box_of_view(argument, placed)
+            return self.materialise(View(argument.node, box.sizes, box.at_strides, box.at))
+
+        args, kwargs = tree_map(value_of, (node.args, dict(node.kwargs)))
+        return node.function(*args, **kwargs)
+
+    def _opaque(self, node: Node) -> torch.Tensor:
+        assert isinstance(node, Opaque)
+        if self._last is None or self._last[0] is not node:
+            self._last = None  # free the one before first
+
+            def value_of(argument: Any) -> Any:
+                return self.materialise(argument) if isinstance(argument, View) else argument
+
+            args, kwargs = tree_map(value_of, (node.args, dict(node.kwargs)))
+            result = node.function(*args, **kwargs)
+            if node.output is not None:
+                result = result[node.output]
+            self._last = (node, result.contiguous().view(-1))
+        return self._last[1]
+
+
+def _bounded(placed: Placed, limit: int) -> Iterator[Placed]:
+    """Cut `placed` along its axes into parts of at most `limit` elements."""
+    numel = 1
+    for axis in placed.axes:
+        numel *= axis.size
+    if numel <= limit:
+        yield placed
+        return
+    longest = max(range(len(placed.axes)), key=lambda position: placed.axes[position].size)
+    axis = placed.axes[longest]
+    half = axis.size // 2
+    for begin, size in ((0, half), (half, axis.size - half)):
+        index = list(placed.at)
+        if axis.dim >= 0:
+            index[axis.dim] += begin * axis.step
+        axes = (*placed.axes[:longest], axis._replace(size=size), *placed.axes[longest + 1 :])
+        yield from _bounded(Placed(tuple(index), axes, placed.to + begin * axis.to_stride), limit)

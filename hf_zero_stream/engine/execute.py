@@ -1,0 +1,177 @@
+"""Carries out the reads of a plan with several threads.
+
+Each thread takes the next read in file order. Where the destination is in host memory and wants the bytes as they
+come, they are read in place; otherwise they go through the thread's staging buffer. Positional reads and large copies
+release the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..checkpoint.source import ShardFiles
+from ..planning.plan import LoadPlan
+from ..planning.reads import Read
+from .lanes import Lane
+
+
+__all__ = ["ReadTimes", "choose_threads", "execute_reads"]
+
+
+@dataclass
+class ReadTimes:
+    """Wall seconds of the reads of a plan, shared out over what its threads did in them."""
+
+    read: float = 0.0
+    convert: float = 0.0
+    copy: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, read: float, convert: float, copy: float) -> None:
+        with self._lock:
+            self.read += read
+            self.convert += convert
+            self.copy += copy
+
+    def scale_to(self, wall: float) -> None:
+        """Scale thread seconds so that they add up to `wall` seconds."""
+        total = self.read + self.convert + self.copy
+        if total:
+            factor = wall / total
+            self.read, self.convert, self.copy = self.read * factor, self.convert * factor, self.copy * factor
+
+
+def choose_threads(wanted: int, staging_bytes: int, request_bytes: int, ranks_on_host: int) -> int:
+    """Reader threads of one rank: `wanted`, or by the cores that it can count on, within the staging bound.
+
+    A rank gets its share of the host's cores, at least 2 (one copies while the other waits for the disk) and at most
+    8: page-cache copies are bound by memory bandwidth, and Lustre needs about 32 streams a node for its full speed
+    (transformers #48227).
+    """
+    if not wanted:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = min(8, max(2, cores // max(1, ranks_on_host)))
+    return max(1, min(wanted, staging_bytes // request_bytes))
+
+
+def execute_reads(
+    plan: LoadPlan,
+    destinations: Sequence[torch.Tensor],
+    files: ShardFiles,
+    *,
+    threads: int,
+    on_bytes: Callable[[int], None] | None = None,
+) -> ReadTimes:
+    """Fill `destinations` by the reads of `plan`.
+
+    Args:
+        destinations: one flat tensor for each target of the plan, of its dtype and at least ``stop - start`` long.
+        threads: reader threads; with 1 the calling thread reads.
+        on_bytes: called with the number of bytes after each read.
+
+    Raises:
+        ReadError: a shard could not be read; the other threads have stopped by then.
+    """
+    times = ReadTimes()
+    if not plan.reads:
+        return times
+    pending = iter(plan.reads)
+    lock, failed = threading.Lock(), threading.Event()
+    errors: list[BaseException] = []
+    device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))
+    nbytes = max(read.length for read in plan.reads)
+    writable = [_bytes_of(destination) for destination in destinations]
+
+    def next_reads() -> Iterator[Read]:
+        while not failed.is_set():
+            with lock:
+                read = next(pending, None)
+            if read is None:
+                return
+            yield read
+
+    def work() -> None:
+        try:
+            _work(next_reads(), destinations, writable, files, Lane(device, nbytes), times, on_bytes)
+        except BaseException as error:
+            errors.append(error)
+            failed.set()
+
+    began = time.perf_counter()
+    helpers = [threading.Thread(target=work, name=f"hf_zero_stream-reader-{n}") for n in range(1, threads)]
+    for thread in helpers:
+        thread.start()
+    try:
+        work()
+    finally:
+        # Also on Ctrl-C: no thread may write into a destination after this returns.
+        for thread in helpers:
+            thread.join()
+    if errors:
+        raise errors[0]
+    times.scale_to(time.perf_counter() - began)
+    return times
+
+
+def _work(
+    reads: Iterable[Read],
+    destinations: Sequence[torch.Tensor],
+    writable: Sequence[memoryview | None],
+    files: ShardFiles,
+    lane: Lane,
+    times: ReadTimes,
+    on_bytes: Callable[[int], None] | None,
+) -> None:
+    for read in reads:
+        began = time.perf_counter()
+        buffers = _in_place(read, destinations, writable)
+        if buffers is not None:
+            files.read_into(read.shard, read.start, buffers)
+            times.add(time.perf_counter() - began, 0.0, 0.0)
+        else:
+            staging = lane.buffer(read.length)
+            files.read_into(read.shard, read.start, [memoryview(staging.numpy())])
+            arrived = time.perf_counter()
+            converted = 0.0
+            for piece in read.pieces:
+                before = time.perf_counter()
+                lane.copy(
+                    staging[piece.start - read.start : piece.stop - read.start], piece, destinations[piece.target]
+                )
+                if piece.casts:
+                    converted += time.perf_counter() - before
+            done = time.perf_counter()
+            times.add(arrived - began, converted, done - arrived - converted)
+        if on_bytes is not None:
+            on_bytes(read.length)
+    lane.wait()
+
+
+def _in_place(
+    read: Read, destinations: Sequence[torch.Tensor], writable: Sequence[memoryview | None]
+) -> list[memoryview] | None:
+    """Where the bytes of `read` go without staging, or None if some piece needs a cast, a scatter or a device copy."""
+    buffers: list[memoryview] = []
+    position = read.start
+    for piece in read.pieces:
+        target = writable[piece.target]
+        if target is None or not piece.is_run or piece.start < position:
+            return None
+        if piece.start > position:
+            buffers.append(memoryview(bytearray(piece.start - position)))  # cheaper to read than to skip
+        begin = piece.box.to * piece.dtype.itemsize
+        buffers.append(target[begin : begin + piece.stop - piece.start])
+        position = piece.stop
+    return buffers
+
+
+def _bytes_of(destination: torch.Tensor) -> memoryview | None:
+    if destination.device.type != "cpu":
+        return None
+    return memoryview(destination.detach().view(torch.uint8).numpy())
