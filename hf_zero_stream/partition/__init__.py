@@ -1,0 +1,1 @@
+"""The destination side: where a rank's share of each parameter lives."""

@@ -1,0 +1,220 @@
+"""ZeRO-3 partitions that are born partitioned; the only file that touches DeepSpeed's private surface.
+
+Stock ``zero.Init`` allocates each parameter in full, broadcasts it and cuts it up. Here a parameter begins as a
+placeholder that owns one element but reports its full shape; DeepSpeed attaches its methods to it, and only the
+partition is ever allocated. Everything else (memory-efficient linear, hpZ groups, devices, buffers kept in fp32) is
+done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18 to 0.19.8.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import (
+    Init,
+    PartitionedParamStatus,
+    ZeroParamStatus,
+    free_param,
+    is_zero_param,
+)
+from torch import nn
+
+from ..errors import UnsupportedError, VersionError
+from ..planning.plan import Target, partition_range
+from .memory import advise_huge_pages
+
+
+__all__ = [
+    "PartitionedInit",
+    "gathered",
+    "init_distributed",
+    "is_partitioned",
+    "local_device",
+    "partition_dtype",
+    "partition_target",
+    "partitions_equal",
+    "placeholder",
+    "refuse_unsupported",
+]
+
+_RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
+_missing = [name for name in _RELIED_ON if not hasattr(Init, name)]
+if _missing:
+    raise VersionError(
+        f"DeepSpeed {deepspeed.__version__} has no zero.Init.{', '.join(_missing)}; "
+        "this version is not known to hf_zero_stream: install deepspeed>=0.18,<0.20 or a newer hf_zero_stream."
+    )
+
+
+class PartitionedInit(Init):
+    """``deepspeed.zero.Init`` over a module whose parameters are placeholders (see :func:`placeholder`).
+
+    After construction each placeholder is a ZeRO-3 parameter in the partitioned state; its partition,
+    ``param.ds_tensor``, has the right size and device, but its elements are still to be filled (see
+    :func:`partition_target` for which). The padding is zero; stock leaves it uninitialised.
+
+    Args:
+        module: the model; parameters that are not placeholders are treated as stock does.
+        ds_config: the DeepSpeed config.
+    """
+
+    def __init__(self, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
+        super().__init__(module=module, config_dict_or_path=dict(ds_config))
+
+    def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        for param in param_list:
+            if is_zero_param(param) or param.is_meta:
+                continue  # a meta parameter here is one end of a tie, about to be replaced by the other end
+            if not _is_placeholder(param):
+                # DeepSpeed calls this again for parameters that were added later (LoRA, a new head).
+                super()._convert_to_zero_parameters([param])
+                continue
+            self._convert_to_deepspeed_param(param)
+            self._allocate_partition(param)
+            free_param(param)
+
+    def _allocate_partition(self, param: Any) -> None:
+        """The allocation that ``_partition_param`` would make, without the full parameter it would copy from."""
+        aligned = param.aligned_size()
+        part, start, stop = partition_range(param.ds_numel, param.ds_zero_partition_rank, _group_size(param))
+        device = self.local_device if param.ds_persist else torch.device(self.remote_device)
+        pinned = device.type == "cpu" and self.pin_memory
+        partition = torch.empty(part, dtype=param.dtype, device=device)
+        if pinned:
+            partition = get_accelerator().pin_memory(partition)
+        elif device.type == "cpu":
+            advise_huge_pages(partition)
+        partition[stop - start :].zero_()
+        partition.requires_grad = False
+        param.ds_tensor = partition
+        param.ds_tensor.ds_numel = part
+        param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+        param.ds_tensor.final_location = None
+        param.ds_numel_aligned = aligned
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:
+    """A parameter that reports `shape` and owns a single element, until :class:`PartitionedInit` partitions it."""
+    param = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(tuple(shape)), requires_grad=requires_grad)
+    param._hf_zero_stream_placeholder = True
+    return param
+
+
+def _is_placeholder(param: torch.Tensor) -> bool:
+    return getattr(param, "_hf_zero_stream_placeholder", False)
+
+
+def partition_target(name: str, param: Any) -> Target:
+    """The range of parameter `name` that belongs in this rank's ``param.ds_tensor``."""
+    part, start, stop = partition_range(param.ds_numel, param.ds_zero_partition_rank, _group_size(param))
+    return Target(name, param.dtype, part, start, stop)
+
+
+def _group_size(param: Any) -> int:
+    return param.ds_zero_partition_world_size
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
+    return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
+
+
+@contextmanager
+def gathered(params: Sequence[Any]) -> Iterator[None]:
+    """Gather `params` in full for code that writes to them; rank 0's values become everyone's.
+
+    After an exception the partitions are as they were before.
+    ``deepspeed.zero.GatheredParameters(modifier_rank=0)`` does the same, but fails on 0-dimensional parameters.
+    """
+    params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
+    params[0].all_gather(param_list=params)
+    try:
+        yield
+    except BaseException:
+        params[0].partition(param_list=params, has_been_updated=False)
+        raise
+    for param in params:
+        if dist.get_world_size(param.ds_process_group) > 1:
+            values = param.data.contiguous().view(-1)
+            source = dist.get_global_rank(param.ds_process_group, 0)
+            dist.broadcast(values.view(torch.uint8), source, param.ds_process_group)
+            param.data = values.view(param.ds_shape)
+    params[0].partition(param_list=params, has_been_updated=True)
+
+
+def partitions_equal(first: Any, second: Any) -> bool:
+    """Whether two partitioned parameters hold the same values on every rank; nothing is gathered."""
+    same = first.ds_shape == second.ds_shape
+    if same:
+        target = partition_target("", first)
+        count = target.stop - target.start
+        same = torch.equal(first.ds_tensor[:count], second.ds_tensor[:count].to(first.ds_tensor.dtype))
+    verdict = torch.tensor(int(same), device=local_device())
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+def init_distributed() -> None:
+    """Initialise torch.distributed as ``zero.Init`` would, if nobody has done it yet."""
+    if not dist.is_initialized() or not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed()
+
+
+def local_device() -> torch.device:
+    """The device on which this rank consumes parameters."""
+    return torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+
+
+def ranks_on_this_host() -> int:
+    """Ranks that share this host's cores, as the launcher announces them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def device_peak_bytes() -> int:
+    """Most memory that torch has had allocated on the local device, in bytes; 0 on a CPU."""
+    device = local_device()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def partition_dtype(ds_config: Mapping[str, Any] | None) -> torch.dtype:
+    """The dtype that DeepSpeed gives to every floating-point parameter with this config."""
+    config = ds_config or {}
+    for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        settings = config.get(section)
+        if isinstance(settings, Mapping) and settings.get("enabled") is True:
+            return dtype
+    return torch.float32
+
+
+def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
+    """Refuse settings under which DeepSpeed itself would give wrong partitions.
+
+    Raises:
+        UnsupportedError: names the setting and what to do instead.
+    """
+    zero = ds_config.get("zero_optimization", {})
+    if zero.get("zero_quantized_nontrainable_weights"):
+        raise UnsupportedError(
+            "zero_quantized_nontrainable_weights: DeepSpeed quantises an empty partition and then copies 16-bit "
+            "values into it, which loses the weights of frozen parameters. Remove it from the DeepSpeed config."
+        )
+    if ds_config.get("weight_quantization", {}).get("quantized_initialization"):
+        raise UnsupportedError(
+            "weight_quantization.quantized_initialization quantises full parameters while they are constructed, and "
+            "no full parameter exists when streaming. Remove it from the DeepSpeed config."
+        )
+
+
+def stock_reason(ds_config: Mapping[str, Any]) -> str:
+    """Why a load with this config must be left to stock DeepSpeed for now, or an empty string."""
+    offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+    if offload.get("device") == "nvme":
+        return "offload_param.device is nvme"
+    return ""
