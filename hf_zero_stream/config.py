@@ -1,0 +1,164 @@
+"""The settings of a streaming load, and where they come from."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import Any
+
+from .errors import ConfigError
+
+
+__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "without_own_section"]
+
+SECTION = "hf_zero_stream"
+"""The top-level key of a DeepSpeed config that holds our settings."""
+
+ENVIRONMENT_PREFIX = "HF_ZERO_STREAM_"
+"""What the name of an environment variable starts with; the field's name in capitals follows."""
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)")
+
+_BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingConfig:
+    """How a streaming load uses memory, threads and the terminal.
+
+    None of the settings changes what is loaded, only how. Every rank may have its own values.
+
+    Raises:
+        ConfigError: a value has the wrong type or lies outside its range.
+    """
+
+    staging_bytes: int = 64 * 2**20
+    """Bound, in bytes, of all staging buffers of one rank together; at least `request_bytes`."""
+
+    request_bytes: int = 8 * 2**20
+    """Largest single positional read, in bytes; a longer span is split, so that several threads share it."""
+
+    reader_threads: int = 0
+    """Threads that read, per rank; 0 chooses from the number of cores per local rank."""
+
+    seek_bytes: int = 4096
+    """Price of a seek, in bytes: a hole between two runs of up to so many bytes is read through, not skipped."""
+
+    progress: bool = True
+    """Show one progress bar, in bytes, on the local main process.
+
+    HF_HUB_DISABLE_PROGRESS_BARS and transformers' verbosity silence it too.
+    """
+
+    log_report: bool = True
+    """Log the table of the load report once, at level INFO, on the main process."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            expected = type(field.default)
+            # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
+            if type(value) is not expected:
+                raise ConfigError(f"{field.name}: expected {expected.__name__}; got {value!r}")
+        for name, minimum in (("staging_bytes", 1), ("request_bytes", 1), ("reader_threads", 0), ("seek_bytes", 0)):
+            if getattr(self, name) < minimum:
+                raise ConfigError(f"{name}: expected at least {minimum}; got {getattr(self, name)}")
+        if self.staging_bytes < self.request_bytes:
+            raise ConfigError(
+                f"staging_bytes: expected at least request_bytes ({self.request_bytes}), because a request is staged "
+                f"whole; got {self.staging_bytes}"
+            )
+
+    @classmethod
+    def resolve(
+        cls,
+        explicit: StreamingConfig | None = None,
+        ds_config: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> StreamingConfig:
+        """Finds the settings of a load.
+
+        An explicit object wins entirely. Else each field comes from the environment variable
+        `HF_ZERO_STREAM_<FIELD>`, or from the section `"hf_zero_stream"` of the DeepSpeed config, or is the default, in
+        that order.
+
+        In variables and in the section, fields in bytes also accept a size with a unit: KB, MB, GB, TB (or K, M, G, T)
+        are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024, in small letters or capitals (`"64MiB"`,
+        `"1.5 GB"`). Booleans accept 1, 0, true, false, yes, no.
+
+        Args:
+            explicit: settings made in code.
+            ds_config: a DeepSpeed config.
+            environ: environment variables.
+
+        Raises:
+            ConfigError: a name is not known, or a value cannot be understood or lies outside its range.
+        """
+        if explicit is not None:
+            return explicit
+
+        section = {} if ds_config is None else ds_config.get(SECTION, {})
+        if not isinstance(section, Mapping):
+            raise ConfigError(f'"{SECTION}" in the DeepSpeed config: expected a mapping; got {section!r}')
+        defaults = {field.name: field.default for field in fields(cls)}
+        values: dict[str, Any] = {}
+        for name, value in section.items():
+            _check_known(name, defaults, f'key of "{SECTION}" in the DeepSpeed config')
+            values[name] = _parse(name, value, defaults[name], f'"{SECTION}.{name}" in the DeepSpeed config')
+
+        variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in defaults}
+        for variable, text in environ.items():
+            if variable.startswith(ENVIRONMENT_PREFIX):
+                _check_known(variable, variables, "environment variable")
+                name = variables[variable]
+                values[name] = _parse(name, text, defaults[name], f"environment variable {variable}")
+        return cls(**values)
+
+
+def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a shallow copy of a DeepSpeed config without our section, for readers that refuse unknown keys."""
+    return {key: value for key, value in ds_config.items() if key != SECTION}
+
+
+def _check_known(name: str, known: Iterable[str], kind: str) -> None:
+    if name in known:
+        return
+    known = sorted(known)
+    near = difflib.get_close_matches(str(name), known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"unknown {kind}: {name!r}{hint} Known: {', '.join(known)}")
+
+
+def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
+    """Turns a value of a JSON file or of an environment variable into one of the field's type."""
+    parsed: int | None
+    if isinstance(default, bool):
+        parsed = _BOOLEANS.get(str(value).strip().lower())
+        expected = "a boolean (1, 0, true, false, yes, no)"
+    elif name.endswith("_bytes"):
+        parsed = _parse_size(value)
+        expected = 'a whole number of bytes, or a size such as "64MiB" or "64MB"'
+    else:
+        parsed = _parse_size(value, units=False)
+        expected = "a whole number"
+    if parsed is None:
+        raise ConfigError(f"{origin}: expected {expected}; got {value!r}")
+    return parsed
+
+
+def _parse_size(value: Any, units: bool = True) -> int | None:
+    """Returns the number, or None if it is none. `5e8` counts: JSON reads it as a float, and DeepSpeed accepts it."""
+    if isinstance(value, bool):
+        return None
+    match = _SIZE.fullmatch(str(value).strip().lower().replace("e+", "e"))
+    if match is None or match[2] not in _UNITS or (match[2] and not units):
+        return None
+    number = Fraction(match[1]) * _UNITS[match[2]]
+    return int(number) if number.denominator == 1 else None

@@ -1,0 +1,186 @@
+"""What a load did: seconds, bytes and memory of every rank, as data."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+__all__ = ["PHASES", "LoadReport", "Materialised", "PhaseClock", "RankReport"]
+
+PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
+"""The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
+
+
+@dataclass(frozen=True)
+class Materialised:
+    """A parameter whose sources had to be read whole, because its conversion could not stay lazy."""
+
+    name: str
+    """The parameter's name in the model."""
+
+    reason: str
+    """What stood in the way, for example the name of the op."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank did."""
+
+    rank: int
+    """The global rank."""
+
+    seconds: Mapping[str, float]
+    """Seconds per phase, one for each of `PHASES`. Phases can overlap, so "total" need not be their sum."""
+
+    bytes_needed: int
+    """Bytes of the checkpoint that end up in memory this rank owns."""
+
+    bytes_read: int
+    """Bytes read from files: those needed, holes read through, and sources read whole."""
+
+    reads: int
+    """Number of positional reads."""
+
+    partition_bytes: int
+    """Bytes of all destinations of this rank."""
+
+    staging_bytes: int
+    """Bytes of all staging buffers that were allocated."""
+
+    anonymous_growth_peak: int
+    """Most anonymous host memory during the load, in bytes over what it was before."""
+
+    device_peak: int
+    """Most memory of the device during the load, in bytes; 0 without an accelerator."""
+
+    materialised: tuple[Materialised, ...] = ()
+    """Parameters that did not stay lazy on this rank."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the rank's part of `LoadReport.to_dict`; times are in seconds, sizes in bytes."""
+        return {
+            "rank": self.rank,
+            "seconds": {phase: self.seconds[phase] for phase in PHASES},
+            "bytes": {"needed": self.bytes_needed, "read": self.bytes_read},
+            "reads": self.reads,
+            "memory": {
+                "partition": self.partition_bytes,
+                "staging": self.staging_bytes,
+                "anonymous_growth_peak": self.anonymous_growth_peak,
+                "device_peak": self.device_peak,
+            },
+            "materialised": [asdict(entry) for entry in self.materialised],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankReport:
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: a key is missing.
+        """
+        memory = data["memory"]
+        return cls(
+            rank=data["rank"],
+            seconds={phase: data["seconds"][phase] for phase in PHASES},
+            bytes_needed=data["bytes"]["needed"],
+            bytes_read=data["bytes"]["read"],
+            reads=data["reads"],
+            partition_bytes=memory["partition"],
+            staging_bytes=memory["staging"],
+            anonymous_growth_peak=memory["anonymous_growth_peak"],
+            device_peak=memory["device_peak"],
+            materialised=tuple(Materialised(entry["name"], entry["reason"]) for entry in data["materialised"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did, on every rank."""
+
+    world_size: int
+    """Number of ranks that loaded."""
+
+    ranks: tuple[RankReport, ...]
+    """One report per rank, in the order of the ranks."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as dicts, lists, numbers and strings; times are in seconds, sizes in bytes."""
+        return {"world_size": self.world_size, "ranks": [report.to_dict() for report in self.ranks]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LoadReport:
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: a key is missing.
+        """
+        return cls(world_size=data["world_size"], ranks=tuple(RankReport.from_dict(entry) for entry in data["ranks"]))
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Returns `to_dict` as JSON, with `indent` as in `json.dumps`."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def table(self) -> str:
+        """Returns the report for people to read: plain text in several lines, without colour.
+
+        There is one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
+        Throughput is bytes read per second of the whole load. Materialised parameters are listed beneath.
+        """
+        # Only a table needs rich.
+        from .report_table import render_table
+
+        return render_table(self)
+
+
+class PhaseClock:
+    """Adds up the wall-clock seconds of each phase of a load.
+
+    A phase may be entered many times, by any thread, and phases may nest or overlap: each counts for itself.
+
+        clock = PhaseClock()
+        with clock("total"):
+            with clock("plan"):
+                ...
+    """
+
+    def __init__(self) -> None:
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """A copy of the seconds so far, with a key for each of `PHASES`."""
+        with self._lock:
+            return dict(self._seconds)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Adds `seconds` to a phase; thread-safe.
+
+        Raises:
+            ValueError: `phase` is none of `PHASES`.
+        """
+        if phase not in PHASES:
+            raise ValueError(f"phase: expected one of {', '.join(PHASES)}; got {phase!r}")
+        with self._lock:
+            self._seconds[phase] += seconds
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Returns a context whose duration is added to a phase, also if it ends with an error.
+
+        Raises:
+            ValueError: `phase` is none of `PHASES`.
+        """
+        self.add(phase, 0.0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, time.perf_counter() - start)

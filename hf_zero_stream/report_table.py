@@ -1,0 +1,147 @@
+"""A load report as text for people."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+
+from .report import PHASES, LoadReport, RankReport
+
+
+__all__ = ["render_table"]
+
+_MOST_RANK_ROWS = 8
+
+_NUMBER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
+
+
+class _Column(NamedTuple):
+    title: str
+    value: Callable[[RankReport], float]
+    text: Callable[[float], str]
+
+
+def render_table(report: LoadReport) -> str:
+    """Returns the text that `LoadReport.table` promises: one table of seconds, one of bytes, and the fall-backs."""
+    blocks = [_heading(report), _table(report, _seconds_columns()), _table(report, _bytes_columns())]
+    if fallbacks := _materialised_lines(report):
+        blocks.append("\n".join(fallbacks))
+    return "\n\n".join(blocks)
+
+
+def _heading(report: LoadReport) -> str:
+    slowest = max(report.ranks, key=lambda rank: rank.seconds["total"])
+    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks, slowest: rank {slowest.rank}"
+    return f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"
+
+
+def _seconds_columns() -> list[_Column]:
+    def column(phase: str) -> _Column:
+        return _Column(f"{phase.capitalize()} s", lambda rank: rank.seconds[phase], "{:.2f}".format)
+
+    return [column(phase) for phase in PHASES]
+
+
+def _bytes_columns() -> list[_Column]:
+    return [
+        _Column("Needed", lambda rank: rank.bytes_needed, _bytes_text),
+        _Column("Read", lambda rank: rank.bytes_read, _bytes_text),
+        _Column("Reads", lambda rank: rank.reads, "{:.0f}".format),
+        _Column("Throughput", _bytes_per_second, lambda value: f"{_bytes_text(value)}/s"),
+        _Column("Partition", lambda rank: rank.partition_bytes, _bytes_text),
+        _Column("Staging", lambda rank: rank.staging_bytes, _bytes_text),
+        _Column("Host growth", lambda rank: rank.anonymous_growth_peak, _bytes_text),
+        _Column("Device peak", lambda rank: rank.device_peak, _bytes_text),
+    ]
+
+
+def _bytes_per_second(rank: RankReport) -> float:
+    # A clock that did not advance between two looks gives no rate.
+    return rank.bytes_read / rank.seconds["total"] if rank.seconds["total"] else 0.0
+
+
+def _bytes_text(value: float) -> str:
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        # 1023.96 KiB would be written as 1024.0 KiB.
+        if abs(value) < (1024 if unit == "B" else 1023.95):
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _table(report: LoadReport, columns: Sequence[_Column]) -> str:
+    table = Table(box=MARKDOWN)
+    for title in ("Rank", *(column.title for column in columns)):
+        table.add_column(title, justify="right", no_wrap=True)
+    if len(report.ranks) <= _MOST_RANK_ROWS:
+        for rank in report.ranks:
+            table.add_row(str(rank.rank), *(column.text(column.value(rank)) for column in columns))
+    else:
+        summaries: list[tuple[str, Callable[[Iterable[float]], float]]] = [
+            ("min", min),
+            ("median", median),
+            ("max", max),
+        ]
+        for name, summary in summaries:
+            table.add_row(name, *(column.text(summary(map(column.value, report.ranks))) for column in columns))
+
+    # The width is the table's own: a log file has no terminal, and a table folded to fit one cannot be read. A
+    # notebook, which rich detects, would display the table instead of writing it to the file.
+    text = io.StringIO()
+    Console(file=text, width=1000, color_system=None, force_terminal=False, force_jupyter=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
+
+
+def _materialised_lines(report: LoadReport) -> list[str]:
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank in report.ranks:
+        for entry in rank.materialised:
+            ranks_of.setdefault((entry.reason, entry.name), []).append(rank.rank)
+    # Layers of one kind fall back for one reason, so what is left after folding is a few lines.
+    names_of: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (reason, name), ranks in ranks_of.items():
+        names_of.setdefault((reason, tuple(ranks)), []).append(name)
+
+    lines = []
+    for (reason, on_ranks), names in names_of.items():
+        where = "" if len(on_ranks) == len(report.ranks) else f" (on {len(on_ranks)} of {len(report.ranks)} ranks)"
+        lines += [f"  {name}: {reason}{where}" for name in _fold(names)]
+    if lines:
+        count = len({name for _, name in ranks_of})
+        lines.insert(0, f"Materialised parameters ({count}), whose sources were read whole:")
+    return lines
+
+
+def _fold(names: Iterable[str]) -> list[str]:
+    """Writes names that differ only in numbers as one, `layers.{0...47}.mlp`, if every combination is there."""
+    families: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in names:
+        pieces = _NUMBER.split(name)
+        families.setdefault(tuple(pieces[::2]), []).append(pieces)
+
+    folded = []
+    for members in families.values():
+        # One tuple of alternatives per piece; text has one alternative, a number has those that occur.
+        alternatives = [sorted(set(piece), key=lambda text: (len(text), text)) for piece in zip(*members)]
+        if math.prod(map(len, alternatives)) == len(members):
+            folded.append("".join(map(_set_text, alternatives)))
+        else:
+            folded += ["".join(pieces) for pieces in members]
+    return folded
+
+
+def _set_text(alternatives: Sequence[str]) -> str:
+    if len(alternatives) == 1:
+        return alternatives[0]
+    if int(alternatives[-1]) - int(alternatives[0]) == len(alternatives) - 1:
+        return f"{{{alternatives[0]}...{alternatives[-1]}}}"
+    return f"{{{', '.join(alternatives)}}}"
