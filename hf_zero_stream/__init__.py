@@ -1,0 +1,42 @@
+"""Stream safetensors checkpoints straight into DeepSpeed ZeRO-3 partitions."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+
+if TYPE_CHECKING:
+    from .config import StreamingConfig as StreamingConfig
+    from .integration import plan as plan
+    from .integration import streaming as streaming
+    from .planning.plan import LoadPlan as LoadPlan
+    from .report import LoadReport as LoadReport
+
+__version__ = "0.1.0"
+
+# Imported at first use: transformers takes seconds to import, and a launcher's main process may never need it.
+_HOMES = {
+    "LoadPlan": ".planning.plan",
+    "LoadReport": ".report",
+    "StreamingConfig": ".config",
+    "plan": ".integration",
+    "streaming": ".integration",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    if name.startswith("StreamingAuto"):
+        from .auto import STREAMING_CLASSES
+
+        if name in STREAMING_CLASSES:
+            return STREAMING_CLASSES[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    from .auto import STREAMING_CLASSES
+
+    return sorted([*_HOMES, *STREAMING_CLASSES, "__version__"])
