@@ -1,0 +1,1 @@
+"""Benchmarks of hf_zero_stream."""

@@ -1,0 +1,37 @@
+"""Fixtures that every test may use."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.cluster import ENVIRONMENT, warm_up
+
+
+# Before anything imports deepspeed or huggingface_hub in this process.
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.zoo import make_checkpoint  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def cluster() -> None:
+    """Warm fork server: keeps start-up out of the first test's time limit."""
+    warm_up()
+
+
+@pytest.fixture(scope="session")
+def zoo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`zoo_checkpoint(name, dtype=torch.float32)` gives a zoo model's folder, written once per session."""
+    made: dict[tuple[str, torch.dtype], Path] = {}
+
+    def factory(name: str, dtype: torch.dtype = torch.float32) -> Path:
+        if (name, dtype) not in made:
+            folder = tmp_path_factory.mktemp(f"{name}-{str(dtype).removeprefix('torch.')}")
+            made[name, dtype] = make_checkpoint(name, folder, dtype)
+        return made[name, dtype]
+
+    return factory

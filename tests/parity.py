@@ -1,0 +1,97 @@
+"""What ranks run to compare a streamed model with plain `from_pretrained`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+
+def ds_config(dtype: torch.dtype = torch.float32, **zero: Any) -> dict[str, Any]:
+    """A ZeRO-3 config that trains on a CPU; `zero` adds to its `zero_optimization`."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": dtype == torch.bfloat16},
+        "zero_optimization": {"stage": 3, **zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+
+
+def differences(streamed: nn.Module, plain: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Every way in which a partitioned model differs from a plain one, bit for bit; collective over ranks.
+
+    Floating-point parameters of `plain` are cast to `dtype` first: DeepSpeed wants one dtype for all of them.
+    """
+    import deepspeed
+
+    found: list[str] = []
+    ours, theirs = dict(_named(streamed)), dict(_named(plain))
+    if ours.keys() != theirs.keys():
+        found.append(f"names: {sorted(ours.keys() ^ theirs.keys())}")
+    for name in sorted(ours.keys() & theirs.keys()):
+        mine, expected = ours[name], theirs[name]
+        if mine.requires_grad != expected.requires_grad:
+            found.append(f"{name}: requires_grad {mine.requires_grad}, expected {expected.requires_grad}")
+        if not isinstance(expected, nn.Parameter):
+            if not _same_bits(mine, expected):
+                found.append(f"buffer {name}")
+            continue
+        if expected.is_floating_point():
+            expected = expected.detach().to(dtype)
+        with deepspeed.zero.GatheredParameters([mine]):
+            if not _same_bits(mine.data, expected):
+                found.append(f"parameter {name}: {tuple(mine.shape)} {mine.dtype}, {tuple(expected.shape)}")
+        _check_padding(name, mine, found)
+    if _ties(streamed) != _ties(plain):
+        found.append(f"ties: {_ties(streamed)}, expected {_ties(plain)}")
+    if streamed.training != plain.training:
+        found.append(f"training: {streamed.training}, expected {plain.training}")
+    return found
+
+
+def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+
+
+def _same_bits(mine: torch.Tensor, expected: torch.Tensor) -> bool:
+    if mine.shape != expected.shape or mine.dtype != expected.dtype:
+        return False
+    as_bytes = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (mine, expected)]
+    return torch.equal(*as_bytes)
+
+
+def _check_padding(name: str, param: Any, found: list[str]) -> None:
+    part = param.ds_tensor.numel()
+    used = max(0, min(part, param.ds_numel - part * param.ds_zero_partition_rank))
+    if part * param.ds_zero_partition_world_size < param.ds_numel:
+        found.append(f"{name}: partitions of {part} do not cover {param.ds_numel}")
+    if param.ds_tensor[used:].any():
+        found.append(f"{name}: padding is not zero")
+
+
+def _ties(model: nn.Module) -> list[list[str]]:
+    groups: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(param), []).append(name)
+    return sorted(sorted(names) for names in groups.values() if len(names) > 1)
+
+
+def load_and_compare(auto_class: str, folder: Path, dtype: torch.dtype, ds_dtype: torch.dtype) -> dict[str, Any]:
+    """Load `folder` plain and streamed; what differs, the loading infos and the report."""
+    import hf_zero_stream
+
+    plain_class = getattr(transformers, auto_class)
+    plain, plain_info = plain_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    streaming_class = getattr(hf_zero_stream, f"Streaming{auto_class}")
+    streamed, info = streaming_class.from_pretrained(
+        folder, dtype=dtype, output_loading_info=True, ds_config=ds_config(ds_dtype)
+    )
+    return {
+        "differences": differences(streamed, plain, ds_dtype),
+        "info": info,
+        "plain_info": plain_info,
+        "report": streamed.streaming_report.to_dict(),
+    }

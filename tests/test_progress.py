@@ -1,0 +1,93 @@
+"""There is one bar per node, in bytes, and every usual switch silences it."""
+
+import sys
+import threading
+
+import huggingface_hub.utils
+import pytest
+from transformers.utils import logging
+
+from hf_zero_stream.progress import progress_bar
+
+
+@pytest.fixture(autouse=True)
+def bars_on(monkeypatch):
+    """Starts each test with bars that all libraries allow, and puts their switches back after it."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    # The library reads the variable once, at import; under the module's name in its package there is a class.
+    monkeypatch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", None)
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_warning()
+    logging.enable_progress_bar()
+    yield
+    logging.set_verbosity(verbosity)
+    logging.enable_progress_bar() if bars else logging.disable_progress_bar()
+
+
+def shown(capsys, enabled=True):
+    with progress_bar(3 * 2**20, "Streaming", enabled) as bar:
+        bar.update(2**20)
+        bar.update(2**21)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_bar_counts_bytes(capsys):
+    text = shown(capsys)
+    assert text.rstrip().splitlines()[-1].split("\r")[-1].startswith("Streaming: 100%")
+    assert "3.00M/3.00M" in text
+    assert "B/s" in text
+
+
+@pytest.mark.parametrize(("local_rank", "visible"), [("0", True), ("1", False), ("7", False)])
+def test_only_on_the_local_main_process(capsys, monkeypatch, local_rank, visible):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    assert bool(shown(capsys)) is visible
+
+
+def test_silent_if_not_enabled(capsys):
+    assert shown(capsys, enabled=False) == ""
+
+
+def test_silent_if_hub_bars_are_disabled(capsys):
+    huggingface_hub.utils.disable_progress_bars()
+    try:
+        assert shown(capsys) == ""
+    finally:
+        huggingface_hub.utils.enable_progress_bars()
+
+
+def test_silent_if_transformers_bars_are_disabled(capsys):
+    logging.disable_progress_bar()
+    assert shown(capsys) == ""
+
+
+def test_silent_if_the_hub_variable_is_set(capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["huggingface_hub.utils.tqdm"], "HF_HUB_DISABLE_PROGRESS_BARS", True)
+        assert shown(capsys) == ""
+
+
+@pytest.mark.parametrize(("verbosity", "visible"), [(logging.INFO, True), (logging.ERROR, False)])
+def test_follows_transformers_verbosity(capsys, verbosity, visible):
+    logging.set_verbosity(verbosity)
+    assert bool(shown(capsys)) is visible
+
+
+def test_update_from_many_threads_loses_nothing(capsys):
+    with progress_bar(8 * 500, "Streaming", True) as bar:
+        threads = [threading.Thread(target=lambda: [bar.update(1) for _ in range(500)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert "3.91k/3.91k" in capsys.readouterr().err
+
+
+def test_bar_is_closed_after_an_error(capsys):
+    with pytest.raises(OSError):
+        with progress_bar(100, "Streaming", True) as bar:
+            bar.update(10)
+            raise OSError("disk")
+    assert capsys.readouterr().err.endswith("\n")

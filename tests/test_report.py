@@ -1,0 +1,187 @@
+"""The report's JSON is a contract; its table is for people and never shows escape codes."""
+
+import dataclasses
+import json
+import pickle
+import threading
+import time
+
+import pytest
+
+from hf_zero_stream.report import PHASES, LoadReport, Materialised, PhaseClock, RankReport
+
+
+def rank_report(rank=0, **changes):
+    report = RankReport(
+        rank=rank,
+        seconds={phase: float(i) for i, phase in enumerate(PHASES)},
+        bytes_needed=1000,
+        bytes_read=6 * 2**30,
+        reads=12,
+        partition_bytes=1536,
+        staging_bytes=64 * 2**20,
+        anonymous_growth_peak=2**40,
+        device_peak=0,
+        materialised=(Materialised("model.layers.0.mlp.weight", "op ldexp"),),
+    )
+    return dataclasses.replace(report, **changes)
+
+
+def load_report(world_size, **changes):
+    return LoadReport(world_size=world_size, ranks=tuple(rank_report(rank, **changes) for rank in range(world_size)))
+
+
+def test_json_structure():
+    assert json.loads(load_report(1).to_json()) == {
+        "world_size": 1,
+        "ranks": [
+            {
+                "rank": 0,
+                "seconds": {
+                    "index": 0.0,
+                    "plan": 1.0,
+                    "read": 2.0,
+                    "convert": 3.0,
+                    "copy": 4.0,
+                    "finalise": 5.0,
+                    "total": 6.0,
+                },
+                "bytes": {"needed": 1000, "read": 6 * 2**30},
+                "reads": 12,
+                "memory": {
+                    "partition": 1536,
+                    "staging": 64 * 2**20,
+                    "anonymous_growth_peak": 2**40,
+                    "device_peak": 0,
+                },
+                "materialised": [{"name": "model.layers.0.mlp.weight", "reason": "op ldexp"}],
+            }
+        ],
+    }
+
+
+def test_round_trips():
+    report = load_report(3)
+    assert LoadReport.from_dict(json.loads(report.to_json(indent=2))) == report
+    assert RankReport.from_dict(report.ranks[1].to_dict()) == report.ranks[1]
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_missing_key_is_an_error():
+    data = load_report(1).to_dict()
+    del data["ranks"][0]["seconds"]["plan"]
+    with pytest.raises(KeyError, match="plan"):
+        LoadReport.from_dict(data)
+
+
+def rows(table):
+    """The cells of each row whose first cell is not a header or a rule."""
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    return [row for row in cells if row[0] != "Rank" and set(row[0]) - set("-: ")]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_table_has_a_row_per_rank(world_size):
+    table = load_report(world_size).table()
+    assert [row[0] for row in rows(table)] == [str(rank) for rank in range(world_size)] * 2
+
+
+def test_table_summarises_many_ranks():
+    ranks = tuple(rank_report(rank, seconds=dict.fromkeys(PHASES, float(rank)), reads=rank) for rank in range(9))
+    table = LoadReport(world_size=9, ranks=ranks).table()
+    assert [row[:2] for row in rows(table)[:3]] == [["min", "0.00"], ["median", "4.00"], ["max", "8.00"]]
+    assert [row[3] for row in rows(table)[3:]] == ["0", "4", "8"]
+    assert "9 ranks, slowest: rank 8, 8.00 s" in table
+
+
+def test_table_units_and_throughput():
+    seconds_row, bytes_row = rows(load_report(1).table())
+    assert seconds_row == ["0", "0.00", "1.00", "2.00", "3.00", "4.00", "5.00", "6.00"]
+    assert bytes_row == ["0", "1000 B", "6.0 GiB", "12", "1.0 GiB/s", "1.5 KiB", "64.0 MiB", "1.0 TiB", "0 B"]
+    assert "1.0 MiB" in load_report(1, bytes_needed=2**20 - 1).table()
+    assert "0 B/s" in load_report(1, seconds=dict.fromkeys(PHASES, 0.0)).table()
+
+
+def test_table_is_plain_text_of_moderate_width_wherever_it_runs(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "20")
+    table = load_report(2).table()
+    assert table.isascii()
+    assert table.isprintable() or set(table) - {"\n"} == {c for c in table if c.isprintable()}
+    assert max(map(len, table.splitlines())) <= 110
+    assert all(line == line.rstrip() for line in table.splitlines())
+
+
+def materialised_lines(*ranks):
+    reports = tuple(
+        rank_report(rank, materialised=tuple(Materialised(name, reason) for name, reason in entries))
+        for rank, entries in enumerate(ranks)
+    )
+    table = LoadReport(world_size=len(ranks), ranks=reports).table()
+    assert "Materialised parameters" in table
+    heading, *lines = table[table.index("Materialised parameters") :].splitlines()
+    return heading, lines
+
+
+def test_materialised_parameters_are_folded():
+    names = [f"layers.{layer}.experts.{expert}.w" for layer in range(12) for expert in (0, 2)]
+    heading, lines = materialised_lines([(name, "op ldexp") for name in [*names, "0.bias", "head[0].{w}"]])
+    assert "(26)" in heading
+    assert [line.strip() for line in lines] == [
+        "layers.{0...11}.experts.{0, 2}.w: op ldexp",
+        "0.bias: op ldexp",
+        "head[0].{w}: op ldexp",
+    ]
+
+
+def test_materialised_parameters_with_gaps_are_not_folded():
+    _, lines = materialised_lines([("a.0.b.0.w", "r"), ("a.1.b.1.w", "r")])
+    assert lines == ["  a.0.b.0.w: r", "  a.1.b.1.w: r"]
+
+
+def test_materialised_parameters_of_some_ranks_say_so():
+    _, lines = materialised_lines([("x", "r"), ("y", "r")], [("x", "r")])
+    assert lines == ["  x: r", "  y: r (on 1 of 2 ranks)"]
+
+
+def test_nothing_materialised_is_not_mentioned():
+    assert "Materialised" not in load_report(2, materialised=()).table()
+
+
+def test_clock_accumulates_and_nests():
+    clock = PhaseClock()
+    with clock("total"):
+        for _ in range(2):
+            with clock("plan"):
+                time.sleep(0.01)
+    assert list(clock.seconds) == list(PHASES)
+    assert 0.02 <= clock.seconds["plan"] <= clock.seconds["total"]
+    assert clock.seconds["read"] == 0.0
+
+
+def test_clock_counts_a_phase_that_failed():
+    clock = PhaseClock()
+    with pytest.raises(OSError), clock("read"):
+        raise OSError("disk")
+    assert clock.seconds["read"] > 0.0
+
+
+def test_clock_is_thread_safe():
+    clock = PhaseClock()
+    threads = [threading.Thread(target=lambda: [clock.add("copy", 1.0) for _ in range(2000)]) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert clock.seconds["copy"] == 16000.0
+
+
+def test_clock_refuses_an_unknown_phase():
+    clock = PhaseClock()
+    with pytest.raises(ValueError, match="expected one of index, plan.*got 'raed'"):
+        clock.add("raed", 1.0)
+    entered = False
+    with pytest.raises(ValueError):
+        with clock("raed"):
+            entered = True
+    assert not entered
