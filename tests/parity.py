@@ -15,6 +15,7 @@ def ds_config(dtype: torch.dtype = torch.float32, **zero: Any) -> dict[str, Any]
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": dtype == torch.bfloat16},
+        "fp16": {"enabled": dtype == torch.float16},
         "zero_optimization": {"stage": 3, **zero},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     }
@@ -79,16 +80,25 @@ def _ties(model: nn.Module) -> list[list[str]]:
     return sorted(sorted(names) for names in groups.values() if len(names) > 1)
 
 
-def load_and_compare(auto_class: str, folder: Path, dtype: torch.dtype, ds_dtype: torch.dtype) -> dict[str, Any]:
-    """Load `folder` plain and streamed; what differs, the loading infos and the report."""
+def load_and_compare(
+    auto_class: str,
+    folder: Path,
+    dtype: torch.dtype,
+    ds_dtype: torch.dtype,
+    kwargs: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Load `folder` plain and streamed; what differs, the loading infos and the report.
+
+    Both start from the same random numbers, so that parameters which are not in the checkpoint can be compared too.
+    """
     import hf_zero_stream
 
-    plain_class = getattr(transformers, auto_class)
-    plain, plain_info = plain_class.from_pretrained(folder, dtype=dtype, output_loading_info=True)
+    kwargs = {"dtype": dtype, "output_loading_info": True, **(kwargs or {})}
+    torch.manual_seed(0)
+    plain, plain_info = getattr(transformers, auto_class).from_pretrained(folder, **kwargs)
+    torch.manual_seed(0)
     streaming_class = getattr(hf_zero_stream, f"Streaming{auto_class}")
-    streamed, info = streaming_class.from_pretrained(
-        folder, dtype=dtype, output_loading_info=True, ds_config=ds_config(ds_dtype)
-    )
+    streamed, info = streaming_class.from_pretrained(folder, ds_config=ds_config(ds_dtype), **kwargs)
     return {
         "differences": differences(streamed, plain, ds_dtype),
         "info": info,

@@ -212,6 +212,15 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     return _copy(func, args[:1], {}) if not any(args[1]) else NotImplemented
 
 
+def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
+    source, repeats = args
+    sizes = [1] * (len(repeats) - source.dim()) + list(source.shape)
+    pairs = [number for size in sizes for number in (1, size)]
+    tiled = [number for repeat, size in zip(repeats, sizes, strict=True) for number in (repeat, size)]
+    result = [repeat * size for repeat, size in zip(repeats, sizes, strict=True)]
+    return source.reshape(pairs).expand(tiled).reshape(result)
+
+
 def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     meta_args, meta_kwargs = tree_map(_to_meta, (tuple(args), kwargs))
     result = func(*meta_args, **meta_kwargs)
@@ -241,6 +250,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,
     aten.constant_pad_nd.default: _pad,
+    aten.repeat.default: _repeat,
     **dict.fromkeys(EXACT_POINTWISE, _pointwise),
 }
 

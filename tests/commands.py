@@ -1,0 +1,68 @@
+"""Run the commands that documentation shows, exactly as shown, in real processes."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from tests.cluster import ENVIRONMENT, ROOT
+
+
+def command_environment() -> dict[str, str]:
+    """The environment of a user who has activated this Python's environment and has no GPU."""
+    return {
+        **os.environ,
+        **ENVIRONMENT,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONWARNINGS": "ignore",
+        # Where the package is not installed; torchrun adds only the script's own folder.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
+    }
+
+
+def run_command(command: str, folder: Path, *, replace: Mapping[str, str] = {}, extra: Sequence[str] = ()) -> str:
+    """Run one documented command; returns what it printed, and fails with that if it failed.
+
+    The command's paths hold from the root of the repository; `folder` has links to what is in there, so that files
+    it writes do not end up in the repository.
+    """
+    link_repository(folder)
+    words = [replace.get(word, word) for word in shlex.split(command)] + list(extra)
+    if words[0] == "accelerate" and words[1] == "launch":
+        words[2:2] = ["--main_process_port", "0"]  # other tests may be launching at the same time
+    elif words[0] == "torchrun":
+        words[1:1] = ["--standalone"]
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=command_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}"
+    return done.stdout
+
+
+def link_repository(folder: Path) -> None:
+    """Give `folder` the repository's folders, as links."""
+    for name in ("benchmarks", "examples", "hf_zero_stream"):
+        if not (folder / name).exists():
+            (folder / name).symlink_to(ROOT / name, target_is_directory=True)
+
+
+def documented_commands(text: str) -> list[str]:
+    """The indented commands of a docstring; lines that end in a backslash are joined."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [line.strip() for line in joined.splitlines() if re.match(r" {4}(python|accelerate|torchrun) ", line)]
+
+
+def losses(output: str) -> list[str]:
+    """The losses that an example printed, one per step."""
+    return re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)

@@ -1,0 +1,74 @@
+"""Plans are data: made for any rank of any world, on this machine, without a process group."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_zero_stream
+from hf_zero_stream.errors import ConfigError
+from tests.parity import ds_config
+from tests.zoo import ZOO
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*((name, world_size) for name in ZOO for world_size in (1, 2, 7)), ("qwen3_moe", 64), ("qwen3_vl_moe", 64)],
+)
+def test_ranks_share_the_checkpoint(zoo_checkpoint: Callable[..., Path], name: str, world_size: int) -> None:
+    """Together the ranks fill every element of every parameter once, in file order."""
+    plans = [
+        hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=world_size, rank=rank) for rank in range(world_size)
+    ]
+    assert not torch.distributed.is_initialized()
+    for position, target in enumerate(plans[0].targets):
+        ranges = [(plan.targets[position].start, plan.targets[position].stop) for plan in plans]
+        replicated = world_size > 1 and len(set(ranges)) == 1
+        assert replicated or all(before[1] == after[0] for before, after in pairwise(ranges))
+        assert ranges[0][0] == 0
+        for plan in plans:
+            filled = sum(piece.box.numel for read in plan for piece in read.pieces if piece.target == position)
+            assert filled == plan.targets[position].stop - plan.targets[position].start
+    for plan in plans:
+        order = [(read.shard, read.start) for read in plan]
+        assert order == sorted(order)
+        assert plan.cost.reads == len(plan)
+        assert plan.cost.target_bytes == sum(target.nbytes for target in plan.targets)
+
+
+def test_plan_follows_the_ds_config(zoo_checkpoint: Callable[..., Path]) -> None:
+    folder = str(zoo_checkpoint("llama"))
+    as_is = hf_zero_stream.plan(folder, world_size=2)
+    halved = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(torch.bfloat16))
+    asked = hf_zero_stream.plan(folder, world_size=2, dtype="bfloat16")
+    assert {target.dtype for target in as_is.targets} == {torch.float32}
+    assert halved.cost.target_bytes == asked.cost.target_bytes
+    assert halved.cost.target_bytes < 0.6 * as_is.cost.target_bytes
+    assert halved.cost.bytes_needed == as_is.cost.bytes_needed, "the file's bytes are the same"
+
+
+def test_plan_takes_settings(zoo_checkpoint: Callable[..., Path]) -> None:
+    config = {**ds_config(), "hf_zero_stream": {"request_bytes": 4096}}
+    plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1, ds_config=config)
+    assert max(read.length for read in plan) <= 4096
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_rank_must_be_in_the_world(zoo_checkpoint: Callable[..., Path], rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigError, match="rank"):
+        hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=world_size, rank=rank)
+
+
+def test_planning_layers_need_neither_deepspeed_nor_transformers() -> None:
+    """The planner must be usable, and testable, without the libraries that it plans for."""
+    code = (
+        "import sys, hf_zero_stream.planning.plan, hf_zero_stream.checkpoint.lazy;"
+        "assert not {'deepspeed', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
