@@ -102,6 +102,10 @@ class LazyTensor(torch.Tensor):
 
 def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """The general case: views by what the meta result shares, all else as an opaque node or on real tensors."""
+    # Composite ops arrive whole where autograd is switched off around us (our own handlers, torch.inference_mode).
+    result = func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
     first = _first_lazy(args, kwargs)
     if func._schema.is_mutable:
         return _run_on_values(func, args, kwargs)
