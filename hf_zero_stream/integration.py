@@ -175,7 +175,8 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
     session.stock_reason = zero3.stock_reason(load.ds_config)
     token = _load.set(session)
     try:
-        with load.memory, load.clock("total"):
+        # Partitions that are written later (by other threads, by training) must not be inference tensors.
+        with load.memory, load.clock("total"), torch.inference_mode(False):
             zero3.refuse_unsupported(load.ds_config)
             result = original(*args, **kwargs)
             model = result[0] if isinstance(result, tuple) else result

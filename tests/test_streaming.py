@@ -218,6 +218,20 @@ def test_two_models(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
     assert run_ranks(2, load_two, zoo_checkpoint("llama"), zoo_checkpoint("qwen3_moe")) == [[True, True]] * 2
 
 
+def load_in_inference_mode(folder: Path) -> dict[str, Any]:
+    with torch.inference_mode():
+        model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(
+            folder, ds_config=ds_config(torch.bfloat16)
+        )
+    assert not any(param.ds_tensor.is_inference() for param in model.parameters())
+    return model.streaming_report.to_dict()["ranks"][0]
+
+
+def test_inference_mode(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    for report in run_ranks(2, load_in_inference_mode, zoo_checkpoint("qwen3_moe")):
+        assert not report["materialised"]
+
+
 def build_from_config(folder: Path) -> list[bool]:
     keep = transformers_deepspeed.HfDeepSpeedConfig(ds_config())
     config = transformers.AutoConfig.from_pretrained(folder)
