@@ -20,23 +20,24 @@ EXAMPLES = ["finetune_accelerate.py", "finetune_trainer.py"]
 CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
 
 
-def _commands(example: str) -> list[str]:
+def example_commands(example: str) -> list[str]:
+    """An example's documented commands: on GPUs, making a checkpoint, and on a CPU."""
     source = (ROOT / "examples" / example).read_text()
-    return documented_commands(source[: source.index('"""', 3)])
+    return documentedexample_commands(source[: source.index('"""', 3)])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where commands run; the first one writes the checkpoint that the others load."""
     folder = tmp_path_factory.mktemp("examples")
-    run_command(_commands(EXAMPLES[0])[1], folder)
+    run_command(example_commands(EXAMPLES[0])[1], folder)
     return folder
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_docstring_shows_gpu_and_cpu_commands(example: str) -> None:
-    on_gpu, make, on_cpu = _commands(example)
-    assert make == _commands(EXAMPLES[0])[1]
+def test_docstring_shows_gpu_and_cpuexample_commands(example: str) -> None:
+    on_gpu, make, on_cpu = example_commands(example)
+    assert make == example_commands(EXAMPLES[0])[1]
     assert "--model Qwen/" in on_gpu and "--model tiny-moe" in on_cpu
     for command in (on_gpu, on_cpu):
         for word in command.split():
@@ -47,7 +48,7 @@ def test_docstring_shows_gpu_and_cpu_commands(example: str) -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.slow
 def test_runs_as_documented(example: str, folder: Path) -> None:
-    command = _commands(example)[2]
+    command = example_commands(example)[2]
     streaming = run_command(command, folder)
     assert streaming.count("STREAMING LOAD REPORT (2 ranks") == 1
     stock = run_command(command, folder, extra=["--loader", "stock"])

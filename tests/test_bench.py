@@ -1,0 +1,91 @@
+"""The benchmark runs, its figures are complete, and its checkpoints are what they say."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench, checkpoints
+from benchmarks.figures import same_bits, summarise
+from tests.cluster import run_ranks
+from tests.parity import load_and_compare
+
+
+ARMS = ["stock", "ours", "raw", "slices"]
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(checkpoints, "CACHE", tmp_path / "checkpoints")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_bench_measures_every_arm(tmp_path: Path) -> None:
+    results_file = tmp_path / "results.json"
+    arguments = "--gigabytes 0.02 --repeats 1 --worlds 2 --cache warm --timeout 200".split()
+
+    assert bench.main([*arguments, "--arms", ",".join(ARMS), "--json", str(results_file)]) == 0
+
+    results = json.loads(results_file.read_text())
+    assert str(Path.cwd()) not in results_file.read_text()
+    assert [entry["arm"] for entry in results["summary"]] == ARMS
+    assert results["same_bits"] is True
+    total = results["checkpoint"]["nbytes"]
+    for run in results["runs"]:
+        assert sum(rank["owned_bytes"] for rank in run["ranks"]) == pytest.approx(total, rel=0.05)
+        assert all(rank["seconds"] > 0 for rank in run["ranks"])
+    ours = next(run for run in results["runs"] if run["arm"] == "ours")
+    assert sum(rank["report"]["bytes"]["read"] for rank in ours["ranks"]) == pytest.approx(total, rel=0.05)
+    for rank in ours["ranks"]:
+        assert rank["rchar_bytes"] >= rank["report"]["bytes"]["read"]
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+@pytest.mark.parametrize("fp32", [False, True])
+def test_checkpoints_have_the_size_asked_for_and_are_kept(kind: str, fp32: bool) -> None:
+    made = checkpoints.cached_checkpoint(kind, 0.1, fp32)
+    assert made.nbytes == pytest.approx(1e8, rel=0.1)
+    assert len(made.shards) == checkpoints.NUM_SHARDS
+    times = [path.stat().st_mtime_ns for path in made.shards]
+    again = checkpoints.cached_checkpoint(kind, 0.1, fp32)
+    assert again == made and [path.stat().st_mtime_ns for path in again.shards] == times
+
+
+@pytest.mark.parametrize("kind", checkpoints.KINDS)
+@pytest.mark.parametrize("fp32", [False, True])
+def test_checkpoints_load_as_plain_from_pretrained_does(kind: str, fp32: bool) -> None:
+    made = checkpoints.cached_checkpoint(kind, 0.02, fp32)
+    for found in run_ranks(2, load_and_compare, made.auto_class, made.folder, torch.bfloat16, torch.bfloat16):
+        assert found["differences"] == []
+        assert not found["info"]["missing_keys"] and not found["info"]["unexpected_keys"]
+
+
+def _run(arm: str, repeat: int, *seconds: float, digest: str = "a") -> dict:
+    keys = ("owned_bytes", "anonymous_growth_bytes", "resident_growth_bytes", "rchar_bytes", "storage_read_bytes")
+    ranks = [
+        {"rank": rank, "seconds": value, "digest": digest, **dict.fromkeys(keys, 10 * repeat + rank)}
+        for rank, value in enumerate(seconds)
+    ]
+    return {"arm": arm, "world_size": 2, "cache": "warm", "repeat": repeat, "ranks": ranks}
+
+
+def test_summary_takes_the_slowest_rank_and_ratios_within_a_repeat() -> None:
+    runs = [_run("ours", 0, 1.0, 2.0), _run("ours", 1, 4.0, 1.0), _run("raw", 0, 1.0, 1.0), _run("raw", 1, 2.0, 2.0)]
+    ours, raw = summarise(runs)
+    assert ours["seconds"] == {"median": 3.0, "min": 2.0, "max": 4.0}
+    assert (ours["ratio_to_raw"], raw["ratio_to_ours"], ours["ratio_to_ours"]) == (2.0, 0.5, 1.0)
+    assert ours["rchar_bytes"] == [10, 11]
+
+
+def test_summary_keeps_an_arm_that_failed() -> None:
+    failed = {"arm": "stock", "world_size": 2, "cache": "warm", "repeat": 0, "error": "rank 1 of 2 failed"}
+    stock, ours = summarise([failed, _run("ours", 0, 1.0)])
+    assert (stock["runs"], stock["error"], ours["ratio_to_raw"]) == (0, "rank 1 of 2 failed", None)
+
+
+def test_same_bits_compares_arms() -> None:
+    assert same_bits([_run("ours", 0, 1.0)]) is None
+    assert same_bits([_run("ours", 0, 1.0), _run("stock", 0, 9.0)]) is True
+    assert same_bits([_run("ours", 0, 1.0), _run("stock", 0, 9.0, digest="b")]) is False
