@@ -22,7 +22,7 @@ from .coordination import Coordinator
 from .engine.compute import Evaluator
 from .engine.execute import choose_threads, execute_reads
 from .errors import LoadError
-from .memory import AnonymousMemory
+from .memory import AnonymousMemory, collector_paused
 from .partition import zero3
 from .planning.plan import LoadPlan, Target, make_plan, partition_range
 from .progress import progress_bar
@@ -114,7 +114,7 @@ class Load:
         """
         error: BaseException | None = None
         try:
-            with self.clock("plan"):
+            with self.clock("plan"), collector_paused():
                 parameters, buffers = self._replace(model, missing, tied)
                 self.plan = self._make_plan(parameters, buffers)
         except Exception as caught:
@@ -175,7 +175,8 @@ class Load:
 
     def plan_only(self, model: nn.Module, missing: set[str], tied: set[str]) -> LoadPlan:
         """The plan that :meth:`place` would carry out; leaves `model` unusable."""
-        return self._make_plan(*self._replace(model, missing, tied))
+        with collector_paused():
+            return self._make_plan(*self._replace(model, missing, tied))
 
     def _make_plan(
         self, parameters: Mapping[str, tuple[torch.Tensor, View]], buffers: Mapping[str, tuple[torch.Tensor, View]]

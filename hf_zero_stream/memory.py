@@ -1,14 +1,17 @@
-"""How much anonymous memory a piece of work adds to this process."""
+"""How much anonymous memory a piece of work adds to this process, and keeping the garbage collector out of it."""
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 
-__all__ = ["AnonymousMemory"]
+__all__ = ["AnonymousMemory", "collector_paused"]
 
 _STATUS = "/proc/self/status"
 _RSS_ANON = re.compile(rb"^RssAnon:\s*(\d+) kB$", re.MULTILINE)
@@ -94,3 +97,19 @@ def _read_anonymous_bytes(file: int) -> int | None:
     # The kernel writes the file anew for every read at offset 0, so it need not be opened again.
     match = _RSS_ANON.search(os.pread(file, 2**16, 0))
     return None if match is None else int(match[1]) * 1024
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's cyclic garbage collector does not run inside, unless it was off already.
+
+    Planning makes hundreds of thousands of small objects, all of which live on: each full collection would visit them
+    and everything that torch and transformers hold, for nothing.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -28,7 +28,11 @@ class Lane:
         self._device = device
         self._nbytes = nbytes
         self._buffer: torch.Tensor | None = None
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: Any = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            # The allocator may have given a destination memory that earlier kernels still use.
+            self._stream.wait_stream(torch.cuda.default_stream(device))
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of the staging buffer as uint8; waits until earlier copies out of it are done."""

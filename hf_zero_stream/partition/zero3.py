@@ -177,8 +177,14 @@ def ranks_on_this_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def reset_device_peak() -> None:
+    """Begin a new measurement of :func:`device_peak_bytes`."""
+    if local_device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats(local_device())
+
+
 def device_peak_bytes() -> int:
-    """Most memory that torch has had allocated on the local device, in bytes; 0 on a CPU."""
+    """Most memory that torch had allocated on the local device since the reset, in bytes; 0 on a CPU."""
     device = local_device()
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
