@@ -23,7 +23,7 @@ CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
 def example_commands(example: str) -> list[str]:
     """An example's documented commands: on GPUs, making a checkpoint, and on a CPU."""
     source = (ROOT / "examples" / example).read_text()
-    return documentedexample_commands(source[: source.index('"""', 3)])
+    return documented_commands(source[: source.index('"""', 3)])
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_docstring_shows_gpu_and_cpuexample_commands(example: str) -> None:
+def test_docstring_shows_gpu_and_cpu_commands(example: str) -> None:
     on_gpu, make, on_cpu = example_commands(example)
     assert make == example_commands(EXAMPLES[0])[1]
     assert "--model Qwen/" in on_gpu and "--model tiny-moe" in on_cpu
