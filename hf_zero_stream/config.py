@@ -33,7 +33,7 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 class StreamingConfig:
     """How a streaming load uses memory, threads and the terminal.
 
-    None of the settings changes what is loaded, only how. Every rank may have its own values.
+    None of the settings changes what is loaded, only how, and what `strict` refuses. Every rank may have its own.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -50,6 +50,13 @@ class StreamingConfig:
 
     seek_bytes: int = 4096
     """Price of a seek, in bytes: a hole between two runs of up to so many bytes is read through, not skipped."""
+
+    strict: bool = False
+    """Raise on all ranks, before any weights are read, if a key is missing, unexpected or of another shape.
+
+    The default is transformers': missing keys are initialised, and reported. `from_pretrained(strict=True)` says the
+    same for one call.
+    """
 
     progress: bool = True
     """Show one progress bar, in bytes, on the local main process.

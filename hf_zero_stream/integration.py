@@ -158,19 +158,19 @@ class _Session:
 def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
     if not _configs.get() or _load.get() is not None:
         return original(*args, **kwargs)
-    ds_config = kwargs.pop("ds_config", None)
+    ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
     kept_alive = None
     if ds_config is not None:
         kept_alive = transformers_deepspeed.HfDeepSpeedConfig(_loadable(ds_config))
     if not transformers_deepspeed.is_deepspeed_zero3_enabled():
         _warn_if_zero3_comes_too_late()
-        return original(*args, **kwargs)
+        return _stock_from_pretrained(original, args, kwargs, _settings({}, strict).strict)
 
     from .load import Load  # imports deepspeed, which takes seconds and which only ZeRO-3 needs
     from .partition import zero3
 
     found = transformers_deepspeed.deepspeed_config()
-    settings = StreamingConfig.resolve(_configs.get()[-1], found)
+    settings = _settings(found, strict)
     zero3.init_distributed()
     zero3.reset_device_peak()
     load = Load(settings, without_own_section(found), Coordinator.of_default_group())
@@ -271,16 +271,39 @@ def _model_class(path: str, kwargs: Mapping[str, Any]) -> Any:
     return getattr(transformers, own[0] if own else "AutoModel")
 
 
+def _settings(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
+    settings = StreamingConfig.resolve(_configs.get()[-1], ds_config)
+    return settings if strict is None else replace(settings, strict=strict)
+
+
+def _stock_from_pretrained(original: Callable[..., Any], args: Any, kwargs: Any, strict: bool) -> Any:
+    """Stock's own call, which knows no `strict`."""
+    if not strict:
+        return original(*args, **kwargs)
+    wants_info = kwargs.pop("output_loading_info", False)
+    model, info = original(*args, output_loading_info=True, **kwargs)
+    _raise_if_misfit(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
+    return (model, info) if wants_info else model
+
+
+def _raise_if_misfit(missing: Any, unexpected: Any, mismatched: Any) -> None:
+    kinds = {"missing": missing, "unexpected": unexpected, "mismatched": [key for key, *_ in mismatched]}
+    found = [f"{kind} {', '.join(sorted(keys)[:8])} ({len(keys)} in all)" for kind, keys in kinds.items() if keys]
+    if found:
+        raise LoadError(f"strict=True: the checkpoint does not fit the model exactly: {'; '.join(found)}.")
+
+
 def _get_init_context(original: Callable[..., Any], cls: Any, dtype: Any, is_quantized: bool, *args: Any) -> Any:
     session = _load.get()
     if session is None or session.building:
         return original(dtype, is_quantized, *args)
     if is_quantized and not session.stock_reason:
-        session.stock_reason = "the checkpoint is quantised"
+        session.stock_reason = "the checkpoint is quantised (every rank then holds the whole model)"
     if not session.streams:
-        logger.warning(
-            f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
-        )
+        if session.load.coordinator.is_main:
+            logger.warning(
+                f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
+            )
         return original(dtype, is_quantized, *args)
     with _zero3_hidden():
         contexts = original(dtype, is_quantized, *args)
@@ -348,6 +371,8 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
         )
         if faulty:
             raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
+        if session.load.config.strict:
+            _raise_if_misfit(*_misfits(model, loading_info))
         missing = set(loading_info.missing_and_mismatched())
         tied = missing & set(getattr(model, "all_tied_weights_keys", ()))
         if session.only_plan:
@@ -366,6 +391,18 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
         inner = sum(after[phase] - before[phase] for phase in ("plan", "read", "convert", "copy"))
         session.load.clock.add("finalise", -inner)
         return result
+
+
+def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any]]:
+    """Missing, unexpected and mismatched keys as transformers will report them, after ties and known exceptions."""
+    final = replace(loading_info, missing_keys=set(loading_info.missing_keys))
+    ties = getattr(model, "all_tied_weights_keys", {})
+    for ends in ties.items():
+        group = {end for pair in ties.items() if ends[1] in pair for end in pair}
+        if not group <= final.missing_keys:
+            final.missing_keys -= group
+    model._adjust_missing_and_unexpected_keys(final)
+    return final.missing_keys, final.unexpected_keys, final.mismatched_keys
 
 
 def _move_missing_keys(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

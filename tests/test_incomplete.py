@@ -210,3 +210,60 @@ def test_models_that_stock_cannot_load(
     for result in run_ranks(world_size, load_and_compare, "AutoModel", folder, torch.float32, torch.float32):
         assert result["info"] == result["plain_info"]
         assert result["differences"] == []
+
+
+def load_strictly(folder: Path, how: str, kwargs: dict[str, Any]) -> str:
+    """The error that strict loading raises, or "" if it loads; then the same without ZeRO-3."""
+    import hf_zero_stream
+    from hf_zero_stream.errors import LoadError
+
+    section = {"strict": True} if how == "section" else {}
+    strict = {"strict": True} if how == "argument" else {}
+    config = {**ds_config(), "hf_zero_stream": section}
+    try:
+        hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config, **strict, **kwargs)
+    except LoadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["argument", "section"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(drop_some, "missing lm_head.weight"), (add_some, "unexpected extra"), (lambda tensors: None, "")],
+    ids=["missing", "unexpected", "exact"],
+)
+def test_strict(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    change: Callable[[Tensors], None],
+    expected: str,
+    how: str,
+) -> None:
+    folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", change)
+    for message in run_ranks(2, load_strictly, folder, how, {}):
+        assert expected in message if expected else message == ""
+
+
+def test_strict_allows_ties(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    for change in (lambda tensors: None, swap):
+        folder = rewritten(zoo_checkpoint("qwen3"), tmp_path / getattr(change, "__name__", ""), change)
+        assert run_ranks(2, load_strictly, folder, "argument", {}) == ["", ""]
+
+
+def test_strict_refuses_mismatches(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    kwargs = {"vocab_size": 9, "ignore_mismatched_sizes": True}
+    for message in run_ranks(2, load_strictly, zoo_checkpoint("qwen3_moe"), "argument", kwargs):
+        assert "mismatched lm_head.weight" in message
+
+
+def test_strict_without_zero3(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    import hf_zero_stream
+    from hf_zero_stream.errors import LoadError
+
+    streaming_class = hf_zero_stream.StreamingAutoModelForCausalLM
+    assert streaming_class.from_pretrained(zoo_checkpoint("qwen3_moe"), strict=True)
+    folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", drop_some)
+    with pytest.raises(LoadError, match="missing lm_head.weight"):
+        streaming_class.from_pretrained(folder, strict=True)
