@@ -15,14 +15,14 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
-from hf_zero_stream import StreamingConfig, integration, streaming
+from hf_zero_stream import StreamingConfig, integration, seams, streaming
 from hf_zero_stream.errors import ConfigError
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
 
 def patched_attributes() -> dict[Any, Any]:
-    return {place: vars(place[0])[place[1]] for place in integration._REPLACEMENTS if hasattr(*place)}
+    return {place: vars(place[0])[place[1]] for place in integration._patches._replacements}
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def nothing_stays_patched() -> Any:
     before = patched_attributes()
     yield
     assert patched_attributes() == before
-    assert not isinstance(transformers_deepspeed._hf_deepspeed_config_weak_ref, integration._HidingReference)
+    assert not isinstance(transformers_deepspeed._hf_deepspeed_config_weak_ref, seams._HidingReference)
 
 
 def is_patched() -> bool:

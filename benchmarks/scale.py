@@ -1,0 +1,194 @@
+"""`make scale`: one rank of worlds that this machine could never hold, really executed.
+
+Checkpoints are of true size but sparse (see :mod:`benchmarks.sparse_checkpoint`), and a *fake* process group stands for
+the other ranks. Everything else is real: the public ``streaming()`` path, DeepSpeed's partitions, the reads.
+
+    python -m benchmarks.scale --models qwen3-30b-a3b,deepseek-v3
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+CACHE = Path(__file__).parent / ".cache"
+
+
+def qwen3_30b_a3b() -> Any:
+    """Source: config.json of Qwen/Qwen3-30B-A3B."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        tie_word_embeddings=False,
+    )
+
+
+def qwen3_235b_a22b() -> Any:
+    """Source: config.json of Qwen/Qwen3-235B-A22B."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        tie_word_embeddings=False,
+    )
+
+
+def deepseek_v3() -> Any:
+    """The defaults of transformers' config class are those of deepseek-ai/DeepSeek-V3."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config()
+
+
+def kimi_k2() -> Any:
+    """Source: config.json of moonshotai/Kimi-K2-Instruct, which is of DeepSeek-V3's architecture."""
+    from transformers import DeepseekV3Config
+
+    return DeepseekV3Config(
+        vocab_size=163840,
+        num_attention_heads=64,
+        num_key_value_heads=64,
+        n_routed_experts=384,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], Any], int]] = {
+    "qwen3-30b-a3b": (qwen3_30b_a3b, 8),
+    "qwen3-235b-a22b": (qwen3_235b_a22b, 64),
+    "deepseek-v3": (deepseek_v3, 512),
+    "kimi-k2": (kimi_k2, 1024),
+}
+
+
+def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
+    """Load `folder` as rank `rank` of a fake world; runs in a process of its own."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from transformers import AutoModelForCausalLM
+
+    import hf_zero_stream
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+    }
+    began, cpu = time.perf_counter(), time.process_time()
+    with hf_zero_stream.streaming():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    (report,) = model.streaming_report.to_dict()["ranks"]
+    partition = sum(param.ds_tensor.numel() * param.ds_tensor.element_size() for param in model.parameters())
+    return {
+        "rank": rank,
+        "world_size": world_size,
+        "parameters": sum(param.ds_numel for param in model.parameters()),
+        "tensors": len(json.loads((Path(folder) / "model.safetensors.index.json").read_text())["weight_map"]),
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+        "plan_seconds": report["seconds"]["index"] + report["seconds"]["plan"],
+        "bytes_read": report["bytes"]["read"],
+        "reads": report["reads"],
+        "partition_bytes": partition,
+        "growth_bytes": report["memory"]["anonymous_growth_peak"],
+    }
+
+
+def run_rank(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    environment = {
+        **os.environ,
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": "0",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [sys.executable, "-m", "benchmarks.scale", "--one", str(folder), str(rank), str(world_size)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(rows: list[tuple[str, dict[str, Any]]]) -> str:
+    header = ("model", "tensors", "world", "rank", "plan s", "load s", "read MiB", "reads", "partition MiB", "beyond MiB")
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for name, row in rows:
+        beyond = (row["growth_bytes"] - row["partition_bytes"]) / 2**20
+        cells = (
+            f"{name} ({row['parameters'] / 1e9:.0f} B)",
+            row["tensors"],
+            row["world_size"],
+            row["rank"],
+            f"{row['plan_seconds']:.1f}",
+            f"{row['seconds']:.1f}",
+            f"{row['bytes_read'] / 2**20:.0f}",
+            row["reads"],
+            f"{row['partition_bytes'] / 2**20:.0f}",
+            f"{beyond:.0f}",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Load one rank of very large worlds, for real.")
+    parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas")
+    parser.add_argument("--worlds", default="", help="world sizes, separated by commas; default: one for each model")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the sparse checkpoints")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--one", nargs=3, metavar=("FOLDER", "RANK", "WORLD"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        folder, rank, world_size = arguments.one
+        print(json.dumps(load_one_rank(folder, int(rank), int(world_size))))
+        return
+    from benchmarks.sparse_checkpoint import make_sparse_checkpoint
+
+    rows: list[tuple[str, dict[str, Any]]] = []
+    for name in arguments.models.split(","):
+        make_config, default_world = MODELS[name]
+        folder = make_sparse_checkpoint(arguments.cache / f"sparse-{name}", make_config())
+        for world_size in map(int, arguments.worlds.split(",")) if arguments.worlds else [default_world]:
+            for rank in sorted({0, world_size // 2, world_size - 1}):
+                rows.append((name, run_rank(folder, rank, world_size)))
+                print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
+    print(table(rows))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([{"model": name, **row} for name, row in rows], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
