@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig
+from transformers import PreTrainedConfig, Qwen3MoeConfig
 
 
 BLOCK_NUMEL = 1 << 22
@@ -78,21 +78,31 @@ def make_moe_checkpoint(
     folder: str | Path, target_bytes: float, num_layers: int = 8, num_experts: int = 128, num_shards: int = 4
 ) -> Path:
     """Write shards, index and configuration; holds one shard in memory at a time. Returns the folder."""
+    config = moe_config(target_bytes, num_layers, num_experts)
+    return write_checkpoint(folder, config, list(tensor_shapes(config)), num_shards)
+
+
+def write_checkpoint(
+    folder: str | Path,
+    config: PreTrainedConfig,
+    shapes: list[tuple[str, tuple[int, ...]]],
+    num_shards: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write tensors of these names and shapes, with random values, beside `config`. Returns the folder."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = moe_config(target_bytes, num_layers, num_experts)
     config.save_pretrained(folder)
 
-    shards = _split(list(tensor_shapes(config)), num_shards)
-    values = _Values()
+    shards = _split(shapes, num_shards)
+    values = _Values(dtype)
     weight_map: dict[str, str] = {}
-    total_bytes = 0
     for number, shard in enumerate(shards, start=1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         # Not kept in a variable: the next shard would be made while this one is still held.
         save_file(values.tensors(shard), folder / file_name, metadata={"format": "pt"})
         weight_map |= {name: file_name for name, _ in shard}
-        total_bytes += sum(2 * prod(shape) for _, shape in shard)
+    total_bytes = sum(dtype.itemsize * prod(shape) for _, shape in shapes)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     return folder
@@ -112,17 +122,17 @@ def _split(tensors: list[tuple[str, tuple[int, ...]]], num_shards: int) -> list[
 class _Values:
     """Random weights at the speed of a copy: every tensor is another stretch of one random block."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(0)
         # An odd length, so that repeating it never lines up with a row.
-        self.block = torch.randn(BLOCK_NUMEL + 1, generator=generator).mul_(0.02).bfloat16()
+        self.block = torch.randn(BLOCK_NUMEL + 1, generator=generator).mul_(0.02).to(dtype)
         self.position = 0
 
     def tensors(self, shard: list[tuple[str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
         return {name: self._tensor(name, shape) for name, shape in shard}
 
     def _tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        flat = torch.empty(prod(shape), dtype=torch.bfloat16)
+        flat = torch.empty(prod(shape), dtype=self.block.dtype)
         done = 0
         while done < flat.numel():
             count = min(flat.numel() - done, self.block.numel() - self.position)

@@ -236,13 +236,13 @@ class Load:
 
     def _entry(self) -> dict[str, Any]:
         plan = self.plan
-        assert plan is not None
+        assert plan is not None and self._files is not None
         return RankReport(
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
             bytes_needed=plan.cost.bytes_needed,
-            bytes_read=plan.cost.bytes_read,
-            reads=plan.cost.reads,
+            bytes_read=self._files.bytes_read,
+            reads=self._files.reads,
             partition_bytes=plan.cost.target_bytes,
             staging_bytes=self._threads * max((read.length for read in plan.reads), default=0),
             anonymous_growth_peak=self.memory.growth_peak,

@@ -13,6 +13,7 @@ Tried with transformers 5.23.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -24,9 +25,11 @@ import torch
 import transformers
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
+from transformers.integrations import mxfp4
 from transformers.utils import logging
 
 from . import patching
+from .checkpoint.lazy import LazyTensor
 from .errors import LoadError, VersionError
 from .memory import collector_paused
 from .planning.plan import LoadPlan
@@ -115,9 +118,9 @@ _hiding_lock = threading.Lock()
 @contextmanager
 def zero3_hidden() -> Iterator[None]:
     """transformers, its models included, finds no ZeRO-3 in this thread."""
-    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
     token = _hidden.set(True)
     with _hiding_lock:
+        reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
         if not isinstance(reference, _HidingReference):
             transformers_deepspeed._hf_deepspeed_config_weak_ref = _HidingReference(reference)
         transformers_deepspeed._hf_deepspeed_config_weak_ref.users += 1
@@ -155,13 +158,8 @@ def _get_init_context(original: Callable[..., Any], cls: Any, dtype: Any, is_qua
     session = _session.get()
     if session is None or session.building:
         return original(dtype, is_quantized, *args)
-    if is_quantized and not session.stock_reason:
-        session.stock_reason = "the checkpoint is quantised (every rank then holds the whole model)"
     if session.stock_reason:
-        if session.load.coordinator.is_main:
-            logger.warning(
-                f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
-            )
+        _warn_of_stock(session)
         return original(dtype, is_quantized, *args)
     with zero3_hidden():
         contexts = original(dtype, is_quantized, *args)
@@ -179,6 +177,20 @@ def _building(session: Session) -> Iterator[None]:
         session.building = False
 
 
+def _warn_of_stock(session: Session) -> None:
+    if session.load.coordinator.is_main:
+        logger.warning(
+            f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
+        )
+
+
+def _stays_quantised(hf_quantizer: Any) -> bool:
+    """Whether the model keeps a quantised form, which ZeRO-3 cannot partition; else conversion ops dequantise."""
+    if hf_quantizer is None:
+        return False
+    return not (hf_quantizer.pre_quantized and getattr(hf_quantizer.quantization_config, "dequantize", False))
+
+
 def _load_pretrained_model(
     original: Callable[..., Any],
     model: Any,
@@ -189,6 +201,12 @@ def _load_pretrained_model(
     **kwargs: Any,
 ) -> Any:
     session = _session.get()
+    if session is not None and session.model is None and _stays_quantised(load_config.hf_quantizer):
+        session.stock_reason = (
+            "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
+            "quantization_config with dequantize=True, where the format has one"
+        )
+        _warn_of_stock(session)
     if session is None or session.stock_reason or session.model is not None:
         # Stock's load, or an adapter's: its parameters are not partitioned, and under ZeRO-3 stock gives rank 0 alone
         # their values.
@@ -305,6 +323,25 @@ def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: A
     return partitions_equal(source, target)
 
 
+def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scales: Any, **kwargs: Any) -> Any:
+    """gpt-oss's MXFP4 experts, dequantised by transformers' own code, but a piece at a time.
+
+    Blocks of shape [experts, rows, groups, bytes] and scales of [experts, rows, groups] give
+    [experts, groups * 2 * bytes, rows]: the result is transposed, and each byte holds two values.
+    """
+    if not isinstance(blocks, LazyTensor):
+        return original(blocks, scales, **kwargs)
+    experts, rows, groups, nbytes = blocks.shape
+    return LazyTensor.of_blocks(
+        functools.partial(original, **kwargs),
+        (blocks, scales),
+        sizes=(experts, groups * 2 * nbytes, rows),
+        dtype=kwargs.get("dtype", torch.bfloat16),
+        blocks=(1, 2 * nbytes, 1),
+        dims=(0, 2, 1),
+    )
+
+
 def _tqdm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = _session.get()
     if session is not None and not session.stock_reason and args:
@@ -340,6 +377,7 @@ REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): patching.function(_move_missing_keys),
     (PreTrainedModel, "_initialize_weights"): patching.function(_initialize_weights),
     (modeling_utils, "_tied_params_are_equal"): patching.function(_tied_params_are_equal),
+    (mxfp4, "convert_moe_packed_tensors"): patching.function(_convert_moe_packed_tensors),
     (core_model_loading, "deepcopy"): patching.function(_deepcopy),
     (core_model_loading, "spawn_materialize"): patching.function(_spawn_materialize),
     (core_model_loading, "tqdm"): patching.function(_tqdm),

@@ -19,7 +19,19 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .index import CheckpointIndex, TensorEntry
-from .nodes import Cat, Copy, FileTensor, Gather, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
+from .nodes import (
+    Blockwise,
+    Cat,
+    Copy,
+    FileTensor,
+    Gather,
+    HostTensor,
+    Node,
+    Opaque,
+    Pointwise,
+    View,
+    row_major_strides,
+)
 
 
 __all__ = ["CheckpointSlice", "LazyTensor", "checkpoint_slices"]
@@ -80,6 +92,22 @@ class LazyTensor(torch.Tensor):
         """A lazy tensor of the elements that `view` addresses."""
         buffer = torch.empty(view.node.numel, dtype=view.node.dtype, device="meta")
         return cls(buffer.as_strided(view.sizes, view.strides, view.offset), view.node, materialise)
+
+    @classmethod
+    def of_blocks(
+        cls,
+        function: Callable[..., torch.Tensor],
+        inputs: tuple[LazyTensor, ...],
+        *,
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        blocks: tuple[int, ...],
+        dims: tuple[int, ...],
+    ) -> LazyTensor:
+        """The result of ``function(*inputs)``, to be computed block by block (see :class:`.nodes.Blockwise`)."""
+        views = tuple(tensor.view_of_node for tensor in inputs)
+        node = Blockwise(torch.Size(sizes).numel(), dtype, sizes, function, views, {}, blocks, dims)
+        return cls.of(View.whole(node, sizes), inputs[0]._materialise)
 
     @property
     def view_of_node(self) -> View:

@@ -18,7 +18,19 @@ import torch
 from .index import TensorEntry
 
 
-__all__ = ["Cat", "Computed", "Copy", "FileTensor", "Gather", "HostTensor", "Node", "Opaque", "Pointwise", "View"]
+__all__ = [
+    "Blockwise",
+    "Cat",
+    "Computed",
+    "Copy",
+    "FileTensor",
+    "Gather",
+    "HostTensor",
+    "Node",
+    "Opaque",
+    "Pointwise",
+    "View",
+]
 
 
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
@@ -142,6 +154,18 @@ class Pointwise(Computed):
     Every View among the arguments has been expanded to `sizes`, except 0-dimensional ones: those keep their shape,
     because torch promotes dtypes differently for them.
     """
+
+
+@dataclass(eq=False, slots=True)
+class Blockwise(Computed):
+    """A function whose result can be computed block by block, each from slices of its inputs.
+
+    `blocks[d]` elements along dimension `d` of the result come from one element along dimension `dims[d]` of every
+    View among the arguments; an input's other dimensions are needed whole.
+    """
+
+    blocks: tuple[int, ...]
+    dims: tuple[int, ...]
 
 
 @dataclass(eq=False, slots=True)

@@ -28,6 +28,10 @@ class ShardFiles:
         self._shards = tuple(shards)
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
+        self.bytes_read = 0
+        """Bytes read so far, holes that were read through included."""
+        self.reads = 0
+        """Calls of :meth:`read_into` so far."""
 
     def __enter__(self) -> ShardFiles:
         return self
@@ -56,6 +60,10 @@ class ShardFiles:
         """
         handle = self._handle(shard)
         position = start
+        length = sum(len(buffer) for buffer in buffers)
+        with self._lock:
+            self.bytes_read += length
+            self.reads += 1
         pending = [buffer for buffer in buffers if len(buffer)]
         while pending:
             try:

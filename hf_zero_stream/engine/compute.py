@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..checkpoint.index import Shard
-from ..checkpoint.nodes import HostTensor, Node, Opaque, Pointwise, View
+from ..checkpoint.nodes import Blockwise, HostTensor, Node, Opaque, Pointwise, View
 from ..checkpoint.source import ShardFiles
 from ..planning.boxes import Axis, Placed, place
 from ..planning.plan import LoadPlan, Target, make_plan
@@ -61,10 +61,11 @@ class Evaluator:
 
     def _place(self, region: Region, destination: torch.Tensor) -> None:
         leaf, box = region.leaf, region.box
-        if isinstance(leaf, Pointwise):
+        if isinstance(leaf, (Pointwise, Blockwise)):
+            compute = self._elementwise if isinstance(leaf, Pointwise) else self._blockwise
             for placed in place(box, leaf.sizes):
                 for part in _bounded(placed, max(1, self._request_bytes // leaf.dtype.itemsize)):
-                    self._write(self._elementwise(leaf, part), part.axes, part.to, region, destination)
+                    self._write(compute(leaf, part), part.axes, part.to, region, destination)
             return
         buffer = leaf.tensor if isinstance(leaf, HostTensor) else self._opaque(leaf)
         values = buffer[box.at :].as_strided(box.sizes, box.at_strides)
@@ -82,7 +83,7 @@ class Evaluator:
         sizes, strides = [axis.size for axis in axes], [axis.to_stride for axis in axes]
         destination[to:].as_strided(sizes, strides).copy_(values)
 
-    def _elementwise(self, node: Pointwise, placed: Placed) -> torch.Tensor:
+    def _elementwise(self, node: Any, placed: Placed) -> torch.Tensor:
         def value_of(argument: Any) -> Any:
             if not isinstance(argument, View):
                 return argument
@@ -93,6 +94,32 @@ class Evaluator:
 
         args, kwargs = tree_map(value_of, (node.args, dict(node.kwargs)))
         return node.function(*args, **kwargs)
+
+    def _blockwise(self, node: Any, placed: Placed) -> torch.Tensor:
+        """The values of `placed`, computed from the blocks that it touches."""
+        last = list(placed.at)
+        for axis in placed.axes:
+            if axis.dim >= 0:
+                last[axis.dim] += axis.step * (axis.size - 1)
+        begin = [at // block for at, block in zip(placed.at, node.blocks, strict=True)]
+        count = [end // block + 1 - b for end, block, b in zip(last, node.blocks, begin, strict=True)]
+
+        def slice_of(argument: Any) -> Any:
+            if not isinstance(argument, View):
+                return argument
+            sizes, offset = list(argument.sizes), argument.offset
+            for dim, first, number in zip(node.dims, begin, count, strict=True):
+                sizes[dim] = number
+                offset += first * argument.strides[dim]
+            return self.materialise(View(argument.node, tuple(sizes), argument.strides, offset))
+
+        args, kwargs = tree_map(slice_of, (node.args, dict(node.kwargs)))
+        values = node.function(*args, **kwargs)
+        origin = tuple(at - first * block for at, first, block in zip(placed.at, begin, node.blocks, strict=True))
+        inside = box_of_view(
+            View(node, tuple(values.shape), values.stride(), values.storage_offset()), Placed(origin, placed.axes, 0)
+        )
+        return values.as_strided(inside.sizes, inside.at_strides, inside.at)
 
     def _opaque(self, node: Node) -> torch.Tensor:
         assert isinstance(node, Opaque)

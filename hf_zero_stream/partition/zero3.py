@@ -28,7 +28,7 @@ from torch import nn
 
 from ..errors import UnsupportedError, VersionError
 from ..planning.plan import Target, partition_range
-from .memory import advise_huge_pages
+from .memory import populate
 
 
 __all__ = [
@@ -90,7 +90,7 @@ class PartitionedInit(Init):
         if pinned:
             partition = get_accelerator().pin_memory(partition)
         elif device.type == "cpu":
-            advise_huge_pages(partition)
+            populate(partition)
         partition[stop - start :].zero_()
         partition.requires_grad = False
         param.ds_tensor = partition

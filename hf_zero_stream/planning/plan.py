@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -188,5 +189,7 @@ def _source_bytes(region: Region) -> int:
 
 def _file_bytes(view: View) -> int:
     if isinstance(view.node, FileTensor):
-        return view.numel * view.node.dtype.itemsize
+        # A dimension of stride 0 repeats the same bytes.
+        sizes = (size for size, stride in zip(view.sizes, view.strides, strict=True) if stride)
+        return prod(sizes) * view.node.dtype.itemsize
     return sum(_file_bytes(inner) for inner in view.node.inputs())

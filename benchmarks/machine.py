@@ -1,0 +1,59 @@
+"""What the figures were measured on, in words that name no host and no folder."""
+
+import importlib.metadata
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+
+LIBRARIES = (
+    "hf_zero_stream",
+    "torch",
+    "transformers",
+    "deepspeed",
+    "safetensors",
+    "fastsafetensors",
+    "runai-model-streamer",
+)
+
+
+def describe(folder: Path) -> dict[str, Any]:
+    """This machine, the file system that holds `folder`, and the versions of the libraries in question."""
+    cpu = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    return {
+        "cpu": cpu[1] if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "file_system": _file_system(folder),
+        "python": platform.python_version(),
+        "versions": {name: version for name in LIBRARIES if (version := _version(name))},
+    }
+
+
+def in_words(machine: dict[str, Any]) -> str:
+    """The machine in one line."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, {machine['kernel']}, "
+        f"{machine['file_system']}; Python {machine['python']}, {versions}"
+    )
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system that `folder` is on, from the longest mount point above it."""
+    target, best, kind = str(folder.resolve()), "", "unknown file system"
+    for line in Path("/proc/mounts").read_text().splitlines():
+        _, mount, found, *_ = line.split()
+        if len(mount) >= len(best) and (target + "/").startswith(mount.rstrip("/") + "/"):
+            best, kind = mount, found
+    return kind
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

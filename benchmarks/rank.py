@@ -1,0 +1,103 @@
+"""The body of one rank: set up, meet the others, load, and write the figures down. Started by `benchmarks.launch`."""
+
+import json
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import page_cache
+from benchmarks.arms import ARMS, MODEL_ARMS, Task, digest, owned_bytes
+from hf_zero_stream.memory import AnonymousMemory
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """Load once, with all ranks; returns this rank's figures: seconds and bytes."""
+    work = ARMS[task.arm](task)
+    dist.barrier()
+    state = None
+    if dist.get_rank() == 0:
+        state = page_cache.cold(task.shards) if task.cache == "cold" else page_cache.warm(task.shards)
+    dist.barrier()
+    _touch_memory(2 * sum(path.stat().st_size for path in task.shards) // dist.get_world_size())
+    modules_before = len(sys.modules)
+    hwm_reset = _reset_peak_resident()
+    resident_before = _status_bytes("VmRSS")
+    io_before = _io()
+    memory = AnonymousMemory()
+    with memory:
+        dist.barrier()
+        start = time.perf_counter()
+        loaded = work()
+        seconds = time.perf_counter() - start
+    io_after = _io()
+    figures = {
+        "rank": dist.get_rank(),
+        "seconds": seconds,
+        "owned_bytes": owned_bytes(loaded),
+        "anonymous_growth_bytes": memory.growth_peak,
+        "resident_growth_bytes": _status_bytes("VmHWM") - resident_before if hwm_reset else None,
+        "rchar_bytes": io_after["rchar"] - io_before["rchar"],
+        "storage_read_bytes": io_after["read_bytes"] - io_before["read_bytes"],
+        "modules_imported": len(sys.modules) - modules_before,
+        "cache_state": state,
+    }
+    if task.arm in MODEL_ARMS:
+        figures["digest"] = digest(loaded)
+    if hasattr(loaded, "streaming_report"):
+        figures["report"] = loaded.streaming_report.ranks[dist.get_rank()].to_dict()
+    return figures
+
+
+def _touch_memory(nbytes: int) -> None:
+    """Use memory and give it back, so that every arm finds free pages in the same state.
+
+    The host of a virtual machine takes back pages that were free for some seconds. Their next first use can cost more
+    than reading the checkpoint, and would be charged to the arms whose ranks take longest to start.
+    """
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    torch.empty(min(nbytes, available // (2 * dist.get_world_size())), dtype=torch.uint8).fill_(1)
+
+
+def _reset_peak_resident() -> bool:
+    """Make VmHWM start again from the present; False where the kernel does not allow it."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5\n")
+    except OSError:
+        return False
+    return True
+
+
+def _status_bytes(field: str) -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"^{field}:\s*(\d+) kB$", status, re.MULTILINE)[1]) * 1024  # type: ignore[index]
+
+
+def _io() -> dict[str, int]:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def main() -> None:
+    task, result_file = Task.from_json(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    if task.arm in MODEL_ARMS:
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    else:
+        dist.init_process_group("gloo")
+    figures = measure(task)
+    partial = result_file.with_suffix(".partial")
+    partial.write_text(json.dumps(figures))
+    os.replace(partial, result_file)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
