@@ -51,6 +51,12 @@ class StreamingConfig:
     seek_bytes: int = 4096
     """Price of a seek, in bytes: a hole between two runs of up to so many bytes is read through, not skipped."""
 
+    direct_io: bool = False
+    """Read past the page cache (O_DIRECT), where the file system can: cold loads do not push out what is cached.
+
+    Each reader thread then has a second staging buffer of `request_bytes`.
+    """
+
     strict: bool = False
     """Raise on all ranks, before any weights are read, if a key is missing, unexpected or of another shape.
 

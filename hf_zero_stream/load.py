@@ -22,7 +22,7 @@ from .coordination import Coordinator
 from .engine.compute import Evaluator
 from .engine.execute import choose_threads, execute_reads
 from .errors import LoadError
-from .memory import AnonymousMemory, collector_paused
+from .memory import AnonymousMemory, collector_paused, total_memory_bytes
 from .partition import zero3
 from .planning.plan import LoadPlan, Target, make_plan, partition_range
 from .progress import progress_bar
@@ -92,7 +92,9 @@ class Load:
 
     def _use(self, shards: tuple[Shard, ...]) -> None:
         self._shards = shards
-        self._files = ShardFiles(shards)
+        # What does not fit into memory would only push its own beginning out of the page cache, and all else first.
+        fits = sum(shard.size_bytes for shard in shards) < total_memory_bytes()
+        self._files = ShardFiles(shards, direct_io=self.config.direct_io, keep_cached=fits)
         self._evaluator = Evaluator(self._files, shards, self.config.request_bytes, self.config.seek_bytes)
 
     def _materialise(self, view: View) -> torch.Tensor:
@@ -206,7 +208,14 @@ class Load:
             zero3.ranks_on_this_host(),
         )
         with progress_bar(plan.cost.bytes_read, "Streaming weights", self.config.progress) as bar:
-            times = execute_reads(plan, destinations, self._files, threads=self._threads, on_bytes=bar.update)
+            times = execute_reads(
+                plan,
+                destinations,
+                self._files,
+                threads=self._threads,
+                begin=zero3.local_rank() / zero3.ranks_on_this_host(),
+                on_bytes=bar.update,
+            )
         self.clock.add("read", times.read)
         self.clock.add("convert", times.convert)
         self.clock.add("copy", times.copy)

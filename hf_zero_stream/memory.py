@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from types import TracebackType
 
 
-__all__ = ["AnonymousMemory", "collector_paused"]
+__all__ = ["AnonymousMemory", "collector_paused", "total_memory_bytes"]
 
 _STATUS = "/proc/self/status"
 _RSS_ANON = re.compile(rb"^RssAnon:\s*(\d+) kB$", re.MULTILINE)
@@ -97,6 +97,11 @@ def _read_anonymous_bytes(file: int) -> int | None:
     # The kernel writes the file anew for every read at offset 0, so it need not be opened again.
     match = _RSS_ANON.search(os.pread(file, 2**16, 0))
     return None if match is None else int(match[1]) * 1024
+
+
+def total_memory_bytes() -> int:
+    """Memory of this host, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 
@@ -66,6 +67,7 @@ def execute_reads(
     files: ShardFiles,
     *,
     threads: int,
+    begin: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
 ) -> ReadTimes:
     """Fill `destinations` by the reads of `plan`.
@@ -73,6 +75,8 @@ def execute_reads(
     Args:
         destinations: one flat tensor for each target of the plan, of its dtype and at least ``stop - start`` long.
         threads: reader threads; with 1 the calling thread reads.
+        begin: which part of the reads to begin with, in [0, 1): ranks of a host that begin at different places do not
+            all wait for the same file.
         on_bytes: called with the number of bytes after each read.
 
     Raises:
@@ -81,7 +85,8 @@ def execute_reads(
     times = ReadTimes()
     if not plan.reads:
         return times
-    pending = iter(plan.reads)
+    first = int(begin * len(plan.reads))
+    pending = chain(plan.reads[first:], plan.reads[:first])
     lock, failed = threading.Lock(), threading.Event()
     errors: list[BaseException] = []
     device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))

@@ -169,7 +169,12 @@ def init_distributed() -> None:
 
 def local_device() -> torch.device:
     """The device on which this rank consumes parameters."""
-    return torch.device(get_accelerator().device_name(int(os.environ.get("LOCAL_RANK", "0"))))
+    return torch.device(get_accelerator().device_name(local_rank()))
+
+
+def local_rank() -> int:
+    """This rank's number on its host, as the launcher announces it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def ranks_on_this_host() -> int:
