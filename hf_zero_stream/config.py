@@ -13,13 +13,19 @@ from typing import Any
 from .errors import ConfigError
 
 
-__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "without_own_section"]
+__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "adopt_alias", "without_own_section"]
 
 SECTION = "hf_zero_stream"
 """The top-level key of a DeepSpeed config that holds our settings."""
 
 ENVIRONMENT_PREFIX = "HF_ZERO_STREAM_"
 """What the name of an environment variable starts with; the field's name in capitals follows."""
+
+CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
+"""DeepSpeed's own name for `chunk_bytes`, in elements (DeepSpeed PR #8103)."""
+
+READERS = ("all", "rank0", "local_rank0")
+"""Values of `read_from`."""
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -51,6 +57,19 @@ class StreamingConfig:
     seek_bytes: int = 4096
     """Price of a seek, in bytes: a hole between two runs of up to so many bytes is read through, not skipped."""
 
+    read_from: str = "all"
+    """Which ranks read the shards: `"all"`; `"rank0"`, where other nodes cannot see them; `"local_rank0"`, one a node.
+
+    The readers send every other rank just its own bytes. All nodes still need the checkpoint's small files (config,
+    index).
+    """
+
+    chunk_bytes: int = 8 * 2**20
+    """Largest piece that a reading rank sends at once, in bytes; bounds the memory that it needs for the others.
+
+    DeepSpeed's `zero_optimization.stage3_partition_stream_chunk_size` (in elements) sets it too.
+    """
+
     direct_io: bool = False
     """Read past the page cache (O_DIRECT), where the file system can: cold loads do not push out what is cached.
 
@@ -80,7 +99,15 @@ class StreamingConfig:
             # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
             if type(value) is not expected:
                 raise ConfigError(f"{field.name}: expected {expected.__name__}; got {value!r}")
-        for name, minimum in (("staging_bytes", 1), ("request_bytes", 1), ("reader_threads", 0), ("seek_bytes", 0)):
+        if self.read_from not in READERS:
+            raise ConfigError(f"read_from: expected one of {', '.join(READERS)}; got {self.read_from!r}")
+        for name, minimum in (
+            ("chunk_bytes", 1),
+            ("staging_bytes", 1),
+            ("request_bytes", 1),
+            ("reader_threads", 0),
+            ("seek_bytes", 0),
+        ):
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name}: expected at least {minimum}; got {getattr(self, name)}")
         if self.staging_bytes < self.request_bytes:
@@ -140,6 +167,21 @@ def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ds_config.items() if key != SECTION}
 
 
+def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
+    """Move `zero_optimization.stage3_partition_stream_chunk_size` into our section, in place.
+
+    It is DeepSpeed PR #8103's name for `chunk_bytes`, counted in elements; a DeepSpeed without that PR refuses it, so
+    it must be gone before DeepSpeed reads this config.
+
+    Args:
+        ds_config: the DeepSpeed config that is in force.
+        itemsize: bytes of one element of a parameter.
+    """
+    elements = ds_config.get("zero_optimization", {}).pop(CHUNK_ALIAS, 0)
+    if elements:
+        ds_config[SECTION] = {"chunk_bytes": elements * itemsize, **ds_config.get(SECTION, {})}
+
+
 def _check_known(name: str, known: Iterable[str], kind: str) -> None:
     if name in known:
         return
@@ -151,6 +193,8 @@ def _check_known(name: str, known: Iterable[str], kind: str) -> None:
 
 def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
     """Turns a value of a JSON file or of an environment variable into one of the field's type."""
+    if isinstance(default, str):
+        return value
     parsed: int | None
     if isinstance(default, bool):
         parsed = _BOOLEANS.get(str(value).strip().lower())

@@ -48,6 +48,11 @@ class Coordinator:
         return cls(dist.get_rank(), world_size, alone=world_size == 1 or dist.get_backend() == "fake")
 
     @property
+    def is_alone(self) -> bool:
+        """Whether no other rank can be talked to."""
+        return self._alone
+
+    @property
     def is_main(self) -> bool:
         """Whether this is the rank that speaks for all."""
         return self.rank == 0

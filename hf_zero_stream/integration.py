@@ -20,7 +20,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
 from . import patching
-from .config import StreamingConfig, without_own_section
+from .config import StreamingConfig, adopt_alias, without_own_section
 from .coordination import Coordinator
 from .errors import ConfigError, UnsupportedError
 from .planning.plan import LoadPlan
@@ -81,6 +81,7 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
     zero3.reset_device_peak()
     coordinator = Coordinator.of_default_group()
     try:
+        adopt_alias(found, zero3.partition_dtype(found).itemsize)
         load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
         zero3.refuse_unsupported(load.ds_config)
         # Partitions that are written later (by other threads, by training) must not be inference tensors.

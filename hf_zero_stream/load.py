@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .checkpoint.index import DTYPES, CheckpointIndex, Shard, read_header
@@ -21,6 +22,7 @@ from .config import StreamingConfig
 from .coordination import Coordinator
 from .engine.compute import Evaluator
 from .engine.execute import choose_threads, execute_reads
+from .engine.relay import RelayedFiles, serve
 from .errors import LoadError
 from .memory import AnonymousMemory, collector_paused, total_memory_bytes
 from .partition import zero3
@@ -94,8 +96,11 @@ class Load:
         self._shards = shards
         # What does not fit into memory would only push its own beginning out of the page cache, and all else first.
         fits = sum(shard.size_bytes for shard in shards) < total_memory_bytes()
-        self._files = ShardFiles(shards, direct_io=self.config.direct_io, keep_cached=fits)
-        self._evaluator = Evaluator(self._files, shards, self.config.request_bytes, self.config.seek_bytes)
+        self._use_files(ShardFiles(shards, direct_io=self.config.direct_io, keep_cached=fits))
+
+    def _use_files(self, files: ShardFiles) -> None:
+        self._files = files
+        self._evaluator = Evaluator(files, self._shards, self.config.request_bytes, self.config.seek_bytes)
 
     def _materialise(self, view: View) -> torch.Tensor:
         assert self._evaluator is not None
@@ -200,6 +205,34 @@ class Load:
         )
 
     def _read(self, plan: LoadPlan, destinations: Sequence[torch.Tensor]) -> None:
+        """Read in the way that the settings ask for: every rank for itself, or some for the others."""
+        if self.config.read_from == "all" or self.coordinator.is_alone or not self._shards:
+            self._read_plan(plan, destinations)
+            return
+        group = dist.new_group(backend="gloo")
+        try:
+            self._read_relayed(plan, destinations, group)
+        finally:
+            dist.destroy_process_group(group)
+
+    def _read_relayed(self, plan: LoadPlan, destinations: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """The reader answers the others first, then reads for itself."""
+        assert self._files is not None
+        on_each_host = self.config.read_from == "local_rank0"
+        number = zero3.local_rank() if on_each_host else self.coordinator.rank
+        ranks = zero3.ranks_on_this_host() if on_each_host else self.coordinator.world_size
+        if number == 0:
+            serve(self._files, ranks - 1, group, self.config.chunk_bytes)
+            self._read_plan(plan, destinations)
+            return
+        relayed = RelayedFiles(self._shards, self.coordinator.rank - number, group, self.config.chunk_bytes)
+        self._use_files(relayed)
+        try:
+            self._read_plan(plan, destinations)
+        finally:
+            relayed.finish()
+
+    def _read_plan(self, plan: LoadPlan, destinations: Sequence[torch.Tensor]) -> None:
         assert self._files is not None and self._evaluator is not None
         self._threads = choose_threads(
             self.config.reader_threads,

@@ -1,0 +1,116 @@
+"""One rank reads for the others, which need not see the shards at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from hf_zero_stream.config import CHUNK_ALIAS
+from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.parity import differences, ds_config
+
+
+def load_elsewhere(folder: Path, scratch: Path, section: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
+    """Load where every rank but 0 sees a folder without shards."""
+    import hf_zero_stream
+
+    rank = torch.distributed.get_rank()
+    seen = folder
+    if rank:
+        seen = scratch / f"node{rank}"
+        shutil.copytree(folder, seen, ignore=shutil.ignore_patterns("*.safetensors"))
+    # Loaded before a DeepSpeed config is alive: afterwards a load on one rank alone would wait for the others.
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = {**ds_config(**zero), "hf_zero_stream": section}
+    keep = transformers.integrations.HfDeepSpeedConfig(config)
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen)
+    del keep
+    return {"differences": differences(model, plain, torch.float32)}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama"])
+def test_rank0_reads_for_all(
+    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str, world_size: int
+) -> None:
+    section = {"read_from": "rank0", "chunk_bytes": 1000}
+    for result in run_ranks(world_size, load_elsewhere, zoo_checkpoint(name), tmp_path, section, {}):
+        assert result["differences"] == []
+
+
+def test_deepspeeds_own_key_is_an_alias(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    zero = {CHUNK_ALIAS: 512}
+    section = {"read_from": "rank0"}
+    for result in run_ranks(2, load_elsewhere, zoo_checkpoint("llama"), tmp_path, section, zero):
+        assert result["differences"] == []
+
+
+def chunk_bytes_in_force(folder: Path) -> tuple[int, bool]:
+    """What an alias in the config that is in force becomes, and whether DeepSpeed still finds it there."""
+    import hf_zero_stream
+    from hf_zero_stream.config import StreamingConfig
+
+    keep = transformers.integrations.HfDeepSpeedConfig(ds_config(torch.bfloat16, **{CHUNK_ALIAS: 512}))
+    hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder)
+    return StreamingConfig.resolve(None, keep.config).chunk_bytes, CHUNK_ALIAS in keep.config["zero_optimization"]
+
+
+def test_alias_counts_elements_and_is_stripped(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    assert run_ranks(1, chunk_bytes_in_force, zoo_checkpoint("llama")) == [(1024, False)]
+
+
+def load_with_local_readers(folder: Path) -> dict[str, Any]:
+    """Four ranks on two hosts, as a launcher would number them: each host's first rank reads."""
+    import os
+
+    import hf_zero_stream
+
+    rank = torch.distributed.get_rank()
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    opened: list[str] = []
+    real_open = os.open
+    os.open = lambda path, *rest, **kwargs: opened.append(str(path)) or real_open(path, *rest, **kwargs)
+    config = {**ds_config(), "hf_zero_stream": {"read_from": "local_rank0"}}
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
+    os.open = real_open
+    return {
+        "differences": differences(model, plain, torch.float32),
+        "opened": sorted({Path(path).name for path in opened if path.endswith(".safetensors")}),
+    }
+
+
+def test_one_rank_of_each_host_reads(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    results = run_ranks(4, load_with_local_readers, zoo_checkpoint("qwen3_moe"))
+    assert all(result["differences"] == [] for result in results)
+    assert [bool(result["opened"]) for result in results] == [True, False, True, False]
+
+
+def load_with_a_failing_reader(folder: Path) -> Any:
+    import os
+
+    import hf_zero_stream
+
+    if torch.distributed.get_rank() == 0:
+
+        def failing_read(*args: Any) -> int:
+            raise OSError(5, "Input/output error")
+
+        os.preadv = failing_read
+    config = {**ds_config(), "hf_zero_stream": {"read_from": "rank0"}}
+    return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
+
+
+def test_a_failing_reader_fails_all(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    outcomes = run_ranks_expecting_errors(3, load_with_a_failing_reader, zoo_checkpoint("qwen3_moe"), timeout=60)
+    for outcome in outcomes:
+        assert outcome.error_type == "ReadError"
+        assert outcome.seconds < 10
+    assert "Input/output error" in str(outcomes[0].error_message)
+    assert "rank 0" in str(outcomes[1].error_message)
