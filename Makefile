@@ -4,17 +4,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard hf_zero_stream tests benchmarks examples scripts)
 PYTEST_ARGS ?=
+SWEEP_ARGS ?= --worlds 2,3 --dtypes fp32,bf16,fp32-bf16 --stock --jobs 2 --markdown docs/models.md
 
 # The extensions that DeepSpeed compiles at first use belong to this environment, and ninja lives there too.
 export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test quality style demo bench clean
+.PHONY: help venv test sweep quality style demo bench clean
 
 help:
 	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
 	@echo "make test     run the tests (PYTEST_ARGS='-k name' narrows them)"
+	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
 	@echo "make quality  lint, format check, types"
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run the demonstration"
@@ -33,6 +35,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+
+sweep: $(STAMP)
+	$(BIN)/python -m tests.sweep $(SWEEP_ARGS)
 
 quality: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

@@ -92,7 +92,7 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
         if session.stock_reason:
             coordinator.agree()
         else:
-            model.streaming_report = load.finish(model, logger.info)
+            model.streaming_report = load.finish(model, logger)
     except Exception as error:
         failure = coordinator.report(error)
         raise failure from (None if failure is error else error)

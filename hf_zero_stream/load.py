@@ -7,7 +7,7 @@ lazy, and :meth:`Load.finish`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ from .report import LoadReport, Materialised, PhaseClock, RankReport
 
 __all__ = ["Load"]
 
-logger = logging.getLogger(__name__)
+EXTRA_STATE = "_extra_state"
+"""Last part of a checkpoint key that holds a module's extra state (``torch.nn.Module.get_extra_state``)."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -67,7 +68,9 @@ class Load:
 
     # ------------------------------------------------------------------------------------------------- open
 
-    def open(self, files: Sequence[str], weight_map: Mapping[str, str] | None) -> dict[str, CheckpointSlice]:
+    def open(
+        self, files: Sequence[str], weight_map: Mapping[str, str] | None
+    ) -> dict[str, CheckpointSlice | torch.Tensor]:
         """Index safetensors shards and return a state dict of lazy slices; rank 0's headers serve all ranks.
 
         Raises:
@@ -79,18 +82,26 @@ class Load:
             if weight_map:
                 index.check_weight_map(weight_map)
         self._use(index.shards)
-        return checkpoint_slices(index, self._materialise)
+        slices: dict[str, CheckpointSlice | torch.Tensor] = {**checkpoint_slices(index, self._materialise)}
+        for name in slices:
+            if name.rpartition(".")[2] == EXTRA_STATE:
+                slices[name] = slices[name][...].materialise()  # a module is given it at once, and may look into it
+        return slices
 
-    def open_values(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, CheckpointSlice]:
+    def open_values(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, CheckpointSlice | torch.Tensor]:
         """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already."""
 
-        def slice_of(tensor: torch.Tensor) -> CheckpointSlice:
+        def slice_of(name: str, tensor: torch.Tensor) -> CheckpointSlice | torch.Tensor:
+            if name.rpartition(".")[2] == EXTRA_STATE:
+                return tensor
             flat = tensor.detach().cpu().contiguous().view(-1)
             node = HostTensor(flat.numel(), flat.dtype, flat)
             return CheckpointSlice(node, tuple(tensor.shape), _DTYPE_NAMES.get(tensor.dtype, ""), self._materialise)
 
         self._use(())
-        return {name: slice_of(tensor) for name, tensor in state_dict.items() if isinstance(tensor, torch.Tensor)}
+        return {
+            name: slice_of(name, tensor) for name, tensor in state_dict.items() if isinstance(tensor, torch.Tensor)
+        }
 
     def _use(self, shards: tuple[Shard, ...]) -> None:
         self._shards = shards
@@ -259,7 +270,7 @@ class Load:
 
     # ------------------------------------------------------------------------------------------------- finish
 
-    def finish(self, model: nn.Module, log: Callable[[str], None]) -> LoadReport:
+    def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures (the last agreement), log them on the main process and return the report."""
         unfilled = [name for name, tensor in _all_tensors(model) if isinstance(tensor, LazyTensor) or tensor.is_meta]
         error = None
@@ -272,8 +283,8 @@ class Load:
         report = LoadReport(
             world_size=self.coordinator.world_size, ranks=tuple(RankReport.from_dict(entry) for entry in entries)
         )
-        if self.coordinator.is_main and self.config.log_report:
-            log(report.table())
+        if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
+            log.info(report.table())
         return report
 
     def _entry(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from . import patching
 from .checkpoint.lazy import LazyTensor
-from .errors import LoadError, VersionError
+from .errors import LoadError, UnsupportedError, VersionError
 from .memory import collector_paused
 from .planning.plan import LoadPlan
 
@@ -208,11 +208,7 @@ def _load_pretrained_model(
         )
         _warn_of_stock(session)
     if session is None or session.stock_reason or session.model is not None:
-        # Stock's load, or an adapter's: its parameters are not partitioned, and under ZeRO-3 stock gives rank 0 alone
-        # their values.
-        adapter = any(hasattr(param, "ds_tensor") for param in model.parameters()) and kwargs.get("expected_keys")
-        with zero3_hidden() if adapter else nullcontext():
-            return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     session.model = model
     load = session.load
     with collector_paused():
@@ -222,6 +218,24 @@ def _load_pretrained_model(
         _cast_meta_parameters(model, load.dtype)
         # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
         return original(model, slices, checkpoint_files, replace(load_config, dtype=load.dtype), *args, **kwargs)
+
+
+def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``load_adapter`` finds as a streamed model's own ``_load_pretrained_model``.
+
+    An adapter's parameters are not partitioned; under ZeRO-3 stock would give their values to rank 0 alone.
+    """
+    with zero3_hidden():
+        return PreTrainedModel._load_pretrained_model(model, *args, **kwargs)
+
+
+def _refuse_distributed_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _session.get() is None:
+        return original(self, *args, **kwargs)
+    raise UnsupportedError(
+        "This folder holds a distributed checkpoint (torch.distributed.checkpoint), which is not a map of safetensors "
+        "bytes. Save it with save_pretrained(distributed_checkpoint=False), or load it without streaming()."
+    )
 
 
 def _open(load: Any, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Mapping[str, Any]:
@@ -265,6 +279,7 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
             loading_info.missing_keys -= tied  # no tie comes any more that would take them out of the LOAD REPORT
             raise PlanReady(session.load.plan_only(model, missing, tied))
         session.load.place(model, missing, tied)
+        vars(model)["_load_pretrained_model"] = _load_adapter
 
     session.placing = place
     with zero3_hidden():
@@ -342,6 +357,25 @@ def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scale
     )
 
 
+def _convert(original: Callable[..., Any], self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+    """A converter, run once more on real tensors where one of its ops cannot work on lazy ones (``numpy()``)."""
+    session = _session.get()
+    if session is None or session.stock_reason:
+        return original(self, layer_name, *args, **kwargs)
+    collected = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
+    try:
+        return original(self, layer_name, *args, **kwargs)
+    except core_model_loading.SkipParameters:
+        for pattern, tensors in collected.items():
+            # What is collected are functions that give a tensor.
+            values = [tensor() if callable(tensor) else tensor for tensor in tensors]
+            self.collected_tensors[pattern] = [
+                value.materialise() if isinstance(value, LazyTensor) else value for value in values
+            ]
+        kwargs["loading_info"].conversion_errors.pop(layer_name, None)
+        return original(self, layer_name, *args, **kwargs)
+
+
 def _tqdm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     session = _session.get()
     if session is not None and not session.stock_reason and args:
@@ -370,6 +404,9 @@ def _spawn_materialize(original: Callable[..., Any], thread_pool: Any, *args: An
     return original(thread_pool if _session.get() is None else None, *args, **kwargs)
 
 
+_distributed_owner = next(
+    (c for c in PreTrainedModel.__mro__ if "_load_and_finalize_distributed_pretrained_model" in vars(c)), None
+)
 REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     (PreTrainedModel, "get_init_context"): patching.class_method(_get_init_context),
     (PreTrainedModel, "_load_pretrained_model"): patching.static_method(_load_pretrained_model),
@@ -377,6 +414,10 @@ REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): patching.function(_move_missing_keys),
     (PreTrainedModel, "_initialize_weights"): patching.function(_initialize_weights),
     (modeling_utils, "_tied_params_are_equal"): patching.function(_tied_params_are_equal),
+    (_distributed_owner, "_load_and_finalize_distributed_pretrained_model"): patching.function(
+        _refuse_distributed_checkpoint
+    ),
+    (core_model_loading.WeightConverter, "convert"): patching.function(_convert),
     (mxfp4, "convert_moe_packed_tensors"): patching.function(_convert_moe_packed_tensors),
     (core_model_loading, "deepcopy"): patching.function(_deepcopy),
     (core_model_loading, "spawn_materialize"): patching.function(_spawn_materialize),

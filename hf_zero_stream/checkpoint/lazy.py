@@ -109,6 +109,10 @@ class LazyTensor(torch.Tensor):
         node = Blockwise(torch.Size(sizes).numel(), dtype, sizes, function, views, {}, blocks, dims)
         return cls.of(View.whole(node, sizes), inputs[0]._materialise)
 
+    def materialise(self) -> torch.Tensor:
+        """Its values, read now, in a new host tensor."""
+        return self._materialise(self.view_of_node)
+
     @property
     def view_of_node(self) -> View:
         meta = self._meta
@@ -177,7 +181,7 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
         return LazyTensor.of(View.whole(node, tuple(value.shape)), materialise)
 
     def to_value(value: Any) -> Any:
-        return materialise(value.view_of_node) if isinstance(value, LazyTensor) else value
+        return value.materialise() if isinstance(value, LazyTensor) else value
 
     real_args, real_kwargs = tree_map(to_value, (tuple(args), kwargs))
     return tree_map(to_lazy, func(*real_args, **real_kwargs))

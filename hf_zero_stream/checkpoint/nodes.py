@@ -35,7 +35,9 @@ __all__ = [
 
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor with these sizes."""
-    return tuple(accumulate(reversed(sizes[1:]), lambda stride, size: stride * size, initial=1))[::-1][-len(sizes) :]
+    if not sizes:
+        return ()
+    return tuple(accumulate(reversed(sizes[1:]), lambda stride, size: stride * size, initial=1))[::-1]
 
 
 @dataclass(eq=False, slots=True)

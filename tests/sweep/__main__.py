@@ -1,0 +1,77 @@
+"""``python -m tests.sweep``: see how every model type loads.
+
+Examples:
+    python -m tests.sweep --types qwen3_moe,clip,t5
+    python -m tests.sweep --worlds 2,3 --dtypes fp32,bf16 --stock --markdown docs/models.md --json sweep.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.cluster import ENVIRONMENT
+
+
+# Read when the ranks' fork server starts.
+for _name, _value in {**ENVIRONMENT, "PYTHONWARNINGS": "ignore"}.items():
+    os.environ.setdefault(_name, _value)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__.splitlines()[0])
+    parser.add_argument("--types", help="model types, separated by commas, each optionally type:Class; default: all")
+    parser.add_argument("--worlds", default="2", help="numbers of ranks; all models at the first, every 5th at others")
+    parser.add_argument("--dtypes", default="fp32", help="fp32, bf16, fp16; fp32-bf16 loads fp32 files in bf16")
+    parser.add_argument("--stock", action=argparse.BooleanOptionalAction, help="also what stock does under ZeRO-3")
+    parser.add_argument("--jobs", type=int, default=1, help="batches side by side, each with its own ranks")
+    parser.add_argument("--batch", type=int, default=20, help="models that share the start of their ranks")
+    parser.add_argument("--folder", type=Path, help="keep the tiny checkpoints there, and use those already there")
+    parser.add_argument("--json", type=Path, help="write everything that was found to this file")
+    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    return parser
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    # After the environment is set, and not for --help.
+    import deepspeed
+    import torch
+    import transformers
+
+    from tests.sweep.report import counts, failures, markdown
+    from tests.sweep.run import sweep
+    from tests.sweep.tiny import all_types
+
+    with tempfile.TemporaryDirectory(prefix="sweep-") as temporary:
+        result = sweep(
+            arguments.types.split(",") if arguments.types else all_types(),
+            arguments.folder or Path(temporary),
+            worlds=[int(world) for world in arguments.worlds.split(",")],
+            dtypes=arguments.dtypes.split(","),
+            stock=bool(arguments.stock),
+            jobs=arguments.jobs,
+            batch=arguments.batch,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
+    if arguments.markdown:
+        versions = (
+            f"transformers {transformers.__version__}, DeepSpeed {deepspeed.__version__}, "
+            f"torch {torch.__version__.partition('+')[0]}"
+        )
+        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
+        arguments.markdown.write_text(markdown(result, versions))
+    bad = failures(result)
+    print("\n".join(bad), end="\n" if bad else "")
+    print(counts(result))
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
