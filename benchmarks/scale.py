@@ -1,7 +1,7 @@
 """`make scale`: one rank of worlds that this machine could never hold, really executed.
 
-Checkpoints are of true size but sparse (see :mod:`benchmarks.sparse_checkpoint`), and a *fake* process group stands for
-the other ranks. Everything else is real: the public ``streaming()`` path, DeepSpeed's partitions, the reads.
+Checkpoints are of true size but sparse (see :mod:`benchmarks.sparse_checkpoint`), and a *fake* process group stands
+for the other ranks. Everything else is real: the public ``streaming()`` path, DeepSpeed's partitions, the reads.
 
     python -m benchmarks.scale --models qwen3-30b-a3b,deepseek-v3
 """
@@ -143,7 +143,8 @@ def run_rank(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
 
 
 def table(rows: list[tuple[str, dict[str, Any]]]) -> str:
-    header = ("model", "tensors", "world", "rank", "plan s", "load s", "read MiB", "reads", "partition MiB", "beyond MiB")
+    sizes = ("read MiB", "reads", "partition MiB", "beyond MiB")
+    header = ("model", "tensors", "world", "rank", "plan s", "load s", *sizes)
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for name, row in rows:
         beyond = (row["growth_bytes"] - row["partition_bytes"]) / 2**20

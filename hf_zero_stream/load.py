@@ -139,8 +139,7 @@ class Load:
             error = caught
         self.coordinator.agree(error)
         assert self.plan is not None
-        with self.clock("finalise"):
-            zero3.PartitionedInit(model, self.ds_config)
+        zero3.PartitionedInit(model, self.ds_config)
         self.memory.sample()
         try:
             partitions = [param.ds_tensor for param, _ in parameters.values()]
