@@ -11,7 +11,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test sweep quality style demo bench clean
+.PHONY: help venv test sweep quality style demo bench scale clean
 
 help:
 	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
@@ -21,6 +21,7 @@ help:
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run the demonstration"
 	@echo "make bench    run the benchmarks"
+	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
 	@echo "make clean    remove $(VENV) and caches"
 
 venv: $(STAMP)
@@ -53,6 +54,9 @@ demo: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bench
+
+scale: $(STAMP)
+	$(BIN)/python -m benchmarks.scale
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

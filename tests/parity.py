@@ -65,11 +65,11 @@ def _same_bits(mine: torch.Tensor, expected: torch.Tensor) -> bool:
 
 
 def _check_padding(name: str, param: Any, found: list[str]) -> None:
+    rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     part = param.ds_tensor.numel()
-    used = max(0, min(part, param.ds_numel - part * param.ds_zero_partition_rank))
-    if part * param.ds_zero_partition_world_size < param.ds_numel:
+    if part * world_size < param.ds_numel:
         found.append(f"{name}: partitions of {part} do not cover {param.ds_numel}")
-    if param.ds_tensor[used:].any():
+    if param.ds_tensor[max(0, min(part, param.ds_numel - part * rank)) :].any():
         found.append(f"{name}: padding is not zero")
 
 

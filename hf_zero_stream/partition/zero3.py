@@ -3,7 +3,7 @@
 Stock ``zero.Init`` allocates each parameter in full, broadcasts it and cuts it up. Here a parameter begins as a
 placeholder that owns one element but reports its full shape; DeepSpeed attaches its methods to it, and only the
 partition is ever allocated. Everything else (memory-efficient linear, hpZ groups, devices, buffers kept in fp32) is
-done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18 to 0.19.8.
+done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and 0.19.8.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _missing = [name for name in _RELIED_ON if not hasattr(Init, name)]
 if _missing:
     raise VersionError(
         f"DeepSpeed {deepspeed.__version__} has no zero.Init.{', '.join(_missing)}; "
-        "this version is not known to hf_zero_stream: install deepspeed>=0.18,<0.20 or a newer hf_zero_stream."
+        "this version is not known to hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
     )
 
 
@@ -84,7 +84,7 @@ class PartitionedInit(Init):
     def _allocate_partition(self, param: Any) -> None:
         """The allocation that ``_partition_param`` would make, without the full parameter it would copy from."""
         aligned = param.aligned_size()
-        part, start, stop = partition_range(param.ds_numel, param.ds_zero_partition_rank, _group_size(param))
+        part, start, stop = _own_range(param)
         device = self.local_device if param.ds_persist else torch.device(self.remote_device)
         pinned = device.type == "cpu" and self.pin_memory
         partition = torch.empty(part, dtype=param.dtype, device=device)
@@ -114,12 +114,14 @@ def _is_placeholder(param: torch.Tensor) -> bool:
 
 def partition_target(name: str, param: Any) -> Target:
     """The range of parameter `name` that belongs in this rank's ``param.ds_tensor``."""
-    part, start, stop = partition_range(param.ds_numel, param.ds_zero_partition_rank, _group_size(param))
+    part, start, stop = _own_range(param)
     return Target(name, param.dtype, part, start, stop)
 
 
-def _group_size(param: Any) -> int:
-    return param.ds_zero_partition_world_size
+def _own_range(param: Any) -> tuple[int, int, int]:
+    """(elements of one partition, first own element, one past the last own) of a ZeRO-3 parameter."""
+    group = param.ds_process_group
+    return partition_range(param.ds_numel, dist.get_rank(group), dist.get_world_size(group))
 
 
 def is_partitioned(value: Any) -> bool:
