@@ -59,7 +59,7 @@ class Load:
         self._files: ShardFiles | None = None
         self._evaluator: Evaluator | None = None
         self._shards: tuple[Shard, ...] = ()
-        self._threads = 0
+        self._staging_bytes = 0
 
     def close(self) -> None:
         """Release file handles; the load's other state is garbage once the model is returned."""
@@ -244,7 +244,7 @@ class Load:
 
     def _read_plan(self, plan: LoadPlan, destinations: Sequence[torch.Tensor]) -> None:
         assert self._files is not None and self._evaluator is not None
-        self._threads = choose_threads(
+        threads = choose_threads(
             self.config.reader_threads,
             self.config.staging_bytes,
             self.config.request_bytes,
@@ -255,10 +255,11 @@ class Load:
                 plan,
                 destinations,
                 self._files,
-                threads=self._threads,
+                threads=threads,
                 begin=zero3.local_rank() / zero3.ranks_on_this_host(),
                 on_bytes=bar.update,
             )
+        self._staging_bytes = times.staging_bytes
         self.clock.add("read", times.read)
         self.clock.add("convert", times.convert)
         self.clock.add("copy", times.copy)
@@ -296,7 +297,7 @@ class Load:
             bytes_read=self._files.bytes_read,
             reads=self._files.reads,
             partition_bytes=plan.cost.target_bytes,
-            staging_bytes=self._threads * max((read.length for read in plan.reads), default=0),
+            staging_bytes=self._staging_bytes,
             anonymous_growth_peak=self.memory.growth_peak,
             device_peak=zero3.device_peak_bytes(),
             materialised=tuple(Materialised(name, reason) for name, reason in plan.materialised.items()),

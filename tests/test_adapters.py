@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -17,8 +18,6 @@ from tests.loading import load_with
 from tests.parity import ds_config
 from tests.zoo import ZOO, build_model
 
-
-peft = pytest.importorskip("peft")
 
 CAUSAL = "AutoModelForCausalLM"
 

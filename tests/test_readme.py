@@ -93,9 +93,12 @@ def test_settings_table() -> None:
     shown: dict[str, Any] = {}
     for name, value in rows:
         number, _, unit = value.strip().partition(" ")
-        shown[name] = (
-            {"true": True, "false": False}.get(number) if number.isalpha() else int(number) * units.get(unit, 1)
-        )
+        if number.startswith("`"):
+            shown[name] = number.strip('`"')
+        elif number.isalpha():
+            shown[name] = {"true": True, "false": False}[number]
+        else:
+            shown[name] = int(number) * units.get(unit, 1)
     assert shown == dataclasses.asdict(hf_zero_stream.StreamingConfig())
 
 

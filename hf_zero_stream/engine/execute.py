@@ -32,6 +32,8 @@ class ReadTimes:
     read: float = 0.0
     convert: float = 0.0
     copy: float = 0.0
+    staging_bytes: int = 0
+    """Size of all staging buffers together."""
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, read: float, convert: float, copy: float) -> None:
@@ -39,6 +41,10 @@ class ReadTimes:
             self.read += read
             self.convert += convert
             self.copy += copy
+
+    def add_staging(self, nbytes: int) -> None:
+        with self._lock:
+            self.staging_bytes += nbytes
 
     def scale_to(self, wall: float) -> None:
         """Scale thread seconds so that they add up to `wall` seconds."""
@@ -156,6 +162,7 @@ def _work(
         if on_bytes is not None:
             on_bytes(read.length)
     lane.wait()
+    times.add_staging(lane.allocated_bytes)
 
 
 def _in_place(

@@ -41,6 +41,11 @@ class Lane:
         self.wait()
         return self._buffer[:nbytes]
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Size of the staging buffer, if there is one."""
+        return 0 if self._buffer is None else self._nbytes
+
     def wait(self) -> None:
         """Block until every copy that this lane began has reached its destination."""
         if self._stream is not None:
