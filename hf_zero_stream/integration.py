@@ -23,6 +23,7 @@ from . import patching
 from .config import StreamingConfig, adopt_alias, without_own_section
 from .coordination import Coordinator
 from .errors import ConfigError, UnsupportedError
+from .memory import collector_paused
 from .planning.plan import LoadPlan
 from .seams import REPLACEMENTS, PlanReady, Session, raise_if_misfit, zero3_config, zero3_hidden
 
@@ -85,7 +86,13 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
         load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
         zero3.refuse_unsupported(load.ds_config)
         # Partitions that are written later (by other threads, by training) must not be inference tensors.
-        with Session(load) as session, load.memory, load.clock("total"), torch.inference_mode(False):
+        with (
+            Session(load) as session,
+            load.memory,
+            load.clock("total"),
+            collector_paused(),
+            torch.inference_mode(False),
+        ):
             session.stock_reason = zero3.stock_reason(load.ds_config)
             result = original(*args, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
