@@ -34,7 +34,7 @@ class Coordinator:
     def __init__(self, rank: int, world_size: int, *, alone: bool) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._alone = alone
+        self.is_alone = alone
         self._reported = False
 
     @classmethod
@@ -46,11 +46,6 @@ class Coordinator:
         """
         world_size = dist.get_world_size()
         return cls(dist.get_rank(), world_size, alone=world_size == 1 or dist.get_backend() == "fake")
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank can be talked to."""
-        return self._alone
 
     @property
     def is_main(self) -> bool:
@@ -67,7 +62,7 @@ class Coordinator:
 
     def exchange(self, value: T, error: BaseException | None = None) -> list[T]:
         """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`) as well."""
-        if self._alone:
+        if self.is_alone:
             if error is not None:
                 self._reported = True
                 raise error
@@ -86,7 +81,7 @@ class Coordinator:
 
     def share(self, produce: Callable[[], T]) -> T:
         """What `produce` returns on rank 0, on every rank; an agreement as well."""
-        if self._alone:
+        if self.is_alone:
             return produce()
         value, error = None, None
         if self.is_main:

@@ -169,7 +169,7 @@ def plan(
         StreamingConfig.resolve(None, found), without_own_section(found), Coordinator(rank, world_size, alone=True)
     )
     model_class = _model_class(path, kwargs)
-    with streaming(), zero3_hidden(), Session(load, only_plan=True) as session:
+    with streaming(), zero3_hidden(), collector_paused(), Session(load, only_plan=True) as session:
         try:
             model_class.from_pretrained(path, dtype="auto" if dtype is None else dtype, **kwargs)
         except PlanReady as ready:

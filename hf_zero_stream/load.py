@@ -24,7 +24,7 @@ from .engine.compute import Evaluator
 from .engine.execute import choose_threads, execute_reads
 from .engine.relay import RelayedFiles, serve
 from .errors import LoadError
-from .memory import AnonymousMemory, collector_paused, total_memory_bytes
+from .memory import AnonymousMemory, total_memory_bytes
 from .partition import zero3
 from .planning.plan import LoadPlan, Target, make_plan, partition_range
 from .progress import progress_bar
@@ -32,9 +32,6 @@ from .report import LoadReport, Materialised, PhaseClock, RankReport
 
 
 __all__ = ["Load"]
-
-EXTRA_STATE = "_extra_state"
-"""Last part of a checkpoint key that holds a module's extra state (``torch.nn.Module.get_extra_state``)."""
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -84,7 +81,7 @@ class Load:
         self._use(index.shards)
         slices: dict[str, CheckpointSlice | torch.Tensor] = {**checkpoint_slices(index, self._materialise)}
         for name in slices:
-            if name.rpartition(".")[2] == EXTRA_STATE:
+            if _is_extra_state(name):
                 slices[name] = slices[name][...].materialise()  # a module is given it at once, and may look into it
         return slices
 
@@ -92,7 +89,7 @@ class Load:
         """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already."""
 
         def slice_of(name: str, tensor: torch.Tensor) -> CheckpointSlice | torch.Tensor:
-            if name.rpartition(".")[2] == EXTRA_STATE:
+            if _is_extra_state(name):
                 return tensor
             flat = tensor.detach().cpu().contiguous().view(-1)
             node = HostTensor(flat.numel(), flat.dtype, flat)
@@ -132,7 +129,7 @@ class Load:
         """
         error: BaseException | None = None
         try:
-            with self.clock("plan"), collector_paused():
+            with self.clock("plan"):
                 parameters, buffers = self._replace(model, missing, tied)
                 self.plan = self._make_plan(parameters, buffers)
         except Exception as caught:
@@ -192,8 +189,7 @@ class Load:
 
     def plan_only(self, model: nn.Module, missing: set[str], tied: set[str]) -> LoadPlan:
         """The plan that :meth:`place` would carry out; leaves `model` unusable."""
-        with collector_paused():
-            return self._make_plan(*self._replace(model, missing, tied))
+        return self._make_plan(*self._replace(model, missing, tied))
 
     def _make_plan(
         self, parameters: Mapping[str, tuple[torch.Tensor, View]], buffers: Mapping[str, tuple[torch.Tensor, View]]
@@ -302,6 +298,11 @@ class Load:
             device_peak=zero3.device_peak_bytes(),
             materialised=tuple(Materialised(name, reason) for name, reason in plan.materialised.items()),
         ).to_dict()
+
+
+def _is_extra_state(key: str) -> bool:
+    """Whether a checkpoint key holds a module's extra state (``torch.nn.Module.get_extra_state``)."""
+    return key.rpartition(".")[2] == "_extra_state"
 
 
 def _source_of(tensor: torch.Tensor) -> View | None:

@@ -31,7 +31,6 @@ from transformers.utils import logging
 from . import patching
 from .checkpoint.lazy import LazyTensor
 from .errors import LoadError, UnsupportedError, VersionError
-from .memory import collector_paused
 from .planning.plan import LoadPlan
 
 
@@ -92,6 +91,12 @@ class Session:
     def current() -> Session | None:
         """The session of this thread."""
         return _session.get()
+
+    @staticmethod
+    def streaming() -> Session | None:
+        """The session of this thread, unless its load was left to stock."""
+        session = _session.get()
+        return session if session is not None and not session.stock_reason else None
 
 
 _session: ContextVar[Session | None] = ContextVar("hf_zero_stream_session", default=None)
@@ -211,9 +216,8 @@ def _load_pretrained_model(
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     session.model = model
     load = session.load
-    with collector_paused():
-        slices = _open(load, state_dict, checkpoint_files, load_config)
-    with load.clock("plan"), collector_paused(), zero3_hidden():
+    slices = _open(load, state_dict, checkpoint_files, load_config)
+    with load.clock("plan"), zero3_hidden():
         load.dtype = load.dtype or load_config.dtype
         _cast_meta_parameters(model, load.dtype)
         # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
@@ -284,7 +288,6 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
     session.placing = place
     with zero3_hidden():
         before = session.load.clock.seconds
-        result = None
         with session.load.clock("finalise"):
             result = original(model, load_config, loading_info)
         # The plan and the reads ran inside, and are counted as themselves.
@@ -305,8 +308,8 @@ def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any
     """Missing, unexpected and mismatched keys as transformers will report them, after ties and known exceptions."""
     final = replace(loading_info, missing_keys=set(loading_info.missing_keys))
     ties = getattr(model, "all_tied_weights_keys", {})
-    for ends in ties.items():
-        group = {end for pair in ties.items() if ends[1] in pair for end in pair}
+    for source in set(ties.values()):
+        group = {end for pair in ties.items() if source in pair for end in pair}
         if not group <= final.missing_keys:
             final.missing_keys -= group
     model._adjust_missing_and_unexpected_keys(final)
@@ -322,8 +325,8 @@ def _move_missing_keys(original: Callable[..., Any], self: Any, *args: Any, **kw
 
 
 def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    session = _session.get()
-    if session is None or session.model is None or session.stock_reason or session.building:
+    session = Session.streaming()
+    if session is None or session.model is None or session.building:
         return original(self, module, *args, **kwargs)
     from .partition.initialise import run_gathering_what_is_touched
 
@@ -359,8 +362,7 @@ def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scale
 
 def _convert(original: Callable[..., Any], self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
     """A converter, run once more on real tensors where one of its ops cannot work on lazy ones (``numpy()``)."""
-    session = _session.get()
-    if session is None or session.stock_reason:
+    if Session.streaming() is None:
         return original(self, layer_name, *args, **kwargs)
     collected = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
     try:
@@ -377,8 +379,7 @@ def _convert(original: Callable[..., Any], self: Any, layer_name: str, *args: An
 
 
 def _tqdm(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    session = _session.get()
-    if session is not None and not session.stock_reason and args:
+    if Session.streaming() is not None and args:
         return args[0]  # nothing is loaded in that loop; our own bar counts bytes
     return original(*args, **kwargs)
 
@@ -389,7 +390,7 @@ def _deepcopy(original: Callable[..., Any], value: Any, *args: Any) -> Any:
     A copy in which nothing was collected is as good as new: it is handed out again until it is used. For the 45,000
     tensors of DeepSeek-V3 that is more than half of the planning time.
     """
-    session = _session.get()
+    session = Session.streaming()
     if session is None or not isinstance(value, core_model_loading.WeightConverter):
         return original(value, *args)
     template, spare = session.spares.get(id(value), (value, None))
@@ -401,7 +402,7 @@ def _deepcopy(original: Callable[..., Any], value: Any, *args: Any) -> Any:
 
 def _spawn_materialize(original: Callable[..., Any], thread_pool: Any, *args: Any, **kwargs: Any) -> Any:
     # A lazy tensor is made in microseconds: handing it to a thread takes longer.
-    return original(thread_pool if _session.get() is None else None, *args, **kwargs)
+    return original(thread_pool if Session.streaming() is None else None, *args, **kwargs)
 
 
 _distributed_owner = next(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,16 @@ def load_and_compare(
         "plain_info": plain_info,
         "report": streamed.streaming_report.to_dict(),
     }
+
+
+def three_losses(engine: Any, inputs: Callable[[], dict[str, torch.Tensor]]) -> list[float]:
+    """The losses of three training steps of a DeepSpeed engine, each on the same inputs."""
+    engine.train()
+    found = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        loss = engine(**inputs()).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.item())
+    return found

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.cluster import run_ranks
 from tests.loading import load_with
-from tests.parity import ds_config
+from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO, build_model
 
 
@@ -144,15 +144,7 @@ def losses(name: str, folder: Path, dtype: torch.dtype, how: str, adapter: Path 
     trainable = [param for param in model.parameters() if param.requires_grad]
     assert trainable and len(trainable) < len(list(model.parameters()))
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
-    engine.train()
-    found = []
-    for _ in range(3):
-        torch.manual_seed(0)
-        loss = engine(**ZOO[name].inputs()).loss
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    return found
+    return three_losses(engine, ZOO[name].inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from tests.cluster import run_ranks
-from tests.parity import ds_config
+from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO
 
 
@@ -35,15 +35,7 @@ def losses(name: str, folder: Path, dtype: torch.dtype, loader: str, zero: dict[
         model = getattr(transformers, auto_class).from_pretrained(folder, dtype=dtype)
     del keeps_zero3_on
     engine, *_ = deepspeed.initialize(model=model, config=config)
-    engine.train()
-    found = []
-    for _ in range(3):
-        torch.manual_seed(0)
-        loss = engine(**ZOO[name].inputs()).loss
-        engine.backward(loss)
-        engine.step()
-        found.append(loss.item())
-    return found
+    return three_losses(engine, ZOO[name].inputs)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
