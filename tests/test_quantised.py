@@ -2,124 +2,110 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 
-from tests.cluster import run_ranks
-from tests.parity import load_and_compare
-
-
-BLOCK = 16
-
-
-def save(model: transformers.PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
-    """Save `model` with random values in bf16; returns the tensors of its only shard."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.normal_(std=0.3)
-    model.to(torch.bfloat16).save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+from tests.allocations import AllocationWatch
+from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.parity import ds_config, load_and_compare
+from tests.quantised_checkpoints import SCHEMES, compressed_tensors, fp4_experts, fp8, mxfp4
 
 
-def write(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> None:
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"] = quantization
-    (folder / "config.json").write_text(json.dumps(config))
+FORMATS: dict[str, tuple[Callable[..., None], Any]] = {
+    "fp8": (fp8, transformers.FineGrainedFP8Config),
+    "fp4 experts": (fp4_experts, transformers.FineGrainedFP8Config),
+    "mxfp4": (mxfp4, transformers.Mxfp4Config),
+}
 
 
-def deepseek_v3() -> transformers.PreTrainedModel:
-    config = transformers.DeepseekV3Config(
-        vocab_size=48,
-        hidden_size=32,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=16,
-        kv_lora_rank=16,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
-    )
-    return transformers.DeepseekV3ForCausalLM(config)
-
-
-@pytest.fixture(scope="module")
-def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """DeepSeek's block FP8: each linear weight in e4m3 with one fp32 scale per block."""
-    folder = tmp_path_factory.mktemp("fp8")
-    tensors = save(deepseek_v3(), folder)
-    for name, weight in list(tensors.items()):
-        if not name.endswith("proj.weight") and "_a_proj" not in name and "_b_proj" not in name:
-            continue
-        rows, columns = weight.shape
-        blocks = weight.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-        scale = blocks.abs().amax((1, 3)) / 448
-        quantised = (blocks / scale[:, None, :, None]).reshape(rows, columns)
-        tensors[name] = quantised.to(torch.float8_e4m3fn)
-        tensors[name.replace(".weight", ".weight_scale_inv")] = scale
-    write(
-        folder,
-        tensors,
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"},
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def mxfp4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """gpt-oss's MXFP4: experts as nibbles in `_blocks`, one exponent per 32 values in `_scales`."""
-    folder = tmp_path_factory.mktemp("mxfp4")
-    config = transformers.GptOssConfig(
-        vocab_size=48,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-    )
-    tensors = save(transformers.GptOssForCausalLM(config), folder)
-    for name, weight in list(tensors.items()):
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            experts, inner, outer = weight.shape
-            blocks = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
-            tensors[f"{name}_blocks"] = blocks
-            tensors[f"{name}_scales"] = torch.randint(110, 135, (experts, outer, inner // 32), dtype=torch.uint8)
-            del tensors[name]
-    write(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
-    return folder
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("format_name", ["fp8", "mxfp4"])
-def test_dequantised_as_plain(
-    cluster: None, request: pytest.FixtureRequest, format_name: str, world_size: int
-) -> None:
-    folder = request.getfixturevalue(format_name)
-    config_class = {"fp8": transformers.FineGrainedFP8Config, "mxfp4": transformers.Mxfp4Config}[format_name]
-    kwargs = {"quantization_config": config_class(dequantize=True)}
+def load_dequantised(folder: Path, world_size: int, quantization_config: Any) -> None:
+    """The model at `folder` comes out as in plain loading, and no tensor of it is read whole."""
+    kwargs = {"quantization_config": quantization_config}
     for result in run_ranks(
         world_size, load_and_compare, "AutoModelForCausalLM", folder, torch.bfloat16, torch.bfloat16, kwargs
     ):
         assert result["differences"] == []
         assert result["info"] == result["plain_info"]
-        assert all(rank["materialised"] == [] for rank in result["report"]["ranks"])
-    read = sum(rank["bytes"]["read"] for rank in result["report"]["ranks"])
-    print(format_name, world_size, read, (folder / "model.safetensors").stat().st_size)
+        assert [rank["materialised"] for rank in result["report"]["ranks"]] == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("format_name", FORMATS)
+def test_dequantised_as_plain(cluster: None, tmp_path: Path, format_name: str, world_size: int) -> None:
+    make, config_class = FORMATS[format_name]
+    make(tmp_path)
+    load_dequantised(tmp_path, world_size, config_class(dequantize=True))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("scheme_name", SCHEMES)
+def test_compressed_tensors(cluster: None, tmp_path: Path, scheme_name: str, world_size: int) -> None:
+    compressed_tensors(tmp_path, scheme_name)
+    load_dequantised(tmp_path, world_size, transformers.CompressedTensorsConfig(dequantize=True))
+
+
+# -------------------------------------------------------------------------------------------- bytes and memory
+
+KIB = 2**10
+
+
+def load_watched(folder: Path, quantization_config: Any) -> dict[str, Any]:
+    import hf_zero_stream
+
+    settings = hf_zero_stream.StreamingConfig(request_bytes=64 * KIB, staging_bytes=128 * KIB, progress=False)
+    with hf_zero_stream.streaming(settings), AllocationWatch() as watch:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, quantization_config=quantization_config, ds_config=ds_config(torch.bfloat16)
+        )
+    return {
+        "largest_allocation": watch.largest,
+        "largest_partition": max(param.ds_tensor.nbytes for param in model.parameters()),
+        "largest_parameter": max(param.ds_numel * param.ds_tensor.itemsize for param in model.parameters()),
+        "read": sum(rank["bytes"]["read"] for rank in model.streaming_report.to_dict()["ranks"]),
+    }
+
+
+@pytest.mark.parametrize("format_name", [*FORMATS, "float8 by channel", "int4 by group"])
+def test_reads_the_quantised_bytes_once_in_bounded_memory(cluster: None, tmp_path: Path, format_name: str) -> None:
+    if format_name in FORMATS:
+        make, config_class = FORMATS[format_name]
+        make(tmp_path, width=512)
+    else:
+        config_class = transformers.CompressedTensorsConfig
+        compressed_tensors(tmp_path, format_name, width=512)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        in_file = sum(file.get_tensor(name).nbytes for name in file.keys())
+
+    for found in run_ranks(3, load_watched, tmp_path, config_class(dequantize=True)):
+        # Beside the partitions, only what one request takes, and what it becomes: dequantised, in fp32 on the way.
+        assert found["largest_allocation"] <= max(found["largest_partition"], 1024 * KIB) < found["largest_parameter"]
+        # A rank's part may begin and end within a block.
+        assert in_file * 0.99 <= found["read"] <= in_file * 1.02
+
+
+# ------------------------------------------------------------------------------------------------------ refused
+
+
+def load(folder: Path) -> None:
+    import hf_zero_stream
+
+    hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(
+        folder,
+        quantization_config=transformers.CompressedTensorsConfig(dequantize=True),
+        ds_config=ds_config(torch.bfloat16),
+    )
+
+
+def test_unknown_format_is_refused_by_name(cluster: None, tmp_path: Path) -> None:
+    compressed_tensors(tmp_path, "float8 by tensor")
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace('"float-quantized"', '"mxfp8-quantized"'))
+    for outcome in run_ranks_expecting_errors(2, load, tmp_path):
+        assert outcome.error_type == "UnsupportedError"
+        assert "mxfp8-quantized" in outcome.error_message

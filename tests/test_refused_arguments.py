@@ -74,13 +74,6 @@ def is_missing(package: str) -> bool:
     return importlib.util.find_spec(package) is None
 
 
-@pytest.mark.skipif(not is_missing("gguf"), reason="the error is that of a missing package")
-def test_gguf_file_without_its_package(cluster: None, zoo_checkpoint: Checkpoint) -> None:
-    kwargs = {"gguf_file": "model.gguf"}
-    for plain, streamed in run_ranks(2, errors_of, ["plain", "streamed"], CAUSAL, zoo_checkpoint("llama"), kwargs):
-        assert plain is not None and plain == streamed
-
-
 @pytest.mark.skipif(not is_missing("kernels"), reason="the error is that of a missing package")
 def test_kernels_without_their_package(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Asked for after the weights are loaded: the ranks fail together."""

@@ -15,8 +15,9 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
-from hf_zero_stream import StreamingConfig, integration, seams, streaming
+from hf_zero_stream import StreamingConfig, integration, streaming
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.seams.session import _HidingReference
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
@@ -30,7 +31,7 @@ def nothing_stays_patched() -> Any:
     before = patched_attributes()
     yield
     assert patched_attributes() == before
-    assert not isinstance(transformers_deepspeed._hf_deepspeed_config_weak_ref, seams._HidingReference)
+    assert not isinstance(transformers_deepspeed._hf_deepspeed_config_weak_ref, _HidingReference)
 
 
 def is_patched() -> bool:

@@ -57,6 +57,7 @@ def test_the_spread_is_wide() -> None:
 
 def test_a_class_is_found_for_parts_of_composite_models() -> None:
     assert candidate_classes("siglip_text_model")[0].__name__ == "SiglipTextModel"
+    assert candidate_classes("blip_text_model")[0].__name__ == "BlipTextModel"
     assert candidate_classes("bert")[0].__name__ == "BertForMaskedLM"
 
 

@@ -12,7 +12,7 @@ A load's report names each parameter for which the last two happened.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,11 +102,11 @@ class LazyTensor(torch.Tensor):
         sizes: tuple[int, ...],
         dtype: torch.dtype,
         blocks: tuple[int, ...],
-        dims: tuple[int, ...],
+        parts: tuple[Mapping[int, tuple[int, int]], ...],
     ) -> LazyTensor:
         """The result of ``function(*inputs)``, to be computed block by block (see :class:`.nodes.Blockwise`)."""
         views = tuple(tensor.view_of_node for tensor in inputs)
-        node = Blockwise(torch.Size(sizes).numel(), dtype, sizes, function, views, {}, blocks, dims)
+        node = Blockwise(torch.Size(sizes).numel(), dtype, sizes, function, views, {}, blocks, parts)
         return cls.of(View.whole(node, sizes), inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
@@ -244,8 +244,23 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pad(func: Any, args: Any, kwargs: Any) -> Any:
-    # transformers pads by 0 where a layout happens to need no padding: then it is a copy.
-    return _copy(func, args[:1], {}) if not any(args[1]) else NotImplemented
+    source, pad = args[:2]
+    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
+    if any(amount < 0 for amount in pad):
+        return NotImplemented
+    result = _copy(func, (source,), {})
+    filler = torch.full((1,), value, dtype=source.dtype)
+    for pair in range(len(pad) // 2):
+        dim = source.dim() - 1 - pair
+        parts = [result]
+        for amount, at in ((pad[2 * pair], 0), (pad[2 * pair + 1], len(parts))):
+            if amount:
+                sizes = (*result.shape[:dim], amount, *result.shape[dim + 1 :])
+                # One element, seen again and again.
+                view = View(HostTensor(1, filler.dtype, filler), sizes, (0,) * len(sizes))
+                parts.insert(at and len(parts), LazyTensor.of(view, source._materialise))
+        result = _cat(aten.cat.default, (parts, dim), {}) if len(parts) > 1 else result
+    return result
 
 
 def _repeat(func: Any, args: Any, kwargs: Any) -> Any:

@@ -160,14 +160,15 @@ class Pointwise(Computed):
 
 @dataclass(eq=False, slots=True)
 class Blockwise(Computed):
-    """A function whose result can be computed block by block, each from slices of its inputs.
+    """A function whose result can be computed block by block, each from slices of its inputs; all args are Views.
 
-    `blocks[d]` elements along dimension `d` of the result come from one element along dimension `dims[d]` of every
-    View among the arguments; an input's other dimensions are needed whole.
+    `blocks[d]` is a block's length along dimension `d` of the result. ``parts[i][d] = (dim, count)`` says that it
+    comes from `count` elements along dimension `dim` of input `i`; an input's other dimensions are needed whole. The
+    last block may be cut short: of what the function gives for it, what goes beyond `sizes` is ignored.
     """
 
     blocks: tuple[int, ...]
-    dims: tuple[int, ...]
+    parts: tuple[Mapping[int, tuple[int, int]], ...]
 
 
 @dataclass(eq=False, slots=True)

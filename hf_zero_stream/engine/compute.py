@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class Evaluator:
         if isinstance(leaf, (Pointwise, Blockwise)):
             compute = self._elementwise if isinstance(leaf, Pointwise) else self._blockwise
             for placed in place(box, leaf.sizes):
-                for part in _bounded(placed, max(1, self._request_bytes // leaf.dtype.itemsize)):
+                for part in _bounded(placed, leaf, max(1, self._request_bytes // leaf.dtype.itemsize)):
                     self._write(compute(leaf, part), part.axes, part.to, region, destination)
             return
         buffer = leaf.tensor if isinstance(leaf, HostTensor) else self._opaque(leaf)
@@ -104,17 +105,15 @@ class Evaluator:
         begin = [at // block for at, block in zip(placed.at, node.blocks, strict=True)]
         count = [end // block + 1 - b for end, block, b in zip(last, node.blocks, begin, strict=True)]
 
-        def slice_of(argument: Any) -> Any:
-            if not isinstance(argument, View):
-                return argument
-            sizes, offset = list(argument.sizes), argument.offset
-            for dim, first, number in zip(node.dims, begin, count, strict=True):
-                sizes[dim] = number
-                offset += first * argument.strides[dim]
-            return self.materialise(View(argument.node, tuple(sizes), argument.strides, offset))
+        def slice_of(view: View, part: Mapping[int, tuple[int, int]]) -> torch.Tensor:
+            sizes, offset = list(view.sizes), view.offset
+            for of_result, (dim, each) in part.items():
+                first = begin[of_result] * each
+                sizes[dim] = min(count[of_result] * each, view.sizes[dim] - first)
+                offset += first * view.strides[dim]
+            return self.materialise(View(view.node, tuple(sizes), view.strides, offset))
 
-        args, kwargs = tree_map(slice_of, (node.args, dict(node.kwargs)))
-        values = node.function(*args, **kwargs)
+        values = node.function(*map(slice_of, node.args, node.parts))
         origin = tuple(at - first * block for at, first, block in zip(placed.at, begin, node.blocks, strict=True))
         inside = box_of_view(
             View(node, tuple(values.shape), values.stride(), values.storage_offset()), Placed(origin, placed.axes, 0)
@@ -137,20 +136,38 @@ class Evaluator:
         return self._last[1]
 
 
-def _bounded(placed: Placed, limit: int) -> Iterator[Placed]:
-    """Cut `placed` along its axes into parts of at most `limit` elements."""
-    numel = 1
-    for axis in placed.axes:
-        numel *= axis.size
-    if numel <= limit:
+def _bounded(placed: Placed, node: Pointwise | Blockwise, limit: int) -> Iterator[Placed]:
+    """Cut `placed` where blocks end into parts of at most `limit` elements, or of one block."""
+    blocks = node.blocks if isinstance(node, Blockwise) else (1,) * len(node.sizes)
+    strides = _source_strides(node)
+
+    def in_blocks(axis: Axis) -> int:
+        return axis.size if axis.dim < 0 else -(-axis.size * axis.step // blocks[axis.dim])
+
+    cuttable = [position for position, axis in enumerate(placed.axes) if in_blocks(axis) > 1]
+    if prod(axis.size for axis in placed.axes) <= limit or not cuttable:
         yield placed
         return
-    longest = max(range(len(placed.axes)), key=lambda position: placed.axes[position].size)
-    axis = placed.axes[longest]
+    # Along the dimension that is outermost in the shard, so that each part's bytes lie close together there.
+    position = max(cuttable, key=lambda position: strides[placed.axes[position].dim])
+    axis = placed.axes[position]
     half = axis.size // 2
+    if axis.dim >= 0 and axis.step == 1:
+        block, at = blocks[axis.dim], placed.at[axis.dim]
+        half = max(block - at % block, (at + half) // block * block - at)
     for begin, size in ((0, half), (half, axis.size - half)):
         index = list(placed.at)
         if axis.dim >= 0:
             index[axis.dim] += begin * axis.step
-        axes = (*placed.axes[:longest], axis._replace(size=size), *placed.axes[longest + 1 :])
-        yield from _bounded(Placed(tuple(index), axes, placed.to + begin * axis.to_stride), limit)
+        axes = (*placed.axes[:position], axis._replace(size=size), *placed.axes[position + 1 :])
+        yield from _bounded(Placed(tuple(index), axes, placed.to + begin * axis.to_stride), node, limit)
+
+
+def _source_strides(node: Pointwise | Blockwise) -> list[int]:
+    """How far apart in its inputs the neighbours along each dimension of `node` are; one entry more for none."""
+    strides = [0] * (len(node.sizes) + 1)
+    for number, view in enumerate(node.inputs()):
+        part = node.parts[number] if isinstance(node, Blockwise) else {dim: (dim, 1) for dim in range(len(view.sizes))}
+        for of_result, (dim, _) in part.items():
+            strides[of_result] = max(strides[of_result], view.strides[dim])
+    return strides

@@ -1,0 +1,58 @@
+"""transformers' seams; the only package that touches its private surface.
+
+``from_pretrained`` stays transformers' own. While a :class:`Session` is active in a thread, its seams differ there:
+
+1. ``get_init_context``: the model is built on the meta device instead of inside ``zero.Init``;
+2. ``_load_pretrained_model``: the *stock* function runs, in its branch without ZeRO-3, on a state dict of lazy
+   tensors, so that renames, conversions, prefix and dtype rules and the report of missing keys stay transformers' own;
+3. ``_move_missing_keys_from_meta_to_device``: lazy tensors become ZeRO-3 partitions and are read;
+4. ``_initialize_weights`` and the comparison of tied weights work on partitions;
+5. dequantising ops, which would make whole tensors, are given a piece at a time.
+
+Tried with transformers 5.1.0, 5.17.0 and 5.23.0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel, core_model_loading, modeling_utils
+from transformers.integrations import deepspeed as transformers_deepspeed
+
+from .. import patching
+from ..errors import VersionError
+
+
+__all__ = ["REPLACEMENTS", "PlanReady", "Session", "raise_if_misfit", "zero3_config", "zero3_hidden"]
+
+_RELIED_ON = (
+    (PreTrainedModel, "get_init_context"),
+    (PreTrainedModel, "_load_pretrained_model"),
+    (PreTrainedModel, "_finalize_model_loading"),
+    (PreTrainedModel, "_move_missing_keys_from_meta_to_device"),
+    (PreTrainedModel, "_initialize_weights"),
+    (core_model_loading, "convert_and_load_state_dict_in_model"),
+    (modeling_utils, "load_state_dict"),
+    (modeling_utils, "set_zero3_state"),
+    (transformers_deepspeed, "_hf_deepspeed_config_weak_ref"),
+)
+_missing = [name for owner, name in _RELIED_ON if not hasattr(owner, name)]
+if _missing:
+    raise VersionError(
+        f"transformers {transformers.__version__} has no {', '.join(_missing)}; "
+        "this version is not known to hf_zero_stream: install transformers>=5.1 or a newer hf_zero_stream."
+    )
+
+# Only now: these modules rely on the names above.
+from . import conversion, loading, quantised  # noqa: E402
+from .loading import raise_if_misfit  # noqa: E402
+from .session import PlanReady, Session, zero3_config, zero3_hidden  # noqa: E402
+
+
+REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
+    place: make
+    for place, make in (loading.REPLACEMENTS | conversion.REPLACEMENTS | quantised.REPLACEMENTS).items()
+    if hasattr(*place)
+}
+"""(owner, attribute) -> what makes its replacement; what this version of transformers does not have needs none."""

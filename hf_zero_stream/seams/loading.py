@@ -1,0 +1,213 @@
+"""The seams of ``from_pretrained`` itself: building the model, loading its weights, making what they lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, modeling_utils
+from transformers.utils import logging
+
+from .. import patching
+from ..errors import LoadError, UnsupportedError
+from .quantised import dequantising, mapped_gguf_values, stays_quantised
+from .session import PlanReady, Session, zero3_hidden
+
+
+__all__ = ["REPLACEMENTS", "raise_if_misfit"]
+
+logger = logging.get_logger(__name__)
+
+
+def _get_init_context(original: Callable[..., Any], cls: Any, dtype: Any, is_quantized: bool, *args: Any) -> Any:
+    session = Session.current()
+    if session is None or session.building:
+        return original(dtype, is_quantized, *args)
+    if session.stock_reason:
+        _warn_of_stock(session)
+        return original(dtype, is_quantized, *args)
+    with zero3_hidden():
+        contexts = original(dtype, is_quantized, *args)
+    # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
+    return [_building(session), *contexts, modeling_utils.set_zero3_state()]
+
+
+@contextmanager
+def _building(session: Session) -> Iterator[None]:
+    session.building = True
+    try:
+        with zero3_hidden():
+            yield
+    finally:
+        session.building = False
+
+
+def _warn_of_stock(session: Session) -> None:
+    if session.load.coordinator.is_main:
+        logger.warning(
+            f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
+        )
+
+
+def _load_pretrained_model(
+    original: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    session = Session.current()
+    if session is not None and session.model is None and stays_quantised(load_config.hf_quantizer):
+        session.stock_reason = (
+            "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
+            "quantization_config with dequantize=True, where the format has one"
+        )
+        _warn_of_stock(session)
+    if session is None or session.stock_reason or session.model is not None:
+        return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+    session.model = model
+    load = session.load
+    slices = _open(load, state_dict, checkpoint_files, load_config)
+    with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer):
+        load.dtype = load.dtype or load_config.dtype
+        _cast_meta_parameters(model, load.dtype)
+        # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
+        return original(model, slices, checkpoint_files, replace(load_config, dtype=load.dtype), *args, **kwargs)
+
+
+def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What ``load_adapter`` finds as a streamed model's own ``_load_pretrained_model``.
+
+    An adapter's parameters are not partitioned; under ZeRO-3 stock would give their values to rank 0 alone.
+    """
+    with zero3_hidden():
+        return PreTrainedModel._load_pretrained_model(model, *args, **kwargs)
+
+
+def _refuse_distributed_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if Session.current() is None:
+        return original(self, *args, **kwargs)
+    raise UnsupportedError(
+        "This folder holds a distributed checkpoint (torch.distributed.checkpoint), which is not a map of safetensors "
+        "bytes. Save it with save_pretrained(distributed_checkpoint=False), or load it without streaming()."
+    )
+
+
+def _open(load: Any, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Mapping[str, Any]:
+    if state_dict is not None:
+        return load.open_values(mapped_gguf_values(state_dict))
+    if not checkpoint_files:
+        raise ValueError("Neither a state dict nor checkpoint files were found.")
+    if checkpoint_files[0].endswith(".safetensors"):
+        return load.open(checkpoint_files, (load_config.sharded_metadata or {}).get("weight_map"))
+    logger.info("The checkpoint is not in safetensors: hf_zero_stream reads it through torch.load's memory map.")
+    values: dict[str, torch.Tensor] = {}
+    for file in checkpoint_files:
+        values.update(modeling_utils.load_state_dict(file, map_location="cpu", weights_only=load_config.weights_only))
+    return load.open_values(values)
+
+
+def _cast_meta_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    for param in model.parameters():
+        if param.is_meta and param.is_floating_point() and param.dtype != dtype:
+            param.data = param.data.to(dtype)
+
+
+def _finalize_model_loading(original: Callable[..., Any], model: Any, load_config: Any, loading_info: Any) -> Any:
+    session = Session.current()
+    if session is None or session.model is not model:
+        return original(model, load_config, loading_info)
+
+    def place() -> None:
+        faulty = (
+            loading_info.error_msgs
+            or loading_info.conversion_errors
+            or (loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes)
+        )
+        if faulty:
+            raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
+        if session.load.config.strict:
+            raise_if_misfit(*_misfits(model, loading_info))
+        missing = set(loading_info.missing_and_mismatched())
+        tied = missing & set(getattr(model, "all_tied_weights_keys", ()))
+        if session.only_plan:
+            loading_info.missing_keys -= tied  # no tie comes any more that would take them out of the LOAD REPORT
+            raise PlanReady(session.load.plan_only(model, missing, tied))
+        session.load.place(model, missing, tied)
+        vars(model)["_load_pretrained_model"] = _load_adapter
+
+    session.placing = place
+    with zero3_hidden():
+        before = session.load.clock.seconds
+        with session.load.clock("finalise"):
+            result = original(model, load_config, loading_info)
+        # The plan and the reads ran inside, and are counted as themselves.
+        after = session.load.clock.seconds
+        inner = sum(after[phase] - before[phase] for phase in ("plan", "read", "convert", "copy"))
+        session.load.clock.add("finalise", -inner)
+        return result
+
+
+def raise_if_misfit(missing: Any, unexpected: Any, mismatched: Any) -> None:
+    kinds = {"missing": missing, "unexpected": unexpected, "mismatched": [key for key, *_ in mismatched]}
+    found = [f"{kind} {', '.join(sorted(keys)[:8])} ({len(keys)} in all)" for kind, keys in kinds.items() if keys]
+    if found:
+        raise LoadError(f"strict=True: the checkpoint does not fit the model exactly: {'; '.join(found)}.")
+
+
+def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any]]:
+    """Missing, unexpected and mismatched keys as transformers will report them, after ties and known exceptions."""
+    final = replace(loading_info, missing_keys=set(loading_info.missing_keys))
+    ties = getattr(model, "all_tied_weights_keys", {})
+    for source in set(ties.values()):
+        group = {end for pair in ties.items() if source in pair for end in pair}
+        if not group <= final.missing_keys:
+            final.missing_keys -= group
+    model._adjust_missing_and_unexpected_keys(final)
+    return final.missing_keys, final.unexpected_keys, final.mismatched_keys
+
+
+def _move_missing_keys(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    session = Session.current()
+    if session is None or session.model is not self or session.placing is None:
+        return original(self, *args, **kwargs)
+    session.placing()
+    session.placing = None
+
+
+def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    session = Session.streaming()
+    if session is None or session.model is None or session.building:
+        return original(self, module, *args, **kwargs)
+    from ..partition.initialise import run_gathering_what_is_touched
+
+    run_gathering_what_is_touched(lambda: original(self, module, *args, **kwargs), module)
+
+
+def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: Any) -> bool:
+    if not hasattr(source, "ds_tensor") or not hasattr(target, "ds_tensor"):
+        return original(source, target)
+    from ..partition.zero3 import partitions_equal
+
+    return partitions_equal(source, target)
+
+
+_distributed_owner = next(
+    (c for c in PreTrainedModel.__mro__ if "_load_and_finalize_distributed_pretrained_model" in vars(c)), None
+)
+REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
+    (PreTrainedModel, "get_init_context"): patching.class_method(_get_init_context),
+    (PreTrainedModel, "_load_pretrained_model"): patching.static_method(_load_pretrained_model),
+    (PreTrainedModel, "_finalize_model_loading"): patching.static_method(_finalize_model_loading),
+    (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): patching.function(_move_missing_keys),
+    (PreTrainedModel, "_initialize_weights"): patching.function(_initialize_weights),
+    (modeling_utils, "_tied_params_are_equal"): patching.function(_tied_params_are_equal),
+    (_distributed_owner, "_load_and_finalize_distributed_pretrained_model"): patching.function(
+        _refuse_distributed_checkpoint
+    ),
+}

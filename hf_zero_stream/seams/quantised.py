@@ -1,0 +1,252 @@
+"""Quantised checkpoints that come out dequantised: transformers' own arithmetic, given a piece at a time.
+
+A dequantising op makes whole tensors, and the merge of a mixture's experts a fused one. Here each result becomes a
+lazy tensor that calls the op's own function on slices of its inputs, once a rank's part of it is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers.integrations import mxfp4
+
+from .. import patching
+from ..checkpoint.lazy import LazyTensor
+from ..errors import UnsupportedError
+from .session import Session
+
+
+__all__ = ["REPLACEMENTS", "dequantising", "mapped_gguf_values", "stays_quantised"]
+
+
+def stays_quantised(hf_quantizer: Any) -> bool:
+    """Whether the model keeps a quantised form, which ZeRO-3 cannot partition; else conversion ops dequantise."""
+    if hf_quantizer is None:
+        return False
+    return not (hf_quantizer.pre_quantized and getattr(hf_quantizer.quantization_config, "dequantize", False))
+
+
+def _optional(module: str, name: str) -> Any:
+    """An attribute of a module of transformers that not every version has."""
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+
+
+# -------------------------------------------------------------------------------------------------- gpt-oss's MXFP4
+
+
+def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scales: Any, **kwargs: Any) -> Any:
+    """Blocks of shape [experts, rows, groups, bytes] and scales of [experts, rows, groups] give
+    [experts, groups * 2 * bytes, rows]: the result is transposed, and each byte holds two values.
+    """
+    if not isinstance(blocks, LazyTensor):
+        return original(blocks, scales, **kwargs)
+    experts, rows, groups, nbytes = blocks.shape
+    part = {0: (0, 1), 1: (2, 1), 2: (1, 1)}
+    return LazyTensor.of_blocks(
+        functools.partial(original, **kwargs),
+        (blocks, scales),
+        sizes=(experts, groups * 2 * nbytes, rows),
+        dtype=kwargs.get("dtype", torch.bfloat16),
+        blocks=(1, 2 * nbytes, 1),
+        parts=(part, part),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ FP8 and FP4 blocks
+
+
+def _dequantize_one(original: Callable[..., Any], self: Any, quantized: Any, scales: Any, output_dtype: Any) -> Any:
+    """A matrix of float8 values, or of pairs of float4 values in a byte, times a grid of scales."""
+    if not isinstance(quantized, LazyTensor) or scales.dim() != 2 or quantized.dim() != 2:
+        return original(self, quantized, scales, output_dtype=output_dtype)
+    packing = 2 if quantized.dtype in (torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) else 1
+    rows, columns = quantized.shape[0], quantized.shape[1] * packing
+    if rows % scales.shape[0] or columns % scales.shape[1]:
+        return original(self, quantized, scales, output_dtype=output_dtype)  # raises, with transformers' message
+    # One scale for each row of each block: then a slice of a few rows is a matrix with a grid of its own.
+    scales = scales.unsqueeze(1).expand(-1, rows // scales.shape[0], -1).reshape(rows, -1)
+    width = columns // scales.shape[1]
+    if width % packing:
+        return original(self, quantized, scales, output_dtype=output_dtype)
+    probe = original(
+        self,
+        torch.zeros((1, width // packing), dtype=quantized.dtype),
+        torch.zeros((1, 1), dtype=scales.dtype),
+        output_dtype=output_dtype,
+    )
+    return LazyTensor.of_blocks(
+        functools.partial(original, self, output_dtype=output_dtype),
+        (quantized, scales),
+        sizes=(rows, columns),
+        dtype=probe.dtype,
+        blocks=(1, width),
+        parts=({0: (0, 1), 1: (1, width // packing)}, {0: (0, 1), 1: (1, 1)}),
+    )
+
+
+# ----------------------------------------------------------------------------------------------- compressed-tensors
+
+_COMPRESSED_FORMATS = ("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
+
+
+@contextmanager
+def dequantising(hf_quantizer: Any) -> Iterator[None]:
+    """While a checkpoint's tensors are converted: what only its quantisation needs.
+
+    Raises:
+        UnsupportedError: a format that cannot be dequantised a piece at a time.
+    """
+    compressor = getattr(hf_quantizer, "compressor", None)
+    if compressor is None:
+        yield
+        return
+    config = compressor.quantization_config
+    used = {group.format or config.format for group in config.config_groups.values()}
+    unknown = sorted(used - {*_COMPRESSED_FORMATS})
+    if unknown:
+        raise UnsupportedError(
+            f"quantization_config: expected compressed-tensors in the formats {', '.join(_COMPRESSED_FORMATS)}; found "
+            f"{', '.join(unknown)}, which hf_zero_stream cannot dequantise under ZeRO-3. Save the checkpoint "
+            "dequantised first."
+        )
+    base = importlib.import_module("compressed_tensors.compressors.pack_quantized.base")
+    patches = patching.Patches(
+        {
+            (base, "unpack_from_int32"): patching.function(_unpack_from_int32),
+            (base.PackedQuantizationCompressor, "decompress"): patching.class_method(_decompress_packed),
+        }
+    )
+    patches.acquire()
+    try:
+        yield
+    finally:
+        patches.release()
+
+
+def _merge_dequantised_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The op allocates a fused tensor and copies each expert into it: that allocation becomes a list of them."""
+    if Session.streaming() is None:
+        return original(self, *args, **kwargs)
+    with _PreallocatedStacks():
+        result = original(self, *args, **kwargs)
+    return {name: value.stacked() if isinstance(value, _Stack) else value for name, value in result.items()}
+
+
+class _PreallocatedStacks(TorchFunctionMode):
+    """Inside, ``torch.empty`` on the host gives a :class:`_Stack`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        on_host = func is torch.empty and torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        return _Stack() if on_host else func(*args, **kwargs)
+
+
+class _Stack:
+    """Stands for a new tensor that is filled by ``tensor[i].copy_(value)``."""
+
+    def __init__(self) -> None:
+        self._values: dict[int, torch.Tensor] = {}
+
+    def __getitem__(self, index: int) -> _Stack:
+        self._index = index
+        return self
+
+    def copy_(self, value: torch.Tensor) -> None:
+        self._values[self._index] = value
+
+    def stacked(self) -> torch.Tensor:
+        return torch.stack([self._values[index].detach() for index in range(len(self._values))])
+
+
+def _decompress_packed(original: Callable[..., Any], cls: Any, state_dict: Any, scheme: Any) -> Any:
+    """Its shape is a tensor in the shard: read one by one, they would be thousands of tiny reads.
+
+    A group's scales give the number of columns too.
+    """
+    packed, scale = state_dict["weight_packed"], state_dict["weight_scale"]
+    if isinstance(packed, LazyTensor) and scheme.weights.group_size and scale.dim() == 2:
+        columns = scale.shape[-1] * scheme.weights.group_size
+        if -(-columns * scheme.weights.num_bits // 32) == packed.shape[-1]:
+            state_dict = {**state_dict, "weight_shape": torch.tensor([packed.shape[0], columns])}
+    return original(state_dict, scheme)
+
+
+def _unpack_from_int32(
+    original: Callable[..., Any], value: Any, num_bits: int, shape: Any, packed_dim: int = 1
+) -> Any:
+    """32 integers of `num_bits` bits lie in `num_bits` words, side by side along `packed_dim`."""
+    if not isinstance(value, LazyTensor) or value.dim() != 2:
+        return original(value, num_bits, shape, packed_dim)
+    sizes = list(value.shape)
+    sizes[packed_dim] = int(shape[packed_dim])
+    blocks, part = [1, 1], {0: (0, 1), 1: (1, 1)}
+    blocks[packed_dim], part[packed_dim] = 32, (packed_dim, num_bits)
+
+    def unpack(words: torch.Tensor) -> torch.Tensor:
+        unpacked = list(words.shape)
+        unpacked[packed_dim] = words.shape[packed_dim] * 32 // num_bits
+        return original(words, num_bits, torch.Size(unpacked), packed_dim)
+
+    return LazyTensor.of_blocks(
+        unpack, (value,), sizes=tuple(sizes), dtype=torch.int8, blocks=tuple(blocks), parts=(part,)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- GGUF
+
+
+def mapped_gguf_values(state_dict: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a GGUF file that transformers has mapped into memory, without a copy of them."""
+    dtypes = _optional("transformers.integrations.gguf.reader", "_TORCH_DTYPE") or {}
+    values = {}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
+        for name, value in state_dict.items():
+            if not isinstance(value, torch.Tensor):
+                value = torch.from_numpy(value.data).view(dtypes.get(value.ggml_type, torch.uint8)).reshape(value.shape)
+            values[name] = value
+    return values
+
+
+def _dequantize_blocks(original: Callable[..., Any], raw: Any, kind: Any, rows: int, columns: int, dtype: Any) -> Any:
+    """Rows of blocks; how many bytes and values a block has is the kind's."""
+    if not isinstance(raw, LazyTensor):
+        return original(raw, kind, rows, columns, dtype)
+    values, nbytes = _optional("transformers.integrations.gguf.dequant", "GGML_BLOCK")[kind]
+
+    def dequantise(raw: torch.Tensor) -> torch.Tensor:
+        return original(raw, kind, raw.shape[0], raw.shape[1] // nbytes * values, dtype)
+
+    return LazyTensor.of_blocks(
+        dequantise,
+        (raw,),
+        sizes=(rows, columns),
+        dtype=dtype,
+        blocks=(1, values),
+        parts=({0: (0, 1), 1: (1, nbytes)},),
+    )
+
+
+REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
+    (mxfp4, "convert_moe_packed_tensors"): patching.function(_convert_moe_packed_tensors),
+    (_optional("transformers.integrations.finegrained_fp8", "Fp8Dequantize"), "_dequantize_one"): patching.function(
+        _dequantize_one
+    ),
+    (
+        _optional("transformers.integrations.compressed_tensors", "CompressedTensorsDequantize"),
+        "convert",
+    ): patching.function(_merge_dequantised_experts),
+    (_optional("transformers.integrations.gguf", "gguf_conversion_mapping"), "dequantize_blocks"): patching.function(
+        _dequantize_blocks
+    ),
+}

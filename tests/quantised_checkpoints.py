@@ -1,0 +1,203 @@
+"""Tiny checkpoints in the quantised formats of the hub: FP8 by blocks, MXFP4, compressed-tensors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+
+__all__ = ["SCHEMES", "compressed_tensors", "fp4_experts", "fp8", "mxfp4"]
+
+BLOCK = 16
+
+
+def _save(model: transformers.PreTrainedModel, folder: Path) -> dict[str, torch.Tensor]:
+    """Save `model` with random values in bf16; returns the tensors of its only shard."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_(std=0.3)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def _write(folder: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+# ------------------------------------------------------------------------------------------------ FP8 by blocks
+
+
+def _deepseek_v3(width: int) -> transformers.PreTrainedModel:
+    config = transformers.DeepseekV3Config(
+        vocab_size=48,
+        hidden_size=2 * width,
+        intermediate_size=3 * width,
+        moe_intermediate_size=width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+        v_head_dim=16,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
+
+
+def fp8(folder: Path, width: int = 16) -> None:
+    """DeepSeek's block FP8: each linear weight in e4m3 with one fp32 scale per block."""
+    tensors = _save(_deepseek_v3(width), folder)
+    for name, weight in list(tensors.items()):
+        if not name.endswith("proj.weight") or "_a_proj" in name or "_b_proj" in name:
+            continue
+        rows, columns = weight.shape
+        blocks = weight.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+        scale = blocks.abs().amax((1, 3)) / 448
+        quantised = (blocks / scale[:, None, :, None]).reshape(rows, columns)
+        tensors[name] = quantised.to(torch.float8_e4m3fn)
+        tensors[name.replace(".weight", ".weight_scale_inv")] = scale
+    _write(folder, tensors, _FP8)
+
+
+def fp4_experts(folder: Path, width: int = 16) -> None:
+    """DeepSeek-V4's layout: the experts as pairs of float4 values in a byte, with a power of two for 16 of them."""
+    tensors = _save(_deepseek_v3(width), folder)
+    for name, weight in list(tensors.items()):
+        if ".experts." in name:
+            rows, columns = weight.shape
+            tensors[name] = torch.randint(-128, 128, (rows, columns // 2), dtype=torch.int8)
+            scale = torch.randint(118, 132, (rows, columns // BLOCK), dtype=torch.uint8)
+            tensors[name.replace(".weight", ".weight_scale_inv")] = scale.view(torch.float8_e8m0fnu)
+    _write(folder, tensors, _FP8)
+
+
+# -------------------------------------------------------------------------------------------------------- MXFP4
+
+
+def mxfp4(folder: Path, width: int = 32) -> None:
+    """gpt-oss's MXFP4: experts as nibbles in `_blocks`, one exponent per 32 values in `_scales`."""
+    config = transformers.GptOssConfig(
+        vocab_size=48,
+        hidden_size=2 * width,
+        intermediate_size=3 * width,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+    )
+    tensors = _save(transformers.GptOssForCausalLM(config), folder)
+    for name, weight in list(tensors.items()):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inner, outer = weight.shape
+            blocks = torch.randint(256, (experts, outer, inner // 32, 16), dtype=torch.uint8)
+            tensors[f"{name}_blocks"] = blocks
+            tensors[f"{name}_scales"] = torch.randint(110, 135, (experts, outer, inner // 32), dtype=torch.uint8)
+            del tensors[name]
+    _write(folder, tensors, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]})
+
+
+# ------------------------------------------------------------------------------------------- compressed-tensors
+
+
+def _qwen3(experts: int, width: int) -> transformers.PreTrainedModel:
+    sizes = {
+        "vocab_size": 48,
+        "hidden_size": 2 * width,
+        "intermediate_size": width + 8,  # no multiple of a block: the last ones are cut short
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    if not experts:
+        return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
+    config = transformers.Qwen3MoeConfig(
+        **sizes, moe_intermediate_size=width + 8, num_experts=experts, num_experts_per_tok=2, mlp_only_layers=[1]
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+_FLOAT8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "dynamic": False}
+SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
+    "float8 by channel": ("float-quantized", {**_FLOAT8, "strategy": "channel"}),
+    "float8 by tensor": ("float-quantized", {**_FLOAT8, "strategy": "tensor"}),
+    "float8 by block": ("float-quantized", {**_FLOAT8, "strategy": "block", "block_structure": [BLOCK, BLOCK]}),
+    "int8 by channel": ("int-quantized", {**_INT4, "num_bits": 8, "strategy": "channel"}),
+    "int4 by channel": ("pack-quantized", {**_INT4, "strategy": "channel"}),
+    "int4 by group": ("pack-quantized", {**_INT4, "strategy": "group", "group_size": 8}),
+    "int4 with zero points": ("pack-quantized", {**_INT4, "symmetric": False, "strategy": "group", "group_size": 8}),
+}
+
+
+def compressed_tensors(folder: Path, scheme_name: str, width: int = 32) -> None:
+    """A checkpoint made by the package compressed-tensors itself."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    format_name, weights = SCHEMES[scheme_name]
+    # Of a mixture's experts, transformers dequantises neither blocks nor int8 nor zero points.
+    experts = weights["strategy"] != "block" and weights["symmetric"] and format_name != "int-quantized"
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), format=format_name)
+    compressor = BaseCompressor.get_value_from_registry(format_name)
+    tensors = _save(_qwen3(3 if experts else 0, width), folder)
+    for name, weight in list(tensors.items()):
+        if not name.endswith("proj.weight"):
+            continue
+        low, high = _ranges_of(weight.float(), weights)
+        scale, zero_point = calculate_qparams(low, high, scheme.weights)
+        state = {"weight": weight, "weight_scale": scale.to(torch.bfloat16)}
+        if not weights["symmetric"]:
+            state["weight_zero_point"] = zero_point
+        del tensors[name]
+        for key, value in compressor.compress(state, scheme).items():
+            tensors[name.removesuffix("weight") + key] = value.contiguous()
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "format": format_name}}
+    _write(
+        folder,
+        tensors,
+        {
+            "quant_method": "compressed-tensors",
+            "format": format_name,
+            "config_groups": groups,
+            "ignore": ["lm_head"],
+            "quantization_status": "compressed",
+        },
+    )
+
+
+def _ranges_of(weight: torch.Tensor, weights: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The smallest and largest value for each scale."""
+    rows, columns = weight.shape
+    match weights["strategy"]:
+        case "tensor":
+            return weight.amin().reshape(1), weight.amax().reshape(1)
+        case "channel":
+            return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        case "group":
+            groups = weight.reshape(rows, -1, weights["group_size"])
+            return groups.amin(-1), groups.amax(-1)
+    padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    return blocks.amin((1, 3)), blocks.amax((1, 3))
