@@ -57,6 +57,7 @@ class Load:
         self._evaluator: Evaluator | None = None
         self._shards: tuple[Shard, ...] = ()
         self._staging_bytes = 0
+        self._recast: list[str] = []
 
     def close(self) -> None:
         """Release file handles; the load's other state is garbage once the model is returned."""
@@ -168,6 +169,8 @@ class Load:
                     new = zero3.placeholder(param.shape, dtype, device, requires_grad)
                     _copy_attributes(param, new)
                     replaced[id(param)] = new
+                    if isinstance(param, LazyTensor) and param.dtype != dtype:
+                        self._recast.append(name)
                     view = None if name in missing else _source_of(param)
                     if view is not None:
                         parameters[name] = (new, view)
@@ -277,7 +280,9 @@ class Load:
             )
         entries = self.coordinator.exchange(self._entry(), error)
         report = LoadReport(
-            world_size=self.coordinator.world_size, ranks=tuple(RankReport.from_dict(entry) for entry in entries)
+            world_size=self.coordinator.world_size,
+            ranks=tuple(RankReport.from_dict(entry) for entry in entries),
+            recast=tuple(self._recast),
         )
         if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
             log.info(report.table())

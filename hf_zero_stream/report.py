@@ -110,9 +110,19 @@ class LoadReport:
     ranks: tuple[RankReport, ...]
     """One report per rank, in the order of the ranks."""
 
+    recast: tuple[str, ...] = ()
+    """Parameters that took DeepSpeed's dtype although the model keeps them in fp32 (`_keep_in_fp32_modules_strict`).
+
+    As in stock: DeepSpeed refuses trainable parameters of several dtypes.
+    """
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as dicts, lists, numbers and strings; times are in seconds, sizes in bytes."""
-        return {"world_size": self.world_size, "ranks": [report.to_dict() for report in self.ranks]}
+        return {
+            "world_size": self.world_size,
+            "ranks": [report.to_dict() for report in self.ranks],
+            "recast": list(self.recast),
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LoadReport:
@@ -121,7 +131,11 @@ class LoadReport:
         Raises:
             KeyError: a key is missing.
         """
-        return cls(world_size=data["world_size"], ranks=tuple(RankReport.from_dict(entry) for entry in data["ranks"]))
+        return cls(
+            world_size=data["world_size"],
+            ranks=tuple(RankReport.from_dict(entry) for entry in data["ranks"]),
+            recast=tuple(data["recast"]),
+        )
 
     def to_json(self, indent: int | None = None) -> str:
         """Returns `to_dict` as JSON, with `indent` as in `json.dumps`."""
@@ -131,7 +145,8 @@ class LoadReport:
         """Returns the report for people to read: plain text in several lines, without colour.
 
         There is one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
-        Throughput is bytes read per second of the whole load. Materialised parameters are listed beneath.
+        Throughput is bytes read per second of the whole load. Materialised and recast parameters are listed
+        beneath.
         """
         # Only a table needs rich.
         from .report_table import render_table

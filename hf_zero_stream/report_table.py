@@ -34,6 +34,9 @@ def render_table(report: LoadReport) -> str:
     blocks = [_heading(report), _table(report, _seconds_columns()), _table(report, _bytes_columns())]
     if fallbacks := _materialised_lines(report):
         blocks.append("\n".join(fallbacks))
+    if report.recast:
+        heading = f"Recast parameters ({len(report.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
+        blocks.append("\n".join([heading, *(f"  {name}" for name in _fold(report.recast))]))
     return "\n\n".join(blocks)
 
 

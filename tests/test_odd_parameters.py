@@ -70,6 +70,10 @@ def test_equals_plain_loading_in_16_bit(
     folder = save(model_class, tmp_path, dtype)
     results = run_ranks(2, compare, name_of(model_class), folder, {"dtype": dtype}, dtype, same_extra_states)
     assert_same(results)
+    strictly = {odd_models.KeepsFp32Strictly: ["scale", "second.bias", "second.weight"]}
+    kept = {odd_models.KeepsFp32: ["second.bias", "second.weight"]} if dtype == torch.float16 else {}
+    for result in results:
+        assert sorted(result["report"]["recast"]) == (strictly | kept).get(model_class, [])
 
 
 MISSING: dict[type[Odd], list[str]] = {

@@ -57,6 +57,7 @@ def test_json_structure():
                 "materialised": [{"name": "model.layers.0.mlp.weight", "reason": "op ldexp"}],
             }
         ],
+        "recast": [],
     }
 
 
@@ -146,6 +147,15 @@ def test_materialised_parameters_of_some_ranks_say_so():
 
 def test_nothing_materialised_is_not_mentioned():
     assert "Materialised" not in load_report(2, materialised=()).table()
+
+
+def test_recast_parameters_are_folded_and_survive_json():
+    report = dataclasses.replace(load_report(2), recast=("layers.0.gate.weight", "layers.1.gate.weight", "scale"))
+    assert LoadReport.from_dict(json.loads(report.to_json())) == report
+    heading, *lines = report.table()[report.table().index("Recast") :].splitlines()
+    assert heading.startswith("Recast parameters (3)")
+    assert lines == ["  layers.{0...1}.gate.weight", "  scale"]
+    assert "Recast" not in load_report(2).table()
 
 
 def test_clock_accumulates_and_nests():

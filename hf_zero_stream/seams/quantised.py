@@ -213,7 +213,8 @@ def mapped_gguf_values(state_dict: Any) -> dict[str, torch.Tensor]:
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
         for name, value in state_dict.items():
             if not isinstance(value, torch.Tensor):
-                value = torch.from_numpy(value.data).view(dtypes.get(value.ggml_type, torch.uint8)).reshape(value.shape)
+                mapped = torch.from_numpy(value.data).view(dtypes.get(value.ggml_type, torch.uint8))
+                value = mapped.reshape(value.shape)
             values[name] = value
     return values
 
