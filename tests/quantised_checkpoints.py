@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 
-__all__ = ["SCHEMES", "compressed_tensors", "fp4_experts", "fp8", "mxfp4"]
+__all__ = ["SCHEMES", "compressed_tensors", "fp4_experts", "fp8", "fp8_with_a_short_block", "mxfp4"]
 
 BLOCK = 16
 
@@ -51,7 +51,7 @@ def _deepseek_v3(width: int) -> transformers.PreTrainedModel:
         topk_group=1,
         first_k_dense_replace=1,
         q_lora_rank=16,
-        kv_lora_rank=16,
+        kv_lora_rank=24,
         qk_nope_head_dim=16,
         qk_rope_head_dim=16,
         v_head_dim=16,
@@ -66,15 +66,32 @@ def fp8(folder: Path, width: int = 16) -> None:
     """DeepSeek's block FP8: each linear weight in e4m3 with one fp32 scale per block."""
     tensors = _save(_deepseek_v3(width), folder)
     for name, weight in list(tensors.items()):
-        if not name.endswith("proj.weight") or "_a_proj" in name or "_b_proj" in name:
-            continue
-        rows, columns = weight.shape
-        blocks = weight.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-        scale = blocks.abs().amax((1, 3)) / 448
-        quantised = (blocks / scale[:, None, :, None]).reshape(rows, columns)
-        tensors[name] = quantised.to(torch.float8_e4m3fn)
-        tensors[name.replace(".weight", ".weight_scale_inv")] = scale
+        if name.endswith("proj.weight") and "_a_proj" not in name and "_b_proj" not in name:
+            tensors[name], tensors[name.replace(".weight", ".weight_scale_inv")] = _in_blocks(weight)
     _write(folder, tensors, _FP8)
+
+
+def fp8_with_a_short_block(folder: Path) -> dict[str, torch.Tensor]:
+    """As DeepSeek-V3's `kv_a_proj_with_mqa`: 40 rows in blocks of 16. Returns what they are when dequantised."""
+    tensors = _save(_deepseek_v3(16), folder)
+    expected = {}
+    for name, weight in list(tensors.items()):
+        if name.endswith("kv_a_proj_with_mqa.weight"):
+            tensors[name], scale = _in_blocks(weight)
+            tensors[name.replace(".weight", ".weight_scale_inv")] = scale
+            each = scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: weight.shape[0], : weight.shape[1]]
+            expected[name] = (tensors[name].float() * each).bfloat16()
+    _write(folder, tensors, _FP8)
+    return expected
+
+
+def _in_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / 448
+    quantised = (blocks / scale[:, None, :, None]).reshape(padded.shape)[:rows, :columns]
+    return quantised.to(torch.float8_e4m3fn).contiguous(), scale
 
 
 def fp4_experts(folder: Path, width: int = 16) -> None:

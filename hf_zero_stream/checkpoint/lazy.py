@@ -13,6 +13,7 @@ A load's report names each parameter for which the last two happened.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -102,12 +103,12 @@ class LazyTensor(torch.Tensor):
         sizes: tuple[int, ...],
         dtype: torch.dtype,
         blocks: tuple[int, ...],
-        parts: tuple[Mapping[int, tuple[int, int]], ...],
+        parts: tuple[Mapping[int, tuple[int, Fraction | int]], ...],
     ) -> LazyTensor:
-        """The result of ``function(*inputs)``, to be computed block by block (see :class:`.nodes.Blockwise`)."""
+        """The result of ``function(origin, *inputs)``, computed block by block (see :class:`.nodes.Blockwise`)."""
         views = tuple(tensor.view_of_node for tensor in inputs)
         node = Blockwise(torch.Size(sizes).numel(), dtype, sizes, function, views, {}, blocks, parts)
-        return cls.of(View.whole(node, sizes), inputs[0]._materialise)
+        return cls(torch.empty(sizes, dtype=dtype, device="meta"), node, inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
         """Its values, read now, in a new host tensor."""

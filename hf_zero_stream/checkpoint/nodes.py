@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import accumulate
 from math import prod
 from typing import Any
@@ -162,13 +163,16 @@ class Pointwise(Computed):
 class Blockwise(Computed):
     """A function whose result can be computed block by block, each from slices of its inputs; all args are Views.
 
-    `blocks[d]` is a block's length along dimension `d` of the result. ``parts[i][d] = (dim, count)`` says that it
-    comes from `count` elements along dimension `dim` of input `i`; an input's other dimensions are needed whole. The
-    last block may be cut short: of what the function gives for it, what goes beyond `sizes` is ignored.
+    `blocks[d]` is a block's length along dimension `d` of the result. ``parts[i][d] = (dim, ratio)`` says that each
+    element along it comes from `ratio` elements along dimension `dim` of input `i`: 1/2 if that holds two values in an
+    element, 1/128 if it is a scale of 128 values. An input's other dimensions are needed whole.
+
+    The function is called with the index of the first element that is wanted, and with the slices. What it gives may
+    go beyond `sizes`, where an input's last element holds less than it could.
     """
 
     blocks: tuple[int, ...]
-    parts: tuple[Mapping[int, tuple[int, int]], ...]
+    parts: tuple[Mapping[int, tuple[int, Fraction | int]], ...]
 
 
 @dataclass(eq=False, slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import prod
+from fractions import Fraction
+from math import ceil, floor, prod
 from typing import Any
 
 import torch
@@ -102,19 +103,19 @@ class Evaluator:
         for axis in placed.axes:
             if axis.dim >= 0:
                 last[axis.dim] += axis.step * (axis.size - 1)
-        begin = [at // block for at, block in zip(placed.at, node.blocks, strict=True)]
-        count = [end // block + 1 - b for end, block, b in zip(last, node.blocks, begin, strict=True)]
+        begin = tuple(at // block * block for at, block in zip(placed.at, node.blocks, strict=True))
+        end = [(at // block + 1) * block for at, block in zip(last, node.blocks, strict=True)]
 
-        def slice_of(view: View, part: Mapping[int, tuple[int, int]]) -> torch.Tensor:
+        def slice_of(view: View, part: Mapping[int, tuple[int, Fraction | int]]) -> torch.Tensor:
             sizes, offset = list(view.sizes), view.offset
-            for of_result, (dim, each) in part.items():
-                first = begin[of_result] * each
-                sizes[dim] = min(count[of_result] * each, view.sizes[dim] - first)
+            for of_result, (dim, ratio) in part.items():
+                first = floor(begin[of_result] * ratio)
+                sizes[dim] = min(ceil(end[of_result] * ratio), view.sizes[dim]) - first
                 offset += first * view.strides[dim]
             return self.materialise(View(view.node, tuple(sizes), view.strides, offset))
 
-        values = node.function(*map(slice_of, node.args, node.parts))
-        origin = tuple(at - first * block for at, first, block in zip(placed.at, begin, node.blocks, strict=True))
+        values = node.function(begin, *map(slice_of, node.args, node.parts))
+        origin = tuple(at - first for at, first in zip(placed.at, begin, strict=True))
         inside = box_of_view(
             View(node, tuple(values.shape), values.stride(), values.storage_offset()), Placed(origin, placed.axes, 0)
         )

@@ -6,11 +6,11 @@ lazy tensor that calls the op's own function on slices of its inputs, once a ran
 
 from __future__ import annotations
 
-import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -24,6 +24,10 @@ from .session import Session
 
 
 __all__ = ["REPLACEMENTS", "dequantising", "mapped_gguf_values", "stays_quantised"]
+
+
+Part = dict[int, tuple[int, Fraction | int]]
+"""Where a dimension of the result is found in an input; see :class:`..checkpoint.nodes.Blockwise`."""
 
 
 def stays_quantised(hf_quantizer: Any) -> bool:
@@ -51,9 +55,9 @@ def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scale
     if not isinstance(blocks, LazyTensor):
         return original(blocks, scales, **kwargs)
     experts, rows, groups, nbytes = blocks.shape
-    part = {0: (0, 1), 1: (2, 1), 2: (1, 1)}
+    part: Part = {0: (0, 1), 1: (2, Fraction(1, 2 * nbytes)), 2: (1, 1)}
     return LazyTensor.of_blocks(
-        functools.partial(original, **kwargs),
+        lambda origin, *slices: original(*slices, **kwargs),
         (blocks, scales),
         sizes=(experts, groups * 2 * nbytes, rows),
         dtype=kwargs.get("dtype", torch.bfloat16),
@@ -66,32 +70,52 @@ def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scale
 
 
 def _dequantize_one(original: Callable[..., Any], self: Any, quantized: Any, scales: Any, output_dtype: Any) -> Any:
-    """A matrix of float8 values, or of pairs of float4 values in a byte, times a grid of scales."""
-    if not isinstance(quantized, LazyTensor) or scales.dim() != 2 or quantized.dim() != 2:
+    """A matrix of float8 values, or of pairs of float4 values in a byte, times a grid of scales.
+
+    transformers 5.23 refuses a grid that does not divide the matrix, as that of DeepSeek-V3's `kv_a_proj_with_mqa`
+    (576 rows in blocks of 128) does not: then the last block is cut short, as in DeepSeek's own code.
+    """
+    if not isinstance(quantized, LazyTensor) or output_dtype is None or scales.dim() != 2 or quantized.dim() != 2:
         return original(self, quantized, scales, output_dtype=output_dtype)
     packing = 2 if quantized.dtype in (torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) else 1
-    rows, columns = quantized.shape[0], quantized.shape[1] * packing
-    if rows % scales.shape[0] or columns % scales.shape[1]:
+    sizes = (quantized.shape[0], quantized.shape[1] * packing)
+    configured = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None) or (1, 1)
+    block = [_block_of(size, count, whole) for size, count, whole in zip(sizes, scales.shape, configured, strict=True)]
+    if 0 in block:
         return original(self, quantized, scales, output_dtype=output_dtype)  # raises, with transformers' message
-    # One scale for each row of each block: then a slice of a few rows is a matrix with a grid of its own.
-    scales = scales.unsqueeze(1).expand(-1, rows // scales.shape[0], -1).reshape(rows, -1)
-    width = columns // scales.shape[1]
-    if width % packing:
-        return original(self, quantized, scales, output_dtype=output_dtype)
-    probe = original(
-        self,
-        torch.zeros((1, width // packing), dtype=quantized.dtype),
-        torch.zeros((1, 1), dtype=scales.dtype),
-        output_dtype=output_dtype,
-    )
+
+    def dequantise(origin: tuple[int, ...], values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        shape = (values.shape[0], values.shape[1] * packing)
+        for dim in (0, 1):
+            scales = _repeated(scales, dim, origin[dim], shape[dim], block[dim])
+        return original(self, values, scales, output_dtype=output_dtype)
+
     return LazyTensor.of_blocks(
-        functools.partial(original, self, output_dtype=output_dtype),
+        dequantise,
         (quantized, scales),
-        sizes=(rows, columns),
-        dtype=probe.dtype,
-        blocks=(1, width),
-        parts=({0: (0, 1), 1: (1, width // packing)}, {0: (0, 1), 1: (1, 1)}),
+        sizes=sizes,
+        dtype=output_dtype,
+        blocks=(1, packing),
+        parts=(
+            {0: (0, 1), 1: (1, Fraction(1, packing))},
+            {0: (0, Fraction(1, block[0])), 1: (1, Fraction(1, block[1]))},
+        ),
     )
+
+
+def _block_of(size: int, count: int, configured: int) -> int:
+    """The length of `count` even blocks, else the configured one; 0 if that does not give so many."""
+    if size % count == 0:
+        return size // count
+    return configured if -(-size // configured) == count else 0
+
+
+def _repeated(scales: torch.Tensor, dim: int, begin: int, size: int, block: int) -> torch.Tensor:
+    """One scale for each of the `size` values from `begin` on, unless they are whole blocks, to which theirs fit."""
+    if begin % block == 0 and size % block == 0:
+        return scales
+    index = torch.arange(begin, begin + size) // block
+    return scales.index_select(dim, index - index[0])
 
 
 # ----------------------------------------------------------------------------------------------- compressed-tensors
@@ -189,10 +213,11 @@ def _unpack_from_int32(
         return original(value, num_bits, shape, packed_dim)
     sizes = list(value.shape)
     sizes[packed_dim] = int(shape[packed_dim])
-    blocks, part = [1, 1], {0: (0, 1), 1: (1, 1)}
-    blocks[packed_dim], part[packed_dim] = 32, (packed_dim, num_bits)
+    blocks: list[int] = [1, 1]
+    part: Part = {0: (0, 1), 1: (1, 1)}
+    blocks[packed_dim], part[packed_dim] = 32, (packed_dim, Fraction(num_bits, 32))
 
-    def unpack(words: torch.Tensor) -> torch.Tensor:
+    def unpack(origin: tuple[int, ...], words: torch.Tensor) -> torch.Tensor:
         unpacked = list(words.shape)
         unpacked[packed_dim] = words.shape[packed_dim] * 32 // num_bits
         return original(words, num_bits, torch.Size(unpacked), packed_dim)
@@ -225,7 +250,7 @@ def _dequantize_blocks(original: Callable[..., Any], raw: Any, kind: Any, rows: 
         return original(raw, kind, rows, columns, dtype)
     values, nbytes = _optional("transformers.integrations.gguf.dequant", "GGML_BLOCK")[kind]
 
-    def dequantise(raw: torch.Tensor) -> torch.Tensor:
+    def dequantise(origin: tuple[int, ...], raw: torch.Tensor) -> torch.Tensor:
         return original(raw, kind, raw.shape[0], raw.shape[1] // nbytes * values, dtype)
 
     return LazyTensor.of_blocks(
@@ -234,7 +259,7 @@ def _dequantize_blocks(original: Callable[..., Any], raw: Any, kind: Any, rows: 
         sizes=(rows, columns),
         dtype=dtype,
         blocks=(1, values),
-        parts=({0: (0, 1), 1: (1, nbytes)},),
+        parts=({0: (0, 1), 1: (1, Fraction(nbytes, values))},),
     )
 
 
