@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import importlib
 import inspect
+import pkgutil
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -101,19 +103,24 @@ def _classes_of(auto: Any, config_class: type) -> list[type[PreTrainedModel]]:
 
 def _classes_in_module(config_class: type) -> Iterator[type[PreTrainedModel]]:
     """Classes with this very config class that no Auto class knows, such as the parts of a composite model."""
-    try:
-        module = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
-    except ModuleNotFoundError as error:
-        if error.name and not error.name.startswith("transformers"):
-            raise
-        return
-    for value in vars(module).values():
-        if not inspect.isclass(value) or not issubclass(value, PreTrainedModel):
-            continue
-        if value.__module__ != module.__name__ or "PreTrainedModel" in value.__name__:
-            continue
-        if getattr(value, "config_class", None) is config_class:
-            yield value
+    for module in _modeling_modules(config_class):
+        for value in vars(module).values():
+            if not inspect.isclass(value) or not issubclass(value, PreTrainedModel):
+                continue
+            if value.__module__ != module.__name__ or "PreTrainedModel" in value.__name__:
+                continue
+            if getattr(value, "config_class", None) is config_class:
+                yield value
+
+
+def _modeling_modules(config_class: type) -> Iterator[ModuleType]:
+    """The modules that the config's classes may be in: the one of its name first, then others beside it."""
+    package, _, name = config_class.__module__.rpartition(".")
+    own = name.replace("configuration_", "modeling_")
+    found = [module.name for module in pkgutil.iter_modules(importlib.import_module(package).__path__)]
+    names = sorted((name for name in found if name.startswith("modeling_")), key=lambda name: name != own)
+    for name in names:
+        yield importlib.import_module(f"{package}.{name}")
 
 
 def auto_class_of(model_class: type) -> str | None:
