@@ -48,11 +48,18 @@ class StreamingConfig:
     staging_bytes: int = 64 * 2**20
     """Bound, in bytes, of all staging buffers of one rank together; at least `request_bytes`."""
 
-    request_bytes: int = 8 * 2**20
-    """Largest single positional read, in bytes; a longer span is split, so that several threads share it."""
+    request_bytes: int = 0
+    """Largest single positional read, in bytes; a longer span is split, so that several threads share it.
+
+    0 chooses 8 MiB from a local disk and 4 MiB over a network.
+    """
 
     reader_threads: int = 0
-    """Threads that read, per rank; 0 chooses from the number of cores per local rank."""
+    """Threads that read, per rank; 0 chooses.
+
+    From a local disk: the cores per local rank, 2 to 8. Over a network: 32 per host, 4 to 16 per rank. All of them
+    have staging buffers, so `staging_bytes` bounds their number too.
+    """
 
     seek_bytes: int = 4096
     """Price of a seek, in bytes: a hole between two runs of up to so many bytes is read through, not skipped."""
@@ -104,7 +111,7 @@ class StreamingConfig:
         for name, minimum in (
             ("chunk_bytes", 1),
             ("staging_bytes", 1),
-            ("request_bytes", 1),
+            ("request_bytes", 0),
             ("reader_threads", 0),
             ("seek_bytes", 0),
         ):

@@ -7,6 +7,7 @@ lazy, and :meth:`Load.finish`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ from .checkpoint.index import DTYPES, CheckpointIndex, Shard, read_header
 from .checkpoint.lazy import CheckpointSlice, LazyTensor, checkpoint_slices
 from .checkpoint.nodes import HostTensor, View
 from .checkpoint.source import ShardFiles
+from .checkpoint.storage import is_on_network
 from .config import StreamingConfig
 from .coordination import Coordinator
 from .engine.compute import Evaluator
-from .engine.execute import choose_threads, execute_reads
+from .engine.execute import execute_reads
 from .engine.relay import RelayedFiles, serve
+from .engine.streams import choose_request_bytes, choose_threads
 from .errors import LoadError
 from .memory import AnonymousMemory, total_memory_bytes
 from .partition import zero3
@@ -56,6 +59,8 @@ class Load:
         self._files: ShardFiles | None = None
         self._evaluator: Evaluator | None = None
         self._shards: tuple[Shard, ...] = ()
+        self._on_network = False
+        self._request_bytes = 0
         self._staging_bytes = 0
         self._recast: list[str] = []
 
@@ -103,13 +108,19 @@ class Load:
 
     def _use(self, shards: tuple[Shard, ...]) -> None:
         self._shards = shards
+        # The hub's cache is made of links, and its files may lie elsewhere.
+        folders = {os.path.dirname(os.path.realpath(shard.path)) for shard in shards}
+        self._on_network = any(map(is_on_network, folders))
+        self._request_bytes = choose_request_bytes(
+            self.config.request_bytes, self.config.staging_bytes, self._on_network
+        )
         # What does not fit into memory would only push its own beginning out of the page cache, and all else first.
         fits = sum(shard.size_bytes for shard in shards) < total_memory_bytes()
         self._use_files(ShardFiles(shards, direct_io=self.config.direct_io, keep_cached=fits))
 
     def _use_files(self, files: ShardFiles) -> None:
         self._files = files
-        self._evaluator = Evaluator(files, self._shards, self.config.request_bytes, self.config.seek_bytes)
+        self._evaluator = Evaluator(files, self._shards, self._request_bytes, self.config.seek_bytes)
 
     def _materialise(self, view: View) -> torch.Tensor:
         assert self._evaluator is not None
@@ -209,7 +220,7 @@ class Load:
             self._shards,
             rank=rank,
             world_size=world_size,
-            request_bytes=self.config.request_bytes,
+            request_bytes=self._request_bytes,
             seek_bytes=self.config.seek_bytes,
         )
 
@@ -246,8 +257,9 @@ class Load:
         threads = choose_threads(
             self.config.reader_threads,
             self.config.staging_bytes,
-            self.config.request_bytes,
+            self._request_bytes,
             zero3.ranks_on_this_host(),
+            self._on_network,
         )
         with progress_bar(plan.cost.bytes_read, "Streaming weights", self.config.progress) as bar:
             times = execute_reads(

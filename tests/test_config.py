@@ -15,7 +15,7 @@ MIB = 2**20
 def test_defaults():
     assert StreamingConfig.resolve(environ={}) == StreamingConfig(
         staging_bytes=64 * MIB,
-        request_bytes=8 * MIB,
+        request_bytes=0,
         reader_threads=0,
         seek_bytes=4096,
         progress=True,
@@ -44,8 +44,8 @@ def test_every_field_is_documented():
         ({"staging_bytes": True}, "staging_bytes", "True"),
         ({"staging_bytes": 1.0}, "staging_bytes", "1.0"),
         ({"staging_bytes": 0}, "staging_bytes", "0"),
-        ({"staging_bytes": MIB}, "staging_bytes", f"{MIB}"),
-        ({"request_bytes": 0}, "request_bytes", "0"),
+        ({"staging_bytes": MIB, "request_bytes": 2 * MIB}, "staging_bytes", f"{MIB}"),
+        ({"request_bytes": -1}, "request_bytes", "-1"),
         ({"reader_threads": -1}, "reader_threads", "-1"),
         ({"reader_threads": None}, "reader_threads", "None"),
         ({"seek_bytes": -4096}, "seek_bytes", "-4096"),
@@ -137,7 +137,8 @@ def test_threads_have_no_unit():
 
 def test_range_is_checked_whatever_the_source():
     with pytest.raises(ConfigError, match="staging_bytes: expected at least request_bytes"):
-        StreamingConfig.resolve(None, None, {"HF_ZERO_STREAM_STAGING_BYTES": "1MiB"})
+        sizes = {"HF_ZERO_STREAM_STAGING_BYTES": "1MiB", "HF_ZERO_STREAM_REQUEST_BYTES": "2MiB"}
+        StreamingConfig.resolve(None, None, sizes)
 
 
 def test_unknown_key_suggests_the_nearest_and_lists_the_known():

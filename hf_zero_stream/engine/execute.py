@@ -7,7 +7,6 @@ release the GIL.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +21,7 @@ from ..planning.reads import Read
 from .lanes import Lane
 
 
-__all__ = ["ReadTimes", "choose_threads", "execute_reads"]
+__all__ = ["ReadTimes", "execute_reads"]
 
 
 @dataclass
@@ -52,19 +51,6 @@ class ReadTimes:
         if total:
             factor = wall / total
             self.read, self.convert, self.copy = self.read * factor, self.convert * factor, self.copy * factor
-
-
-def choose_threads(wanted: int, staging_bytes: int, request_bytes: int, ranks_on_host: int) -> int:
-    """Reader threads of one rank: `wanted`, or by the cores that it can count on, within the staging bound.
-
-    A rank gets its share of the host's cores, at least 2 (one copies while the other waits for the disk) and at most
-    8: page-cache copies are bound by memory bandwidth, and Lustre needs about 32 streams a node for its full speed
-    (transformers #48227).
-    """
-    if not wanted:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        wanted = min(8, max(2, cores // max(1, ranks_on_host)))
-    return max(1, min(wanted, staging_bytes // request_bytes))
 
 
 def execute_reads(

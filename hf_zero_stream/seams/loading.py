@@ -31,6 +31,8 @@ def _get_init_context(original: Callable[..., Any], cls: Any, dtype: Any, is_qua
         return original(dtype, is_quantized, *args)
     with zero3_hidden():
         contexts = original(dtype, is_quantized, *args)
+    # The line by which transformers says that it found ZeRO-3, and by which its own tests know.
+    modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
     # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
     return [_building(session), *contexts, modeling_utils.set_zero3_state()]
 

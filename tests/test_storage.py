@@ -1,0 +1,67 @@
+"""Threads and request sizes follow the storage that a checkpoint lies on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_zero_stream.checkpoint.storage import is_on_network, kind_of_file_system
+from hf_zero_stream.engine import streams
+from hf_zero_stream.engine.streams import choose_request_bytes, choose_threads
+
+
+MIB = 2**20
+MOUNTS = [("/", "ext4"), ("/data", "nfs4"), ("/data/local", "xfs"), ("/bucket", "fuse.gcsfuse"), ("/over", "overlay")]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "network"),
+    [
+        ("/home/model", "ext4", False),
+        ("/data", "nfs4", True),
+        ("/data/model/shard", "nfs4", True),
+        ("/database/model", "ext4", False),
+        ("/data/local/model", "xfs", False),
+        ("/bucket/model", "fuse.gcsfuse", True),
+        ("/over/model", "overlay", False),
+    ],
+)
+def test_kind_is_that_of_the_nearest_mount(path: str, kind: str, network: bool) -> None:
+    assert kind_of_file_system(path, MOUNTS) == kind
+    assert is_on_network(path, MOUNTS) is network
+
+
+def test_later_mount_hides_an_earlier_one() -> None:
+    assert kind_of_file_system("/data/model", [*MOUNTS, ("/data", "lustre")]) == "lustre"
+
+
+def test_links_are_followed(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshot").symlink_to(tmp_path / "blobs")
+    mounts = [("/", "ext4"), (str(tmp_path / "blobs"), "lustre")]
+    assert is_on_network(str(tmp_path / "snapshot" / "shard"), mounts)
+
+
+def test_this_host_has_an_answer(tmp_path: Path) -> None:
+    assert kind_of_file_system(str(tmp_path))
+    assert kind_of_file_system("/proc/self") == "proc"
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "on_network", "threads"),
+    [(2, 2, False, 2), (64, 8, False, 8), (32, 8, False, 4), (64, 1, False, 8), (2, 1, True, 16), (64, 8, True, 4)],
+)
+def test_threads(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, on_network: bool, threads: int) -> None:
+    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    request_bytes = choose_request_bytes(0, 64 * MIB, on_network)
+    assert request_bytes == (4 if on_network else 8) * MIB
+    assert choose_threads(0, 64 * MIB, request_bytes, ranks, on_network) == threads
+
+
+def test_settings_win_and_the_staging_bound_holds() -> None:
+    assert choose_request_bytes(3 * MIB, 64 * MIB, True) == 3 * MIB
+    assert choose_request_bytes(0, MIB, False) == MIB
+    assert choose_threads(7, 64 * MIB, 8 * MIB, 1, False) == 7
+    assert choose_threads(7, 16 * MIB, 8 * MIB, 1, False) == 2
+    assert choose_threads(0, MIB, MIB, 8, True) == 1
