@@ -12,6 +12,7 @@ A load's report names each parameter for which the last two happened.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -108,7 +109,7 @@ class LazyTensor(torch.Tensor):
         """The result of ``function(origin, *inputs)``, computed block by block (see :class:`.nodes.Blockwise`)."""
         views = tuple(tensor.view_of_node for tensor in inputs)
         node = Blockwise(torch.Size(sizes).numel(), dtype, sizes, function, views, {}, blocks, parts)
-        return cls(torch.empty(sizes, dtype=dtype, device="meta"), node, inputs[0]._materialise)
+        return cls(_whole_meta(sizes, dtype), node, inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
         """Its values, read now, in a new host tensor."""
@@ -131,6 +132,15 @@ class LazyTensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
         return _run_on_meta(func, args, kwargs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous meta tensor; one serves all nodes of a shape, because making it takes longer than all the rest.
+
+    So two inputs of an op may have one storage: its result is a view of the first then, as with every view op of aten.
+    """
+    return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
@@ -343,8 +353,7 @@ class CheckpointSlice:
         self._materialise = materialise
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        buffer = torch.empty(self._shape, dtype=self._node.dtype, device="meta")
-        tensor = LazyTensor(buffer, self._node, self._materialise)
+        tensor = LazyTensor(_whole_meta(self._shape, self._node.dtype), self._node, self._materialise)
         return tensor if index is Ellipsis else tensor[index]
 
     def get_shape(self) -> list[int]:

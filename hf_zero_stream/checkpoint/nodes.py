@@ -53,7 +53,7 @@ class Node:
         return iter(())
 
 
-@dataclass(eq=False, slots=True, frozen=True)
+@dataclass(eq=False, slots=True)  # not frozen: that makes each of a hundred thousand take three times as long
 class View:
     """Elements of a node's buffer, addressed as ``offset + sum(index[d] * strides[d])``."""
 

@@ -6,12 +6,13 @@ lazy tensor that calls the op's own function on slices of its inputs, once a ran
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -77,30 +78,56 @@ def _dequantize_one(original: Callable[..., Any], self: Any, quantized: Any, sca
     """
     if not isinstance(quantized, LazyTensor) or output_dtype is None or scales.dim() != 2 or quantized.dim() != 2:
         return original(self, quantized, scales, output_dtype=output_dtype)
-    packing = 2 if quantized.dtype in (torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) else 1
-    sizes = (quantized.shape[0], quantized.shape[1] * packing)
     configured = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None) or (1, 1)
-    block = [_block_of(size, count, whole) for size, count, whole in zip(sizes, scales.shape, configured, strict=True)]
-    if 0 in block:
+    grid = _grid(tuple(quantized.shape), quantized.dtype, tuple(scales.shape), tuple(configured))
+    if grid is None:
         return original(self, quantized, scales, output_dtype=output_dtype)  # raises, with transformers' message
-
-    def dequantise(origin: tuple[int, ...], values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        shape = (values.shape[0], values.shape[1] * packing)
-        for dim in (0, 1):
-            scales = _repeated(scales, dim, origin[dim], shape[dim], block[dim])
-        return original(self, values, scales, output_dtype=output_dtype)
-
     return LazyTensor.of_blocks(
-        dequantise,
+        functools.partial(_dequantise_piece, functools.partial(original, self, output_dtype=output_dtype), grid),
         (quantized, scales),
-        sizes=sizes,
+        sizes=grid.sizes,
         dtype=output_dtype,
-        blocks=(1, packing),
-        parts=(
-            {0: (0, 1), 1: (1, Fraction(1, packing))},
-            {0: (0, Fraction(1, block[0])), 1: (1, Fraction(1, block[1]))},
-        ),
+        blocks=(1, grid.packing),
+        parts=grid.parts,
     )
+
+
+class _Grid(NamedTuple):
+    """How a matrix of `sizes` is quantised: values in one element, and the shape of the block that shares a scale."""
+
+    sizes: tuple[int, int]
+    packing: int
+    block: tuple[int, int]
+    parts: tuple[Part, Part]
+
+
+@functools.lru_cache(maxsize=1024)
+def _grid(
+    shape: tuple[int, int], dtype: torch.dtype, scales: tuple[int, int], configured: tuple[int, int]
+) -> _Grid | None:
+    """The grid of a matrix, the same for thousands of experts; None where blocks and sizes do not fit."""
+    packing = 2 if dtype in (torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) else 1
+    rows, columns = shape[0], shape[1] * packing
+    block = (_block_of(rows, scales[0], configured[0]), _block_of(columns, scales[1], configured[1]))
+    if 0 in block:
+        return None
+    values: Part = {0: (0, 1), 1: (1, Fraction(1, packing))}
+    return _Grid(
+        (rows, columns), packing, block, (values, {dim: (dim, Fraction(1, size)) for dim, size in enumerate(block)})
+    )
+
+
+def _dequantise_piece(
+    dequantise: Callable[..., torch.Tensor],
+    grid: _Grid,
+    origin: tuple[int, ...],
+    values: torch.Tensor,
+    scales: torch.Tensor,
+) -> torch.Tensor:
+    shape = (values.shape[0], values.shape[1] * grid.packing)
+    for dim in (0, 1):
+        scales = _repeated(scales, dim, origin[dim], shape[dim], grid.block[dim])
+    return dequantise(values, scales)
 
 
 def _block_of(size: int, count: int, configured: int) -> int:
