@@ -24,6 +24,7 @@ from .config import StreamingConfig
 from .coordination import Coordinator
 from .engine.compute import Evaluator
 from .engine.execute import execute_reads
+from .engine.lanes import buffers_per_lane
 from .engine.relay import RelayedFiles, serve
 from .engine.streams import choose_request_bytes, choose_threads
 from .errors import LoadError
@@ -256,8 +257,7 @@ class Load:
         assert self._files is not None and self._evaluator is not None
         threads = choose_threads(
             self.config.reader_threads,
-            self.config.staging_bytes,
-            self._request_bytes,
+            self.config.staging_bytes // (self._request_bytes * buffers_per_lane(zero3.local_device())),
             zero3.ranks_on_this_host(),
             self._on_network,
         )

@@ -56,12 +56,13 @@ def test_threads(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, on_net
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda pid: set(range(cores)))
     request_bytes = choose_request_bytes(0, 64 * MIB, on_network)
     assert request_bytes == (4 if on_network else 8) * MIB
-    assert choose_threads(0, 64 * MIB, request_bytes, ranks, on_network) == threads
+    assert choose_threads(0, 64 * MIB // request_bytes, ranks, on_network) == threads
 
 
 def test_settings_win_and_the_staging_bound_holds() -> None:
     assert choose_request_bytes(3 * MIB, 64 * MIB, True) == 3 * MIB
     assert choose_request_bytes(0, MIB, False) == MIB
-    assert choose_threads(7, 64 * MIB, 8 * MIB, 1, False) == 7
-    assert choose_threads(7, 16 * MIB, 8 * MIB, 1, False) == 2
-    assert choose_threads(0, MIB, MIB, 8, True) == 1
+    assert choose_threads(7, 8, 1, False) == 7
+    assert choose_threads(7, 2, 1, False) == 2
+    assert choose_threads(0, 1, 8, True) == 1
+    assert choose_threads(0, 0, 8, True) == 1

@@ -95,7 +95,7 @@ def execute_reads(
 
     def work() -> None:
         try:
-            _work(next_reads(), destinations, writable, files, Lane(device, nbytes), times, on_bytes)
+            _work(next_reads(), destinations, writable, files, Lane.to(device, nbytes), times, on_bytes)
         except BaseException as error:
             errors.append(error)
             failed.set()
@@ -147,7 +147,7 @@ def _work(
             times.add(arrived - began, converted, done - arrived - converted)
         if on_bytes is not None:
             on_bytes(read.length)
-    lane.wait()
+    lane.finish()
     times.add_staging(lane.allocated_bytes)
 
 

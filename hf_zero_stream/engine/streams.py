@@ -20,8 +20,8 @@ def choose_request_bytes(wanted: int, staging_bytes: int, on_network: bool) -> i
     return wanted or min(staging_bytes, (4 if on_network else 8) * MIB)
 
 
-def choose_threads(wanted: int, staging_bytes: int, request_bytes: int, ranks_on_host: int, on_network: bool) -> int:
-    """`wanted`, or if that is 0 by the storage; in any case no more than have staging buffers.
+def choose_threads(wanted: int, buffers: int, ranks_on_host: int, on_network: bool) -> int:
+    """`wanted`, or if that is 0 by the storage; in any case no more than `buffers`, which all have one.
 
     From a local disk: the rank's share of the host's cores, at least 2 (one copies while the other waits for the disk)
     and at most 8, because copies out of the page cache are bound by memory bandwidth. Over a network: the rank's share
@@ -33,4 +33,4 @@ def choose_threads(wanted: int, staging_bytes: int, request_bytes: int, ranks_on
     elif not wanted:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         wanted = min(8, max(2, cores // ranks_on_host))
-    return max(1, min(wanted, staging_bytes // request_bytes))
+    return max(1, min(wanted, buffers))

@@ -1,0 +1,104 @@
+"""Staging buffers are not reused before the copies out of them are done, also where copies run on by themselves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.lazy import checkpoint_slices
+from hf_zero_stream.checkpoint.source import ShardFiles
+from hf_zero_stream.engine import execute
+from hf_zero_stream.engine.execute import execute_reads
+from hf_zero_stream.engine.lanes import Copies, Lane
+from hf_zero_stream.planning.plan import LoadPlan, Target, make_plan
+
+
+class LateCopies:
+    """As late as a stream may be: nothing is copied before somebody waits for it."""
+
+    buffers = 2
+
+    def __init__(self) -> None:
+        self.pending: list[Callable[[], None]] = []
+        self.allocated = 0
+        self.waits = 0
+        self.done = 0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.allocated += 1
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def submit(self, copy: Callable[[], None]) -> None:
+        self.pending.append(copy)
+
+    def mark(self) -> int:
+        return self.done + len(self.pending)
+
+    def wait(self, mark: int) -> None:
+        self.waits += 1
+        while self.done < mark:
+            self.pending.pop(0)()
+            self.done += 1
+
+
+REQUEST_BYTES = 256
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> tuple[LoadPlan, ShardFiles, list[torch.Tensor]]:
+    """A plan with casts, a transposition and plain runs, and what it should give."""
+    torch.manual_seed(0)
+    tensors = {f"t{number}": torch.randn(12, 10) for number in range(9)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    index = CheckpointIndex.from_files([tmp_path / "model.safetensors"])
+    lazy = {name: item[...] for name, item in checkpoint_slices(index, lambda view: torch.empty(0)).items()}
+    views: list[tuple[Target, Any]] = []
+    expected = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        dtype = torch.bfloat16 if number % 3 else torch.float32
+        turned = number % 3 == 2
+        views.append((Target(name, dtype, 120, 0, 120), (lazy[name].t() if turned else lazy[name]).view_of_node))
+        expected.append((tensor.t() if turned else tensor).to(dtype).reshape(-1))
+    plan = make_plan(views, index.shards, rank=0, world_size=1, request_bytes=REQUEST_BYTES, seek_bytes=64)
+    return plan, ShardFiles(index.shards), expected
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_late_copies_give_the_same_values(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[LoadPlan, ShardFiles, list[torch.Tensor]], threads: int
+) -> None:
+    plan, files, expected = checkpoint
+    made: list[LateCopies] = []
+    lock = threading.Lock()
+
+    def late_lane(device: torch.device, nbytes: int) -> Lane:
+        copies: Copies = LateCopies()
+        with lock:
+            made.append(copies)  # type: ignore[arg-type]
+        return Lane(copies, nbytes)
+
+    monkeypatch.setattr(execute.Lane, "to", late_lane)
+    monkeypatch.setattr(execute, "_in_place", lambda *args: None)  # as for a destination on a device
+    found = [torch.full((120,), float("nan"), dtype=target.dtype) for target in plan.targets]
+    times = execute_reads(plan, found, files, threads=threads)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert not any(copies.pending for copies in made)
+    assert max(copies.allocated for copies in made) == 2
+    assert times.staging_bytes == REQUEST_BYTES * sum(copies.allocated for copies in made)
+    if threads == 1:
+        # A buffer is waited for only when it comes round again, and once at the end.
+        assert made[0].waits == len(plan.reads) - 2 + 1
+
+
+def test_lane_without_reads_has_no_buffer() -> None:
+    copies = LateCopies()
+    lane = Lane(copies, 64)
+    lane.finish()
+    assert lane.allocated_bytes == copies.allocated == copies.waits == 0
