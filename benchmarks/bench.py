@@ -44,7 +44,7 @@ def _run_one(
     task = Task(arm, cache, str(checkpoint.folder), checkpoint.auto_class, settings.cast)
     entry: Run = {"arm": arm, "world_size": world_size, "cache": cache, "repeat": repeat}
     try:
-        return {**entry, "ranks": run(task, world_size, settings.timeout)}
+        return {**entry, "ranks": run(task.to_json(), world_size, settings.timeout)}
     except ArmFailed as error:
         return {**entry, "error": str(error)}
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.arms import Task
-
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -34,8 +32,15 @@ class ArmFailed(Exception):
     """A rank ended with an error; the message holds the end of its output."""
 
 
-def run(task: Task, world_size: int, timeout_seconds: float) -> list[dict[str, Any]]:
+def run(
+    task: str, world_size: int, timeout_seconds: float, module: str = "benchmarks.rank", **environment: str
+) -> list[dict[str, Any]]:
     """Run one task on `world_size` ranks; returns every rank's figures, in the order of the ranks.
+
+    Args:
+        task: what each rank does, in the words of `module`.
+        module: run as ``python -m module TASK FILE`` on each rank; writes its figures to FILE as JSON.
+        environment: variables on top of `ENVIRONMENT` and of the rank's own.
 
     Raises:
         ArmFailed: a rank failed, or was still running at the time limit.
@@ -43,7 +48,9 @@ def run(task: Task, world_size: int, timeout_seconds: float) -> list[dict[str, A
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        processes = [_start(task, rank, world_size, store.port, folder) for rank in range(world_size)]
+        processes = [
+            _start([module, task], rank, world_size, store.port, folder, environment) for rank in range(world_size)
+        ]
         try:
             late = _wait(processes, timeout_seconds)
         finally:
@@ -61,7 +68,9 @@ def run(task: Task, world_size: int, timeout_seconds: float) -> list[dict[str, A
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _start(task: Task, rank: int, world_size: int, port: int, folder: Path) -> "subprocess.Popen[bytes]":
+def _start(
+    module_and_task: list[str], rank: int, world_size: int, port: int, folder: Path, variables: dict[str, str]
+) -> "subprocess.Popen[bytes]":
     search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = {
         **os.environ,
@@ -73,8 +82,9 @@ def _start(task: Task, rank: int, world_size: int, port: int, folder: Path) -> "
         "LOCAL_WORLD_SIZE": str(world_size),
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
+        **variables,
     }
-    command = [sys.executable, "-m", "benchmarks.rank", task.to_json(), str(folder / f"{rank}.json")]
+    command = [sys.executable, "-m", *module_and_task, str(folder / f"{rank}.json")]
     with open(folder / f"{rank}.log", "wb") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

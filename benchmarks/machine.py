@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from hf_zero_stream.checkpoint.storage import kind_of_file_system
+
 
 LIBRARIES = (
     "hf_zero_stream",
@@ -27,7 +29,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "kernel": f"{platform.system()} {platform.release()}",
-        "file_system": _file_system(folder),
+        "file_system": kind_of_file_system(str(folder)) or "unknown file system",
         "python": platform.python_version(),
         "versions": {name: version for name in LIBRARIES if (version := _version(name))},
     }
@@ -40,16 +42,6 @@ def in_words(machine: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, {machine['kernel']}, "
         f"{machine['file_system']}; Python {machine['python']}, {versions}"
     )
-
-
-def _file_system(folder: Path) -> str:
-    """The type of the file system that `folder` is on, from the longest mount point above it."""
-    target, best, kind = str(folder.resolve()), "", "unknown file system"
-    for line in Path("/proc/mounts").read_text().splitlines():
-        _, mount, found, *_ = line.split()
-        if len(mount) >= len(best) and (target + "/").startswith(mount.rstrip("/") + "/"):
-            best, kind = mount, found
-    return kind
 
 
 def _version(name: str) -> str | None:

@@ -1,0 +1,168 @@
+"""Load a mixture-of-experts checkpoint onto a GPU: bits, device memory, and speed against a loop of pinned copies.
+
+    python -m benchmarks.gpu --gigabytes 10
+    python -m benchmarks.gpu --gigabytes 10 --world 2    # both ranks on the one device, with gloo
+
+Not run so far: no GPU was at hand when it was written. Its arms, in turns, each in processes of their own:
+
+ours: the streaming Auto class, onto the device.
+pinned: the same bytes of each rank, read into pinned buffers and copied to the device asynchronously, by as many
+    threads as `ours` has, and nothing else: no model, no partitions.
+host: the streaming Auto class on a CPU, for its bits.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.arms import Task, digest, ours
+from benchmarks.launch import run
+from benchmarks.machine import describe, in_words
+from benchmarks.moe_checkpoint import make_moe_checkpoint
+
+
+CACHE = Path(__file__).parent / ".cache"
+REQUEST_BYTES = 8 << 20
+
+
+def measure(arm: str, folder: str, threads: int) -> dict[str, Any]:
+    """One arm on this rank; returns seconds, and sizes in bytes."""
+    import deepspeed
+
+    deepspeed.init_distributed("gloo")
+    task = Task("ours", "warm", folder, "AutoModelForCausalLM", cast=False)
+    if arm == "host":
+        return {"digest": digest(ours(task)())}
+    torch.cuda.set_device(0)
+    torch.empty(1, device="cuda")  # the context of the device is nobody's time
+    work = ours(task) if arm == "ours" else lambda: pinned_copies(task.shards, threads)
+    for shard in task.shards:
+        shard.read_bytes()  # into the page cache
+    torch.cuda.reset_peak_memory_stats()
+    dist.barrier()
+    began = time.perf_counter()
+    loaded = work()
+    torch.cuda.synchronize()
+    figures: dict[str, Any] = {
+        "seconds": time.perf_counter() - began,
+        "device_peak_bytes": torch.cuda.max_memory_allocated(),
+    }
+    if arm == "ours":
+        (report,) = [entry for entry in loaded.streaming_report.to_dict()["ranks"] if entry["rank"] == dist.get_rank()]
+        params = list(loaded.parameters())
+        figures |= {
+            "kept_bytes": sum(param.ds_tensor.nbytes for param in params),
+            "staging_bytes": report["memory"]["staging"],
+            "report": report,
+        }
+        for param in params:
+            param.ds_tensor.data = param.ds_tensor.data.cpu()
+        figures["digest"] = digest(loaded)
+    else:
+        figures["kept_bytes"] = sum(tensor.nbytes for tensor in loaded)
+    dist.barrier()
+    return figures
+
+
+def pinned_copies(shards: list[Path], threads: int) -> list[torch.Tensor]:
+    """Rank r of N copies the r-th 1/N of each shard to the device; two pinned buffers for each thread."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    targets, requests = [], []
+    for path in shards:
+        size = path.stat().st_size
+        start, stop = size * rank // world_size, size * (rank + 1) // world_size
+        targets.append(torch.empty(stop - start, dtype=torch.uint8, device="cuda"))
+        file = os.open(path, os.O_RDONLY)
+        for at in range(start, stop, REQUEST_BYTES):
+            requests.append((file, at, targets[-1][at - start : min(at + REQUEST_BYTES, stop) - start]))
+    pending, lock = iter(requests), threading.Lock()
+
+    def work() -> None:
+        stream = torch.cuda.Stream()
+        buffers = [torch.empty(REQUEST_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        events = [torch.cuda.Event() for _ in range(2)]
+        turn = 0
+        while True:
+            with lock:
+                request = next(pending, None)
+            if request is None:
+                break
+            file, at, target = request
+            events[turn].synchronize()
+            view = memoryview(buffers[turn].numpy())[: target.numel()]
+            done = 0
+            while done < len(view):
+                done += os.preadv(file, [view[done:]], at + done)
+            with torch.cuda.stream(stream):
+                target.copy_(buffers[turn][: target.numel()], non_blocking=True)
+                events[turn].record(stream)
+            turn = 1 - turn
+        stream.synchronize()
+
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return targets
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Load a checkpoint onto a GPU, against a loop of pinned copies.")
+    parser.add_argument("--gigabytes", type=float, default=10.0, help="size of the checkpoint, in 10^9 bytes")
+    parser.add_argument("--world", type=int, default=1, help="ranks, all on the one device")
+    parser.add_argument(
+        "--threads", type=int, default=0, help="reader threads of a rank; default: as the package does"
+    )
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write every rank's figures there")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks.gpu needs a CUDA device; for a CPU there is python -m benchmarks.bench")
+
+    from hf_zero_stream.engine.streams import choose_threads
+
+    folder = CACHE / f"gpu-moe-{arguments.gigabytes:g}"
+    if not (folder / "config.json").exists():
+        make_moe_checkpoint(folder, arguments.gigabytes * 1e9)
+    threads = choose_threads(arguments.threads, 4, arguments.world, on_network=False)
+    runs: dict[str, list[list[dict[str, Any]]]] = {"host": [], "ours": [], "pinned": []}
+    for repeat in range(arguments.repeats):
+        for arm in runs if repeat == 0 else ("ours", "pinned"):
+            variables = {"DS_ACCELERATOR": "cpu" if arm == "host" else "cuda", "LOCAL_RANK": "0"}
+            variables["HF_ZERO_STREAM_READER_THREADS"] = str(threads)
+            task = json.dumps({"arm": arm, "folder": str(folder), "threads": threads})
+            runs[arm].append(run(task, arguments.world, 1200.0, "benchmarks.gpu", **variables))
+
+    print(f"{torch.cuda.get_device_name()}; {in_words(describe(folder))}")
+    seconds = {arm: [max(rank["seconds"] for rank in ranks) for ranks in runs[arm]] for arm in ("ours", "pinned")}
+    for arm, values in seconds.items():
+        kept = sum(rank["kept_bytes"] for rank in runs[arm][0])
+        middle = statistics.median(values)
+        print(f"{arm}: {middle:.2f} s ({min(values):.2f} - {max(values):.2f}), {kept / middle / 1e9:.1f} GB/s")
+    ratio = statistics.median(a / b for a, b in zip(seconds["pinned"], seconds["ours"], strict=True))
+    print(f"throughput of ours: {100 * ratio:.0f}% of pinned copies (wanted: 80%)")
+    for number, rank in enumerate(runs["ours"][0]):
+        beyond = rank["device_peak_bytes"] - rank["kept_bytes"]
+        print(f"rank {number}: partition {rank['kept_bytes'] / 2**20:.0f} MiB, device peak {beyond / 2**20:+.0f} MiB")
+    same = [rank["digest"] for rank in runs["ours"][0]] == [rank["digest"] for rank in runs["host"][0]]
+    print(f"bits: {'those of a load on the host' if same else 'DIFFER from those of a load on the host'}")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(runs, indent=1) + "\n")
+    sys.exit(0 if same else 1)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1].startswith("{"):
+        Path(sys.argv[2]).write_text(json.dumps(measure(**json.loads(sys.argv[1]))))
+    else:
+        main()
