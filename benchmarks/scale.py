@@ -82,11 +82,21 @@ def kimi_k2() -> Any:
 
 
 MODELS: dict[str, tuple[Callable[[], Any], int]] = {
+    # Named -fp8: as DeepSeek publishes its models, and dequantised on the way.
     "qwen3-30b-a3b": (qwen3_30b_a3b, 8),
     "qwen3-235b-a22b": (qwen3_235b_a22b, 64),
     "deepseek-v3": (deepseek_v3, 512),
+    "deepseek-v3-fp8": (deepseek_v3, 512),
     "kimi-k2": (kimi_k2, 1024),
 }
+
+GROWTH = {
+    "qwen3-30b-a3b": (8, 32, 128, 512),
+    "qwen3-235b-a22b": (64, 128, 512),
+    "deepseek-v3": (256, 512, 1024),
+    "kimi-k2": (512, 1024, 2048),
+}
+"""Model -> worlds whose middle rank shows how time and memory grow with parameters and with ranks."""
 
 
 def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
@@ -96,9 +106,10 @@ def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     import hf_zero_stream
+    import hf_zero_stream.load  # noqa: F401 - otherwise imported by the load, which is timed
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     config = {
@@ -106,9 +117,10 @@ def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3},
     }
+    kwargs = {"quantization_config": FineGrainedFP8Config(dequantize=True)} if folder.endswith("-fp8") else {}
     began, cpu = time.perf_counter(), time.process_time()
     with hf_zero_stream.streaming():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config, **kwargs)
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     (report,) = model.streaming_report.to_dict()["ranks"]
     partition = sum(param.ds_tensor.numel() * param.ds_tensor.element_size() for param in model.parameters())
@@ -168,6 +180,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Load one rank of very large worlds, for real.")
     parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas")
     parser.add_argument("--worlds", default="", help="world sizes, separated by commas; default: one for each model")
+    parser.add_argument("--growth", action="store_true", help="instead: the middle rank of several worlds")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the sparse checkpoints")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--one", nargs=3, metavar=("FOLDER", "RANK", "WORLD"), help=argparse.SUPPRESS)
@@ -181,9 +194,12 @@ def main() -> None:
     rows: list[tuple[str, dict[str, Any]]] = []
     for name in arguments.models.split(","):
         make_config, default_world = MODELS[name]
-        folder = make_sparse_checkpoint(arguments.cache / f"sparse-{name}", make_config())
-        for world_size in map(int, arguments.worlds.split(",")) if arguments.worlds else [default_world]:
-            for rank in sorted({0, world_size // 2, world_size - 1}):
+        folder = make_sparse_checkpoint(arguments.cache / f"sparse-{name}", make_config(), name.endswith("-fp8"))
+        worlds = [int(world) for world in arguments.worlds.split(",")] if arguments.worlds else [default_world]
+        if arguments.growth:
+            worlds = list(GROWTH.get(name, ()))
+        for world_size in worlds:
+            for rank in [world_size // 2] if arguments.growth else sorted({0, world_size // 2, world_size - 1}):
                 rows.append((name, run_rank(folder, rank, world_size)))
                 print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
     print(table(rows))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hf_zero_stream
+from hf_zero_stream import integration
 from hf_zero_stream.errors import ConfigError
 from tests.parity import ds_config
 from tests.zoo import ZOO
@@ -72,3 +73,18 @@ def test_planning_layers_need_neither_deepspeed_nor_transformers() -> None:
         "assert not {'deepspeed', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "llama4", "t5"])
+def test_short_cuts_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, zoo_checkpoint: Callable[..., Path], name: str
+) -> None:
+    """With a copied converter for every key and a thread for every tensor, as in transformers, the plan is the same."""
+    fast = hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1)
+    short_cuts = {"deepcopy", "spawn_materialize", "tqdm"}
+    replacements = {
+        place: make for place, make in integration._patches._replacements.items() if place[1] not in short_cuts
+    }
+    assert len(replacements) == len(integration._patches._replacements) - 3
+    monkeypatch.setattr(integration._patches, "_replacements", replacements)
+    assert hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1) == fast
