@@ -121,7 +121,13 @@ class Load:
 
     def _use_files(self, files: ShardFiles) -> None:
         self._files = files
-        self._evaluator = Evaluator(files, self._shards, self._request_bytes, self.config.seek_bytes)
+        self._evaluator = Evaluator(
+            files,
+            self._shards,
+            request_bytes=self._request_bytes,
+            seek_bytes=self.config.seek_bytes,
+            staging_bytes=self.config.staging_bytes,
+        )
 
     def _materialise(self, view: View) -> torch.Tensor:
         assert self._evaluator is not None
@@ -270,13 +276,13 @@ class Load:
                 begin=zero3.local_rank() / zero3.ranks_on_this_host(),
                 on_bytes=bar.update,
             )
-        self._staging_bytes = times.staging_bytes
-        self.clock.add("read", times.read)
-        self.clock.add("convert", times.convert)
-        self.clock.add("copy", times.copy)
-        self.memory.sample()
-        with self.clock("convert"):
-            self._evaluator.place(plan, destinations)
+            self._staging_bytes = times.staging_bytes
+            self.clock.add("read", times.read)
+            self.clock.add("convert", times.convert)
+            self.clock.add("copy", times.copy)
+            self.memory.sample()
+            with self.clock("convert"):
+                self._evaluator.place(plan, destinations, threads, bar.update)
         self.memory.sample()
 
     # ------------------------------------------------------------------------------------------------- finish

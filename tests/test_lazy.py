@@ -34,7 +34,13 @@ class Checkpoint:
         self.index = CheckpointIndex.from_files(paths)
         self.request_bytes, self.seek_bytes = 64, seek_bytes
         self.files = ShardFiles(self.index.shards)
-        self.evaluator = Evaluator(self.files, self.index.shards, self.request_bytes, seek_bytes)
+        self.evaluator = Evaluator(
+            self.files,
+            self.index.shards,
+            request_bytes=self.request_bytes,
+            seek_bytes=seek_bytes,
+            staging_bytes=2 * self.request_bytes,
+        )
 
     def lazy(self) -> dict[str, torch.Tensor]:
         slices = checkpoint_slices(self.index, self.evaluator.materialise)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, floor, prod
 from typing import Any
@@ -11,32 +11,51 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..checkpoint.index import Shard
-from ..checkpoint.nodes import Blockwise, HostTensor, Node, Opaque, Pointwise, View
+from ..checkpoint.nodes import Blockwise, Computed, HostTensor, Node, Opaque, Pointwise, View
 from ..checkpoint.source import ShardFiles
 from ..planning.boxes import Axis, Placed, place
-from ..planning.plan import LoadPlan, Target, make_plan
+from ..planning.plan import LoadPlan, Placement, Target, make_plan, materialise_reason
 from ..planning.regions import Region, box_of_view
 from .execute import execute_reads
+from .workers import share_out
 
 
 __all__ = ["Evaluator"]
 
 
+PIECE_BYTES = 2**20
+"""Size in bytes of the pieces that a function's result is computed in: so small that they stay in the cache."""
+
+BUFFERS_PER_PIECE = 8
+"""How many times a piece's size is in use while it is computed: slices of inputs, values in fp32 on the way."""
+
+
 class Evaluator:
-    """Computes values from the shards of a checkpoint with one thread.
+    """Computes values from the shards of a checkpoint.
 
     Args:
         files: the open shards.
         shards: the checkpoint's shards, as its index has them.
-        request_bytes: largest single read, and the size in bytes of the pieces that elementwise functions work on.
+        request_bytes: largest single read.
         seek_bytes: a hole of at most this many bytes is read through.
+        staging_bytes: bound of the memory that all threads use for pieces.
     """
 
-    def __init__(self, files: ShardFiles, shards: tuple[Shard, ...], request_bytes: int, seek_bytes: int) -> None:
+    def __init__(
+        self,
+        files: ShardFiles,
+        shards: tuple[Shard, ...],
+        *,
+        request_bytes: int,
+        seek_bytes: int,
+        staging_bytes: int,
+    ) -> None:
         self._files = files
         self._shards = shards
         self._request_bytes = request_bytes
         self._seek_bytes = seek_bytes
+        self._staging_bytes = staging_bytes
+        self._on_bytes: Callable[[int], None] | None = None
         self._last: tuple[Node, torch.Tensor] | None = None
 
     def materialise(self, view: View) -> torch.Tensor:
@@ -51,23 +70,58 @@ class Evaluator:
             seek_bytes=self._seek_bytes,
         )
         values = torch.empty(view.numel, dtype=view.node.dtype)
-        execute_reads(plan, [values], self._files, threads=1)
-        self.place(plan, [values])
+        execute_reads(plan, [values], self._files, threads=1, on_bytes=self._on_bytes)
+        for placement in plan.placements:
+            self._place(placement.region, values)
         return values.view(view.sizes)
 
-    def place(self, plan: LoadPlan, destinations: Sequence[torch.Tensor]) -> None:
-        """Carry out the placements of `plan`, one at a time; whole inputs of a function live only for its results."""
+    def place(
+        self,
+        plan: LoadPlan,
+        destinations: Sequence[torch.Tensor],
+        threads: int = 1,
+        on_bytes: Callable[[int], None] | None = None,
+    ) -> None:
+        """Carry out the placements of `plan`.
+
+        Args:
+            destinations: one flat tensor for each target of the plan, as for :func:`.execute.execute_reads`.
+            threads: how many work on functions that can be computed piece by piece; those that need whole inputs are
+                computed one at a time, and their inputs live only for their results.
+            on_bytes: called with the number of bytes after each read.
+        """
+        self._on_bytes = on_bytes
+        in_pieces: list[Placement] = []
         for placement in plan.placements:
-            self._place(placement.region, destinations[placement.target])
+            if isinstance(placement.region.leaf, Computed) and not materialise_reason(placement.region.leaf):
+                in_pieces.append(placement)
+            else:
+                self._place(placement.region, destinations[placement.target])
         self._last = None
+
+        def pieces() -> Iterator[tuple[Region, Placed, torch.Tensor]]:
+            for region, target in ((placement.region, placement.target) for placement in in_pieces):
+                for part in _parts(region, self._staging_bytes // threads):
+                    yield region, part, destinations[target]
+
+        def work(shared: Iterator[tuple[Region, Placed, torch.Tensor]]) -> None:
+            for region, part, destination in shared:
+                self._compute(region, part, destination)
+
+        if in_pieces:
+            share_out(pieces(), work, threads)
+        self._on_bytes = None
+
+    def _compute(self, region: Region, part: Placed, destination: torch.Tensor) -> None:
+        leaf = region.leaf
+        values = self._elementwise(leaf, part) if isinstance(leaf, Pointwise) else self._blockwise(leaf, part)
+        self._write(values, part.axes, part.to, region, destination)
 
     def _place(self, region: Region, destination: torch.Tensor) -> None:
         leaf, box = region.leaf, region.box
         if isinstance(leaf, (Pointwise, Blockwise)):
-            compute = self._elementwise if isinstance(leaf, Pointwise) else self._blockwise
-            for placed in place(box, leaf.sizes):
-                for part in _bounded(placed, leaf, max(1, self._request_bytes // leaf.dtype.itemsize)):
-                    self._write(compute(leaf, part), part.axes, part.to, region, destination)
+            for part in _parts(region, self._staging_bytes):
+                self._compute(region, part, destination)
             return
         buffer = leaf.tensor if isinstance(leaf, HostTensor) else self._opaque(leaf)
         values = buffer[box.at :].as_strided(box.sizes, box.at_strides)
@@ -135,6 +189,15 @@ class Evaluator:
                 result = result[node.output]
             self._last = (node, result.contiguous().view(-1))
         return self._last[1]
+
+
+def _parts(region: Region, staging_bytes: int) -> Iterator[Placed]:
+    """A function's region in pieces whose computation takes at most `staging_bytes`, as far as its blocks allow."""
+    leaf = region.leaf
+    assert isinstance(leaf, (Pointwise, Blockwise))
+    limit = min(PIECE_BYTES, staging_bytes // BUFFERS_PER_PIECE) // leaf.dtype.itemsize
+    for placed in place(region.box, leaf.sizes):
+        yield from _bounded(placed, leaf, max(1, limit))
 
 
 def _bounded(placed: Placed, node: Pointwise | Blockwise, limit: int) -> Iterator[Placed]:

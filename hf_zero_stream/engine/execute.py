@@ -19,6 +19,7 @@ from ..checkpoint.source import ShardFiles
 from ..planning.plan import LoadPlan
 from ..planning.reads import Read
 from .lanes import Lane
+from .workers import share_out
 
 
 __all__ = ["ReadTimes", "execute_reads"]
@@ -78,40 +79,16 @@ def execute_reads(
     if not plan.reads:
         return times
     first = int(begin * len(plan.reads))
-    pending = chain(plan.reads[first:], plan.reads[:first])
-    lock, failed = threading.Lock(), threading.Event()
-    errors: list[BaseException] = []
+    in_turn = chain(plan.reads[first:], plan.reads[:first])
     device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))
     nbytes = max(read.length for read in plan.reads)
     writable = [_bytes_of(destination) for destination in destinations]
 
-    def next_reads() -> Iterator[Read]:
-        while not failed.is_set():
-            with lock:
-                read = next(pending, None)
-            if read is None:
-                return
-            yield read
-
-    def work() -> None:
-        try:
-            _work(next_reads(), destinations, writable, files, Lane.to(device, nbytes), times, on_bytes)
-        except BaseException as error:
-            errors.append(error)
-            failed.set()
+    def work(reads: Iterator[Read]) -> None:
+        _work(reads, destinations, writable, files, Lane.to(device, nbytes), times, on_bytes)
 
     began = time.perf_counter()
-    helpers = [threading.Thread(target=work, name=f"hf_zero_stream-reader-{n}") for n in range(1, threads)]
-    for thread in helpers:
-        thread.start()
-    try:
-        work()
-    finally:
-        # Also on Ctrl-C: no thread may write into a destination after this returns.
-        for thread in helpers:
-            thread.join()
-    if errors:
-        raise errors[0]
+    share_out(in_turn, work, threads)
     times.scale_to(time.perf_counter() - began)
     return times
 
