@@ -79,7 +79,7 @@ def test_planning_layers_need_neither_deepspeed_nor_transformers() -> None:
 def test_short_cuts_change_nothing(
     monkeypatch: pytest.MonkeyPatch, zoo_checkpoint: Callable[..., Path], name: str
 ) -> None:
-    """With a copied converter for every key and a thread for every tensor, as in transformers, the plan is the same."""
+    """With a converter copied for each key and a thread for each tensor, as in transformers, the plan is the same."""
     fast = hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1)
     short_cuts = {"deepcopy", "spawn_materialize", "tqdm"}
     replacements = {
