@@ -42,6 +42,17 @@ def test_ci_runs_the_tests() -> None:
     assert re.search(r"pip install .*-e ", makefile)
 
 
+def test_counts_of_models_are_those_of_the_sweep() -> None:
+    """The tool's own lines are at the head of the table that it wrote."""
+    table = (ROOT / "docs" / "models.md").read_text()
+    built, not_built = map(int, re.search(r"built (\d+) model types; (\d+) cannot", table).groups())  # type: ignore[union-attr]
+    assert f"{built} of {built + not_built} model types" in README
+    ours = re.findall(r"^- ours (\S+), 2 ranks: (\d+) equal, 0 different, 0 failed$", table, re.MULTILINE)
+    assert dict(ours) == dict.fromkeys(("fp32", "bf16", "fp32-bf16"), str(built))
+    stock = re.search(r"stock fp32, 2 ranks: (\d+) equal, (\d+) different, (\d+) failed", table)
+    assert "{} of them, differs for {} and raises for {}".format(*stock.groups()) in README  # type: ignore[union-attr]
+
+
 def test_scripts_are_those_of_the_examples() -> None:
     """Which tests/test_examples.py runs, in this order."""
     documented = [command for example in EXAMPLES for command in example_commands(example)[1:]]
