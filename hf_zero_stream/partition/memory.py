@@ -18,23 +18,26 @@ MADV_NOHUGEPAGE = 15
 MADV_POPULATE_WRITE = 23
 
 SMALLEST_BYTES = 256 * 2**10
-STEP_BYTES = 16 * 2**20
-SLOW_BYTES_PER_SECOND = 5e9
-"""With pages of 4 KiB it is about 3e9, with huge pages at hand about 2e10."""
+STEP_BYTES = 4 * 2**20
+SMALL_PAGES_BYTES_PER_SECOND = 3e9
+"""What populating in pages of 4 KiB gives; with huge pages at hand it is about 1e10."""
+
+CREDIT_SECONDS = 0.03
+"""How much longer than small pages huge ones may take before they are given up."""
 
 
 class Populator:
     """Gives new host tensors their physical memory before they are read into, in huge pages where that is faster.
 
     Reading into fresh memory faults page by page inside the read, which takes several times as long as the copy. For
-    1.7 GB from the page cache: 0.75 s so; 0.5 s to populate and 0.14 s to read with pages of 4 KiB; 0.08 s and 0.14 s
+    1.7 GB from the page cache: 0.75 s so; 0.5 s to populate and 0.14 s to read with pages of 4 KiB; 0.1 s and 0.14 s
     with huge pages. But where a virtual machine has given its free memory back to its host, the host must first find
-    memory for a huge page, and populating took up to 3.6 s. So it is timed: after a slow step huge pages are not asked
-    for any more.
+    memory for each huge page, and populating took up to 3.8 s. So it is timed: what fast steps gain pays for slow
+    ones, and once `CREDIT_SECONDS` are lost, huge pages are not asked for any more.
     """
 
     def __init__(self) -> None:
-        self._huge_pages = True
+        self._credit = CREDIT_SECONDS
 
     def populate(self, tensor: torch.Tensor) -> None:
         """Populate `tensor`; only advice (``madvise(2)``): before Linux 5.14 or on another system nothing changes."""
@@ -43,24 +46,22 @@ class Populator:
             return
         begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = (tensor.data_ptr() + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if self._huge_pages and end - begin >= STEP_BYTES:
+        if self._credit > 0 and end - begin >= STEP_BYTES:
             begin = self._populate_huge(begin, end)
         _advise(begin, end, MADV_POPULATE_WRITE)
 
     def _populate_huge(self, begin: int, end: int) -> int:
-        """Populate in steps until one is slow; returns where it stopped."""
+        """Populate in steps until the credit is used up; returns where it stopped."""
         _advise(begin, end, MADV_HUGEPAGE)
-        while begin < end:
+        while begin < end and self._credit > 0:
             stop = min(end, begin + STEP_BYTES)
             before = time.perf_counter()
             _advise(begin, stop, MADV_POPULATE_WRITE)
-            seconds = time.perf_counter() - before
-            if stop - begin < seconds * SLOW_BYTES_PER_SECOND:
-                self._huge_pages = False
-                _advise(stop, end, MADV_NOHUGEPAGE)
-                return stop
+            gained = (stop - begin) / SMALL_PAGES_BYTES_PER_SECOND - (time.perf_counter() - before)
+            self._credit = min(CREDIT_SECONDS, self._credit + gained)
             begin = stop
-        return end
+        _advise(begin, end, MADV_NOHUGEPAGE)
+        return begin
 
 
 def _advise(begin: int, end: int, advice: int) -> None:
