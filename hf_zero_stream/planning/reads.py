@@ -79,6 +79,16 @@ def pieces_of_region(region: Region, target: int, request_bytes: int, seek_bytes
     leaf, box = region.leaf, region.box
     assert isinstance(leaf, FileTensor)
     itemsize = leaf.dtype.itemsize
+    limit = max(1, request_bytes // itemsize)
+    if box.at_strides == box.to_strides == (1,):
+        # A run, as nearly every region is: the general way gives the same and takes several times as long.
+        first = leaf.entry.start + box.at * itemsize
+        for begin in range(0, box.sizes[0], limit):
+            count = min(limit, box.sizes[0] - begin)
+            start, to = first + begin * itemsize, box.to + begin
+            run = Box((count,), 0, (1,), to, (1,))
+            yield Piece(leaf.entry.shard, start, start + count * itemsize, target, run, leaf.dtype, region.casts)
+        return
     order = sorted(range(len(box.sizes)), key=lambda d: -box.at_strides[d])
     box = Box(
         tuple(box.sizes[d] for d in order),
@@ -87,7 +97,6 @@ def pieces_of_region(region: Region, target: int, request_bytes: int, seek_bytes
         box.to,
         tuple(box.to_strides[d] for d in order),
     )
-    limit = max(1, request_bytes // itemsize)
     for part in _parts(box, limit, seek_bytes // itemsize):
         start = leaf.entry.start + part.at * itemsize
         stop = start + _extent(part) * itemsize
