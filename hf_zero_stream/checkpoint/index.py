@@ -149,6 +149,7 @@ class CheckpointIndex:
         Raises:
             CheckpointError: a promised tensor is in no shard, or in another shard than promised.
         """
+        base_names = [os.path.basename(shard.path) for shard in self.shards]
         for name, file_name in weight_map.items():
             entry = self.tensors.get(name)
             if entry is None:
@@ -156,8 +157,8 @@ class CheckpointIndex:
                     f"The checkpoint's index promises tensor {name!r} in {file_name}, but no shard holds it. "
                     "Download or save the checkpoint again."
                 )
-            found = os.path.basename(self.shards[entry.shard].path)
-            if found != os.path.basename(file_name):
+            found = base_names[entry.shard]
+            if found != file_name and found != os.path.basename(file_name):
                 raise CheckpointError(
                     f"The checkpoint's index promises tensor {name!r} in {file_name}, but it is in {found}. "
                     "Download or save the checkpoint again."
