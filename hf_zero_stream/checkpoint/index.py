@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,8 +54,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """One tensor of a shard.
 
     Attributes:
@@ -77,6 +76,9 @@ class TensorEntry:
     @property
     def dtype(self) -> torch.dtype:
         return DTYPES[self.dtype_name]
+
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,14 +232,14 @@ def _parse_header(path: str, position: int, header: ShardHeader) -> tuple[Shard,
 
 def _parse_entry(path: str, position: int, data_start: int, name: str, field: Any) -> TensorEntry:
     where = f"{path}: tensor {name!r}"
-    if not isinstance(field, dict) or set(field) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(field, dict) or field.keys() != _FIELDS:
         raise CheckpointError(f"{where}: expected exactly the fields dtype, shape and data_offsets.")
     dtype_name, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
         raise CheckpointError(f"{where}: unknown dtype {dtype_name!r}; known are {', '.join(DTYPES)}.")
-    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+    if not isinstance(shape, list) or not all(map(_is_size, shape)):
         raise CheckpointError(f"{where}: shape: expected a list of sizes >= 0, found {shape!r:.80}.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise CheckpointError(f"{where}: data_offsets: expected two offsets >= 0, found {offsets!r:.80}.")
     begin, end = offsets
     expected = prod(shape) * DTYPES[dtype_name].itemsize

@@ -154,9 +154,10 @@ def materialise_reason(node: Node) -> str:
         if isinstance(current, (HostTensor, Opaque)) and current.reason:
             return current.reason
         for view in current.inputs():
-            if id(view.node) not in seen:
-                seen.add(id(view.node))
-                pending.append(view.node)
+            inner = view.node
+            if not isinstance(inner, FileTensor) and id(inner) not in seen:
+                seen.add(id(inner))
+                pending.append(inner)
     return ""
 
 

@@ -45,14 +45,15 @@ if _missing:
     )
 
 # Only now: these modules rely on the names above.
-from . import conversion, loading, quantised  # noqa: E402
+from . import conversion, keys, loading, quantised  # noqa: E402
 from .loading import raise_if_misfit  # noqa: E402
 from .session import PlanReady, Session, zero3_config, zero3_hidden  # noqa: E402
 
 
 REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     place: make
-    for place, make in (loading.REPLACEMENTS | conversion.REPLACEMENTS | quantised.REPLACEMENTS).items()
+    for module in (loading, conversion, keys, quantised)
+    for place, make in module.REPLACEMENTS.items()
     if hasattr(*place)
 }
 """(owner, attribute) -> what makes its replacement; what this version of transformers does not have needs none."""

@@ -62,7 +62,7 @@ def _spawn_materialize(original: Callable[..., Any], thread_pool: Any, *args: An
 
 REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     (core_model_loading.WeightConverter, "convert"): patching.function(_convert),
-    (core_model_loading, "deepcopy"): patching.function(_deepcopy),
-    (core_model_loading, "spawn_materialize"): patching.function(_spawn_materialize),
-    (core_model_loading, "tqdm"): patching.function(_tqdm),
+    (core_model_loading, "deepcopy"): patching.module_function(_deepcopy),
+    (core_model_loading, "spawn_materialize"): patching.module_function(_spawn_materialize),
+    (core_model_loading, "tqdm"): patching.module_function(_tqdm),
 }

@@ -38,6 +38,7 @@ class Session:
         self.model: PreTrainedModel | None = None
         self.placing: Callable[[], None] | None = None
         self.spares: dict[int, tuple[Any, Any]] = {}
+        self.chains: dict[int, Any] = {}
 
     def __enter__(self) -> Session:
         self._token = _session.set(self)

@@ -1,0 +1,140 @@
+"""What transformers does for each checkpoint key, done once for all keys that differ only in their numbers.
+
+A checkpoint of a hundred thousand tensors has some dozens of kinds of keys: ``layers.3.mlp.experts.17.w1.weight``
+is renamed as that of any other layer and expert with as many digits. Results are those of transformers' functions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+from transformers import core_model_loading
+
+from .. import patching
+from .session import Session
+
+
+__all__ = ["REPLACEMENTS", "RenamingChain"]
+
+_DIGITS = "0123456789"
+_GROUP_NAME = re.compile(r"\?P<\w+>")
+_DIGIT_CLASS = re.compile(r"\\d")
+_RANGE_OF_DIGITS = re.compile(r"\[[^\]]*\d")
+
+
+class RenamingChain:
+    """Finds which of transformers' ``WeightTransform`` objects match a key, by the key's *template*.
+
+    A template is the key with all digits made the same one, so that it is as long as the key. To a pattern that names
+    no digit itself all digits are alike; so it matches all keys of a template or none. A digit that some pattern names
+    is left as it is, and if one names a range of digits, or what an earlier group matched, all are.
+
+    Args:
+        transforms: renamings or converters, tried in this order.
+    """
+
+    def __init__(self, transforms: Sequence[Any]) -> None:
+        self._transforms = transforms
+        self._table = _template_table(transforms)
+        self._first: dict[tuple[int, bytes], int] = {}
+
+    def first_match(self, key: str, begin: int) -> int:
+        """Position of the first transform from `begin` on that may rename `key`; their number if none does."""
+        template = begin, key.encode().translate(self._table)
+        found = self._first.get(template)
+        if found is None:
+            found = begin
+            while found < len(self._transforms) and not _may_rename(self._transforms[found], key):
+                found += 1
+            self._first[template] = found
+        return found
+
+    def apply_all(self, key: str) -> str:
+        """`key` renamed by each transform that matches, in turn."""
+        position = self.first_match(key, 0)
+        while position < len(self._transforms):
+            key, _ = self._transforms[position].rename_source_key(key)
+            position = self.first_match(key, position + 1)
+        return key
+
+    def apply_first(self, key: str) -> tuple[str, str | None]:
+        """`key` renamed by the first transform that matches, and which of its source patterns did."""
+        pattern = None
+        position = self.first_match(key, 0)
+        while pattern is None and position < len(self._transforms):
+            key, pattern = self._transforms[position].rename_source_key(key)
+            position += 1
+            if pattern is None:  # some match, and still leave the key alone, depending on the keys before it
+                position = self.first_match(key, position)
+        return key, pattern
+
+
+def _may_rename(transform: Any, key: str) -> bool:
+    """Whether `transform` matches `key`; one that is not transformers' own is always asked itself."""
+    return type(transform).__module__ != core_model_loading.__name__ or transform._scoped_match(key) is not None
+
+
+def _template_table(transforms: Sequence[Any]) -> bytes | None:
+    """For ``bytes.translate``: the digits that no transform can tell from each other become one of them."""
+    named: set[str] = set()
+    for transform in transforms:
+        pattern = _GROUP_NAME.sub("", transform.compiled_sources.pattern)
+        if "(?P=" in pattern or re.search(r"\\[1-9]", pattern) or _RANGE_OF_DIGITS.search(pattern):
+            return None
+        literal = (_DIGIT_CLASS.sub("", pattern), transform.scope_prefix, transform.base_model_prefix)
+        named.update(character for text in literal for character in text or "" if character in _DIGITS)
+    alike = "".join(digit for digit in _DIGITS if digit not in named).encode()
+    return bytes.maketrans(alike, alike[:1] * len(alike))
+
+
+def _apply_renamings(original: Callable[..., str], source_key: str, weight_renamings: list[Any]) -> str:
+    session = Session.streaming()
+    if session is None:
+        return original(source_key, weight_renamings)
+    return _chain(session, weight_renamings).apply_all(source_key)
+
+
+def _apply_converters(
+    original: Callable[..., tuple[str, str | None]], source_key: str, weight_converters: list[Any]
+) -> tuple[str, str | None]:
+    session = Session.streaming()
+    if session is None:
+        return original(source_key, weight_converters)
+    return _chain(session, weight_converters).apply_first(source_key)
+
+
+def _chain(session: Session, transforms: list[Any]) -> RenamingChain:
+    chain = session.chains.get(id(transforms))
+    if chain is None:
+        # The chain keeps the list alive, and with it the meaning of its id.
+        chain = session.chains[id(transforms)] = RenamingChain(transforms)
+    return chain
+
+
+def _dot_natural_key(original: Callable[[str], Any], key: str) -> Any:
+    """Parts of keys are sorted by themselves, and there are far fewer of them than keys."""
+    return [_part_key(original, part) for part in key.split(".")]
+
+
+@lru_cache(maxsize=65536)
+def _part_key(original: Callable[[str], list[Any]], part: str) -> Any:
+    (key,) = original(part)
+    return key
+
+
+def _get_device(original: Callable[..., Any], device_map: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
+    """All of a streamed model is in one place; transformers compiles a pattern for each parameter to find it."""
+    if Session.streaming() is None or device_map is None or list(device_map) != [""]:
+        return original(device_map, param_name, *args, **kwargs)
+    return device_map[""]
+
+
+REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
+    (core_model_loading, "apply_renamings"): patching.module_function(_apply_renamings),
+    (core_model_loading, "apply_converters"): patching.module_function(_apply_converters),
+    (core_model_loading, "dot_natural_key"): patching.module_function(_dot_natural_key),
+    (core_model_loading, "get_device"): patching.module_function(_get_device),
+}
