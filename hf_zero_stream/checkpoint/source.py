@@ -83,6 +83,15 @@ class ShardFiles:
         if not self._keep_cached:
             os.posix_fadvise(handle, start, length, os.POSIX_FADV_DONTNEED)
 
+    def prefetch(self, shard: int, start: int, stop: int) -> None:
+        """Have these bytes brought into the page cache meanwhile: advice, which never fails."""
+        if self._direct_io:
+            return
+        try:
+            os.posix_fadvise(self._handle(shard), start, stop - start, os.POSIX_FADV_WILLNEED)
+        except (OSError, CheckpointError, ReadError):
+            pass  # reading them will say what is wrong
+
     def _read_buffered(self, shard: int, handle: int, position: int, pending: list[memoryview]) -> None:
         while pending:
             try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -18,11 +19,15 @@ import torch
 from ..checkpoint.source import ShardFiles
 from ..planning.plan import LoadPlan
 from ..planning.reads import Read
+from .huge_pages import HugePages
 from .lanes import Lane
 from .workers import share_out
 
 
 __all__ = ["ReadTimes", "execute_reads"]
+
+PREFETCH_BYTES = 32 * 2**20
+"""How far the disk may run ahead of the reader threads of a rank: it should never wait for them."""
 
 
 @dataclass
@@ -83,14 +88,29 @@ def execute_reads(
     device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))
     nbytes = max(read.length for read in plan.reads)
     writable = [_bytes_of(destination) for destination in destinations]
+    pages = HugePages(destinations)
 
     def work(reads: Iterator[Read]) -> None:
-        _work(reads, destinations, writable, files, Lane.to(device, nbytes), times, on_bytes)
+        _work(reads, destinations, writable, files, Lane.to(device, nbytes), pages, times, on_bytes)
 
     began = time.perf_counter()
-    share_out(in_turn, work, threads)
+    share_out(_prefetched(in_turn, files), work, threads)
     times.scale_to(time.perf_counter() - began)
     return times
+
+
+def _prefetched(reads: Iterable[Read], files: ShardFiles) -> Iterator[Read]:
+    """`reads`, with those that come next on their way into the page cache."""
+    ahead: deque[Read] = deque()
+    nbytes = 0
+    for read in reads:
+        files.prefetch(read.shard, read.start, read.stop)
+        ahead.append(read)
+        nbytes += read.length
+        while nbytes > PREFETCH_BYTES:
+            nbytes -= ahead[0].length
+            yield ahead.popleft()
+    yield from ahead
 
 
 def _work(
@@ -99,11 +119,13 @@ def _work(
     writable: Sequence[memoryview | None],
     files: ShardFiles,
     lane: Lane,
+    pages: HugePages,
     times: ReadTimes,
     on_bytes: Callable[[int], None] | None,
 ) -> None:
     for read in reads:
         began = time.perf_counter()
+        _populate(read, destinations, pages)
         buffers = _in_place(read, destinations, writable)
         if buffers is not None:
             files.read_into(read.shard, read.start, buffers)
@@ -126,6 +148,14 @@ def _work(
             on_bytes(read.length)
     lane.finish()
     times.add_staging(lane.allocated_bytes)
+
+
+def _populate(read: Read, destinations: Sequence[torch.Tensor], pages: HugePages) -> None:
+    for piece in read.pieces:
+        destination = destinations[piece.target]
+        if destination.device.type == "cpu" and piece.box.to_strides == (1,):
+            itemsize = destination.element_size()
+            pages.populate(destination.data_ptr() + piece.box.to * itemsize, piece.box.sizes[0] * itemsize)
 
 
 def _in_place(

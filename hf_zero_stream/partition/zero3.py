@@ -28,7 +28,6 @@ from torch import nn
 
 from ..errors import UnsupportedError, VersionError
 from ..planning.plan import Target, partition_range
-from .memory import Populator
 
 
 __all__ = [
@@ -66,7 +65,6 @@ class PartitionedInit(Init):
     """
 
     def __init__(self, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
-        self._populator = Populator()
         super().__init__(module=module, config_dict_or_path=dict(ds_config))
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
@@ -90,8 +88,6 @@ class PartitionedInit(Init):
         partition = torch.empty(part, dtype=param.dtype, device=device)
         if pinned:
             partition = get_accelerator().pin_memory(partition)
-        elif device.type == "cpu":
-            self._populator.populate(partition)
         partition[stop - start :].zero_()
         partition.requires_grad = False
         param.ds_tensor = partition
