@@ -10,6 +10,7 @@ import json
 import sys
 from datetime import date
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from rich.console import Console
@@ -26,13 +27,16 @@ CACHE_STATES = ("warm", "cold")
 
 
 def run_all(checkpoint: Checkpoint, settings: argparse.Namespace, console: Console) -> list[Run]:
-    """Every arm at every world size and cache state, `repeats` times; the arms take turns at going first."""
+    """Every arm at every world size and cache state, `repeats` times, each time in another order.
+
+    An arm finds memory in the state in which the one before has left it, so that must not always be the same one.
+    """
     runs: list[Run] = []
     for repeat in range(settings.repeats):
         for world_size in settings.worlds:
             for cache in settings.cache:
-                first = repeat % len(settings.arms)
-                for arm in settings.arms[first:] + settings.arms[:first]:
+                order = Random(f"{repeat} {world_size} {cache}")
+                for arm in order.sample(settings.arms, len(settings.arms)):
                     runs.append(_run_one(checkpoint, settings, arm, world_size, cache, repeat))
                     console.print(_progress_line(runs[-1]), style="dim", markup=False, highlight=False)
     return sorted(runs, key=lambda run: settings.arms.index(run["arm"]))
