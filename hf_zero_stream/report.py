@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .planning.footprint import MemoryFootprint
+
 
 __all__ = ["PHASES", "LoadReport", "Materialised", "PhaseClock", "RankReport"]
 
@@ -62,6 +64,9 @@ class RankReport:
     materialised: tuple[Materialised, ...] = ()
     """Parameters that did not stay lazy on this rank."""
 
+    footprint: MemoryFootprint | None = None
+    """The memory that this rank needs, computed: partitions, the largest gather, what training adds."""
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the rank's part of `LoadReport.to_dict`; times are in seconds, sizes in bytes."""
         return {
@@ -74,6 +79,7 @@ class RankReport:
                 "staging": self.staging_bytes,
                 "anonymous_growth_peak": self.anonymous_growth_peak,
                 "device_peak": self.device_peak,
+                "footprint": self.footprint and self.footprint.to_dict(),
             },
             "materialised": [asdict(entry) for entry in self.materialised],
         }
@@ -86,6 +92,7 @@ class RankReport:
             KeyError: a key is missing.
         """
         memory = data["memory"]
+        footprint = memory["footprint"]
         return cls(
             rank=data["rank"],
             seconds={phase: data["seconds"][phase] for phase in PHASES},
@@ -97,6 +104,7 @@ class RankReport:
             anonymous_growth_peak=memory["anonymous_growth_peak"],
             device_peak=memory["device_peak"],
             materialised=tuple(Materialised(entry["name"], entry["reason"]) for entry in data["materialised"]),
+            footprint=footprint and MemoryFootprint.from_dict(footprint),
         )
 
 
@@ -145,8 +153,8 @@ class LoadReport:
         """Returns the report for people to read: plain text in several lines, without colour.
 
         There is one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
-        Throughput is bytes read per second of the whole load. Materialised and recast parameters are listed
-        beneath.
+        Throughput is bytes read per second of the whole load. Beneath are the memory of a rank as it is computed, and
+        materialised and recast parameters.
         """
         # Only a table needs rich.
         from .report_table import render_table

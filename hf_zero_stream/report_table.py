@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -30,8 +30,10 @@ class _Column(NamedTuple):
 
 
 def render_table(report: LoadReport) -> str:
-    """Returns the text that `LoadReport.table` promises: one table of seconds, one of bytes, and the fall-backs."""
+    """Returns the text that `LoadReport.table` promises: seconds, bytes, memory to come, and fall-backs."""
     blocks = [_heading(report), _table(report, _seconds_columns()), _table(report, _bytes_columns())]
+    if footprint := _footprint_lines(report):
+        blocks.append("\n".join(footprint))
     if fallbacks := _materialised_lines(report):
         blocks.append("\n".join(fallbacks))
     if report.recast:
@@ -102,6 +104,36 @@ def _table(report: LoadReport, columns: Sequence[_Column]) -> str:
     text = io.StringIO()
     Console(file=text, width=1000, color_system=None, force_terminal=False, force_jupyter=False).print(table)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
+
+
+def _footprint_lines(report: LoadReport) -> list[str]:
+    footprints = [rank.footprint for rank in report.ranks if rank.footprint]
+    if not footprints:
+        return []
+    # Padding makes ranks alike; only settings such as `staging_bytes` can differ.
+    most = max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging))
+    started = {
+        "fp32 copies": most.master,
+        "gradients": most.gradients,
+        "reduce bucket": most.reduce_bucket,
+        "hpZ copies": most.secondary,
+    }
+    added = "; ".join(f"{name} {_places_text(places)}" for name, places in started.items() if places)
+    rows = [
+        ("partitions", _places_text(most.partitions)),
+        ("peak of the load", f"{_places_text(most.load_peak)} (staging up to {_bytes_text(most.staging)})"),
+        ("largest gather", f"{_bytes_text(most.largest_gather)} ({most.largest_gather_of})"),
+        ("deepspeed.initialize adds", added or "nothing"),
+        ("and peaks at", _places_text(most.start_peak)),
+        ("the first step adds", f"optimizer states {_places_text(most.optimizer_states) or 'none'}"),
+        ("held in training", f"{_places_text(most.held)}, activations and gathers not counted"),
+    ]
+    width = max(len(title) for title, _ in rows)
+    return ["Memory of a rank, computed:", *(f"  {title:{width}}  {text}" for title, text in rows)]
+
+
+def _places_text(places: Mapping[str, int]) -> str:
+    return " + ".join(f"{_bytes_text(nbytes)} {place}" for place, nbytes in places.items())
 
 
 def _materialised_lines(report: LoadReport) -> list[str]:

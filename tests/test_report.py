@@ -7,7 +7,9 @@ import threading
 import time
 
 import pytest
+import torch
 
+from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
 from hf_zero_stream.report import PHASES, LoadReport, Materialised, PhaseClock, RankReport
 
 
@@ -53,6 +55,7 @@ def test_json_structure():
                     "staging": 64 * 2**20,
                     "anonymous_growth_peak": 2**40,
                     "device_peak": 0,
+                    "footprint": None,
                 },
                 "materialised": [{"name": "model.layers.0.mlp.weight", "reason": "op ldexp"}],
             }
@@ -156,6 +159,26 @@ def test_recast_parameters_are_folded_and_survive_json():
     assert heading.startswith("Recast parameters (3)")
     assert lines == ["  layers.{0...1}.gate.weight", "  scale"]
     assert "Recast" not in load_report(2).table()
+
+
+def test_footprint_is_shown_and_survives_json():
+    shapes = [ParameterShape("layers.0.mlp.weight", 3 * 2**20, torch.bfloat16, ranks=2)]
+    footprint = memory_footprint(shapes, EngineSettings(reduce_bucket_numel=2**10), staging_bytes=2**26)
+    report = load_report(2, footprint=footprint)
+    assert LoadReport.from_dict(json.loads(report.to_json())) == report
+    lines = report.table()[report.table().index("Memory of a rank") :].splitlines()[1:8]
+    shown = dict(line.strip().split("  ", 1) for line in lines)
+    assert {title: text.strip() for title, text in shown.items()} == {
+        "partitions": "3.0 MiB cpu",
+        "peak of the load": "67.0 MiB cpu (staging up to 64.0 MiB)",
+        "largest gather": "6.0 MiB (layers.0.mlp.weight)",
+        "deepspeed.initialize adds": "fp32 copies 6.0 MiB cpu; gradients 3.0 MiB cpu; reduce bucket 2.0 KiB cpu",
+        "and peaks at": "18.0 MiB cpu",
+        "the first step adds": "optimizer states 12.0 MiB cpu",
+        "held in training": "24.0 MiB cpu, activations and gathers not counted",
+    }
+    assert max(map(len, lines)) <= 110
+    assert "Memory of a rank" not in load_report(2).table()
 
 
 def test_clock_accumulates_and_nests():

@@ -11,6 +11,7 @@ import torch
 
 from ..checkpoint.index import Shard
 from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View
+from .footprint import MemoryFootprint
 from .reads import Piece, Read, merge_pieces, pieces_of_region
 from .regions import Region, regions_of_range
 
@@ -79,6 +80,8 @@ class LoadPlan:
         reads: byte ranges to read, in file order, with the copies out of each.
         placements: regions from host memory or from functions, which are executed one at a time.
         materialised: parameter -> why it could not be planned by ranges alone.
+        cost: what reading takes.
+        footprint: the memory that this rank needs, in the load and in training; None if ZeRO-3 is not what loads.
     """
 
     rank: int
@@ -89,6 +92,7 @@ class LoadPlan:
     placements: tuple[Placement, ...]
     materialised: Mapping[str, str]
     cost: PlanCost
+    footprint: MemoryFootprint | None = None
 
     def __iter__(self) -> Iterator[Read]:
         return iter(self.reads)
