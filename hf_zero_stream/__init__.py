@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
     from .integration import plan as plan
     from .integration import streaming as streaming
+    from .live import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
     from .report import LoadReport as LoadReport
 
@@ -20,6 +21,7 @@ _HOMES = {
     "LoadPlan": ".planning.plan",
     "LoadReport": ".report",
     "StreamingConfig": ".config",
+    "load_into": ".live",
     "plan": ".integration",
     "streaming": ".integration",
 }

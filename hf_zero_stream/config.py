@@ -57,7 +57,7 @@ class StreamingConfig:
     reader_threads: int = 0
     """Threads that read, per rank; 0 chooses.
 
-    From a local disk: the cores per local rank, 2 to 8. Over a network: 32 per host, 4 to 16 per rank. All of them
+    From a local disk: the cores per local rank, at most 8. Over a network: 32 per host, 4 to 16 per rank. All of them
     have staging buffers, so `staging_bytes` bounds their number too.
     """
 
@@ -81,6 +81,12 @@ class StreamingConfig:
     """Read past the page cache (O_DIRECT), where the file system can: cold loads do not push out what is cached.
 
     Each reader thread then has a second staging buffer of `request_bytes`.
+    """
+
+    share_reads: bool = True
+    """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
+
+    Then all ranks must call `from_pretrained` together. False leaves such loads to transformers.
     """
 
     strict: bool = False

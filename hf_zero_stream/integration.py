@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers.integrations import HfDeepSpeedConfig
+from transformers.integrations import HfDeepSpeedConfig, is_fsdp_enabled
 from transformers.utils import logging
 
 from . import patching
@@ -25,7 +25,11 @@ from .coordination import Coordinator
 from .errors import ConfigError, UnsupportedError
 from .memory import collector_paused
 from .planning.plan import LoadPlan
-from .seams import REPLACEMENTS, PlanReady, Session, raise_if_misfit, zero3_config, zero3_hidden
+from .seams import REPLACEMENTS, Session, Stopped, other_config, raise_if_misfit, zero3_config, zero3_hidden
+
+
+if TYPE_CHECKING:
+    from .load import Load
 
 
 __all__ = ["plan", "streaming"]
@@ -73,39 +77,62 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
     found = zero3_config()
     if found is None:
         _warn_if_zero3_comes_too_late()
-        return _stock_from_pretrained(original, args, kwargs, _settings({}, strict).strict)
+        found_other = other_config()
+        settings = _settings(found_other, strict)
+        if not settings.share_reads or not _ranks_load_the_same(kwargs):
+            return _stock_from_pretrained(original, args, kwargs, settings.strict)
 
-    from .load import Load  # imports deepspeed, which takes seconds and which only ZeRO-3 needs
+    from .load import Load  # imports deepspeed, which takes seconds and which plain loading does not need
     from .partition import zero3
 
-    zero3.init_distributed()
+    if found is not None:
+        zero3.init_distributed()
     zero3.reset_device_peak()
     coordinator = Coordinator.of_default_group()
     try:
-        adopt_alias(found, zero3.partition_dtype(found).itemsize)
-        load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
-        zero3.refuse_unsupported(load.ds_config)
-        # Partitions that are written later (by other threads, by training) must not be inference tensors.
-        with (
-            Session(load) as session,
-            load.memory,
-            load.clock("total"),
-            collector_paused(),
-            torch.inference_mode(False),
-        ):
-            session.stock_reason = zero3.stock_reason(load.ds_config)
-            result = original(*args, **kwargs)
-        model = result[0] if isinstance(result, tuple) else result
-        if session.stock_reason:
-            coordinator.agree()
+        if found is None:
+            load = Load(settings, without_own_section(_buildable(found_other)), coordinator, replicated=True)
         else:
-            model.streaming_report = load.finish(model, logger)
+            adopt_alias(found, zero3.partition_dtype(found).itemsize)
+            load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
+            zero3.refuse_unsupported(load.ds_config)
+        with zero3.outside_zero_init():
+            result = _streamed(load, original, args, kwargs)
     except Exception as error:
         failure = coordinator.report(error)
         raise failure from (None if failure is error else error)
     if kept_alive is not None:
-        model._hf_zero_stream_ds_config = kept_alive
+        (result[0] if isinstance(result, tuple) else result)._hf_zero_stream_ds_config = kept_alive
     return result
+
+
+def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What stock's `from_pretrained` returns while its seams are ours."""
+    # Partitions that are written later (by other threads, by training) must not be inference tensors.
+    with (
+        Session(load) as session,
+        load.memory,
+        load.clock("total"),
+        collector_paused(),
+        torch.inference_mode(False),
+    ):
+        result = original(*args, **kwargs)
+    if session.stock_reason:
+        load.coordinator.agree()
+    else:
+        model = result[0] if isinstance(result, tuple) else result
+        model.streaming_report = load.finish(model, logger)
+    return result
+
+
+def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
+    """Whether there are several ranks, each of which would load all of the model into its host memory."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    elsewhere = any(kwargs.get(name) is not None for name in ("device_map", "tp_plan", "device_mesh", "state_dict"))
+    return not elsewhere and not is_fsdp_enabled() and torch.get_default_device().type == "cpu"
 
 
 def _settings(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
@@ -135,6 +162,7 @@ def plan(
     rank: int = 0,
     ds_config: Mapping[str, Any] | str | None = None,
     dtype: torch.dtype | str | None = None,
+    device: str | None = None,
     **kwargs: Any,
 ) -> LoadPlan:
     """The load plan of one rank of a world of any size; needs no process group and reads no weights.
@@ -146,9 +174,10 @@ def plan(
         path: a checkpoint's folder or the id of a repository, as for ``from_pretrained``.
         world_size: number of ranks that share the checkpoint.
         rank: the rank to plan for.
-        ds_config: a DeepSpeed config (dict or path), for the dtype that DeepSpeed gives to parameters and for our
-            settings.
+        ds_config: a DeepSpeed config (dict or path), for the dtype that DeepSpeed gives to parameters, for the memory
+            that its engine needs (``plan.footprint``) and for our settings.
         dtype: dtype of the parameters where `ds_config` is not given; default: the checkpoint's own.
+        device: type of the device that will train ("cuda", "cpu"), for ``plan.footprint``; default: this machine's.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
@@ -168,12 +197,13 @@ def plan(
     load = Load(
         StreamingConfig.resolve(None, found), without_own_section(found), Coordinator(rank, world_size, alone=True)
     )
+    load.device = device or load.device
     model_class = _model_class(path, kwargs)
-    with streaming(), zero3_hidden(), collector_paused(), Session(load, only_plan=True) as session:
+    with streaming(), zero3_hidden(), collector_paused(), Session(load, instead_of_placing=load.plan_only) as session:
         try:
             model_class.from_pretrained(path, dtype="auto" if dtype is None else dtype, **kwargs)
-        except PlanReady as ready:
-            return ready.plan
+        except Stopped as stopped:
+            return stopped.result
     raise UnsupportedError(f"{path}: {session.stock_reason}, and such a load is not streamed, so it has no plan.")
 
 

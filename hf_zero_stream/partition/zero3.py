@@ -1,4 +1,4 @@
-"""ZeRO-3 partitions that are born partitioned; the only file that touches DeepSpeed's private surface.
+"""ZeRO-3 partitions that are born partitioned. Only the modules of this package touch DeepSpeed's private surface.
 
 Stock ``zero.Init`` allocates each parameter in full, broadcasts it and cuts it up. Here a parameter begins as a
 placeholder that owns one element but reports its full shape; DeepSpeed attaches its methods to it, and only the
@@ -17,17 +17,21 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import (
+    CUDAQuantizer,
     Init,
     PartitionedParamStatus,
     ZeroParamStatus,
     free_param,
     is_zero_param,
 )
+from deepspeed.utils import groups
 from torch import nn
 
 from ..errors import UnsupportedError, VersionError
 from ..planning.plan import Target, partition_range
+from . import nvme
 
 
 __all__ = [
@@ -36,9 +40,11 @@ __all__ = [
     "init_distributed",
     "is_partitioned",
     "local_device",
+    "outside_zero_init",
     "partition_dtype",
     "partition_target",
     "partitions_equal",
+    "place_in_group",
     "placeholder",
     "refuse_unsupported",
 ]
@@ -65,9 +71,23 @@ class PartitionedInit(Init):
     """
 
     def __init__(self, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
-        super().__init__(module=module, config_dict_or_path=dict(ds_config))
+        self._swapped: dict[int, Any] = {}
+        swapping: dict[str, Any] = {}
+        if nvme.uses_nvme(ds_config):
+            swapping = {"remote_device": "nvme", "param_swapper": nvme.shared_swapper(ds_config)}
+        super().__init__(
+            module=module,
+            config_dict_or_path=dict(ds_config),
+            zero_param_parallel_group=_hpz_group(ds_config),
+            **swapping,
+        )
+        if self.param_swapper is not None:
+            nvme.share_swapper(ds_config, self.param_swapper)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        # DeepSpeed would quantise the partition of a frozen parameter while it is empty, and then copy floating-point
+        # values into int8. Here it stays as it is until the user calls optimizer.quantize_nontrainable_params().
+        self.quantized_nontrainable_weights = False
         for param in param_list:
             if is_zero_param(param) or param.is_meta:
                 continue  # a meta parameter here is one end of a tie, about to be replaced by the other end
@@ -83,7 +103,12 @@ class PartitionedInit(Init):
         """The allocation that ``_partition_param`` would make, without the full parameter it would copy from."""
         aligned = param.aligned_size()
         part, start, stop = _own_range(param)
-        device = self.local_device if param.ds_persist else torch.device(self.remote_device)
+        param.ds_numel_aligned = aligned
+        if self.param_swapper is not None and nvme.expect_swap(param, part, self.param_swapper):
+            self._swapped[id(param)] = param
+            return
+        remote = "cpu" if self.param_swapper is not None else self.remote_device
+        device = self.local_device if param.ds_persist else torch.device(remote)
         pinned = device.type == "cpu" and self.pin_memory
         partition = torch.empty(part, dtype=param.dtype, device=device)
         if pinned:
@@ -94,7 +119,21 @@ class PartitionedInit(Init):
         param.ds_tensor.ds_numel = part
         param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
         param.ds_tensor.final_location = None
-        param.ds_numel_aligned = aligned
+
+    def is_swapped(self, param: Any) -> bool:
+        """Whether the partition of `param` goes to a swap file, and is filled by one of :meth:`swap_waves`."""
+        return id(param) in self._swapped
+
+    def swap_waves(self) -> list[nvme.SwapWave]:
+        """All partitions that go to swap files, also those that no checkpoint fills, in waves."""
+        return nvme.swap_waves(list(self._swapped.values()), self.param_swapper) if self._swapped else []
+
+
+def _hpz_group(ds_config: Mapping[str, Any]) -> Any:
+    """The ranks that share hpZ's copies, if an earlier ``zero.Init`` made the groups; another must not make them."""
+    if ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) <= 1:
+        return None
+    return groups._get_zero_param_intra_parallel_group()
 
 
 def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:
@@ -120,9 +159,34 @@ def _own_range(param: Any) -> tuple[int, int, int]:
     return partition_range(param.ds_numel, dist.get_rank(group), dist.get_world_size(group))
 
 
+def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
+    """(this rank, number of ranks) of the group that a parameter is partitioned over: its own, if it was given one.
+
+    See DeepSpeed's ``ds_zero_partition_process_group`` attribute; default: `rank` and `world_size`. Where there is no
+    group, as when planning for other ranks, ``ds_zero_partition_rank`` and ``ds_zero_partition_world_size`` say it.
+    """
+    group = getattr(param, "ds_zero_partition_process_group", None)
+    if group is not None:
+        return dist.get_rank(group), dist.get_world_size(group)
+    return getattr(param, "ds_zero_partition_rank", rank), getattr(param, "ds_zero_partition_world_size", world_size)
+
+
 def is_partitioned(value: Any) -> bool:
     """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
     return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
+
+
+@contextmanager
+def outside_zero_init() -> Iterator[None]:
+    """Suspend a ``with deepspeed.zero.Init()`` that the caller is in, as ``deepspeed.initialize`` does.
+
+    Under it torch's constructors give other dtypes and devices, and modules are partitioned as they are built.
+    """
+    partition_parameters.shutdown_init_context()
+    try:
+        yield
+    finally:
+        partition_parameters.restore_init_context()
 
 
 @contextmanager
@@ -154,7 +218,8 @@ def partitions_equal(first: Any, second: Any) -> bool:
     if same:
         target = partition_target("", first)
         count = target.stop - target.start
-        same = torch.equal(first.ds_tensor[:count], second.ds_tensor[:count].to(first.ds_tensor.dtype))
+        with nvme.partitions_in_memory([first, second]):
+            same = torch.equal(first.ds_tensor[:count], second.ds_tensor[:count].to(first.ds_tensor.dtype))
     verdict = torch.tensor(int(same), device=local_device())
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return bool(verdict.item())
@@ -204,27 +269,24 @@ def partition_dtype(ds_config: Mapping[str, Any] | None) -> torch.dtype:
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
-    """Refuse settings under which DeepSpeed itself would give wrong partitions.
+    """Refuse settings under which DeepSpeed itself fails, or would give wrong partitions.
 
     Raises:
         UnsupportedError: names the setting and what to do instead.
     """
     zero = ds_config.get("zero_optimization", {})
-    if zero.get("zero_quantized_nontrainable_weights"):
-        raise UnsupportedError(
-            "zero_quantized_nontrainable_weights: DeepSpeed quantises an empty partition and then copies 16-bit "
-            "values into it, which loses the weights of frozen parameters. Remove it from the DeepSpeed config."
-        )
+    quantised = [name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if zero.get(name)]
+    if quantised:
+        try:
+            CUDAQuantizer()  # loads DeepSpeed's kernels, as zero.Init is going to
+        except Exception as error:
+            raise UnsupportedError(
+                f"{' and '.join(quantised)}: DeepSpeed's quantizer does not load for the accelerator of this machine "
+                f"({get_accelerator().device_name()}): {type(error).__name__}: {error} Remove the setting from the "
+                "DeepSpeed config, or train on a GPU."
+            ) from error
     if ds_config.get("weight_quantization", {}).get("quantized_initialization"):
         raise UnsupportedError(
             "weight_quantization.quantized_initialization quantises full parameters while they are constructed, and "
             "no full parameter exists when streaming. Remove it from the DeepSpeed config."
         )
-
-
-def stock_reason(ds_config: Mapping[str, Any]) -> str:
-    """Why a load with this config must be left to stock DeepSpeed for now, or an empty string."""
-    offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
-    if offload.get("device") == "nvme":
-        return "offload_param.device is nvme"
-    return ""

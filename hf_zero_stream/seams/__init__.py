@@ -24,7 +24,7 @@ from .. import patching
 from ..errors import VersionError
 
 
-__all__ = ["REPLACEMENTS", "PlanReady", "Session", "raise_if_misfit", "zero3_config", "zero3_hidden"]
+__all__ = ["REPLACEMENTS", "Session", "Stopped", "other_config", "raise_if_misfit", "zero3_config", "zero3_hidden"]
 
 _RELIED_ON = (
     (PreTrainedModel, "get_init_context"),
@@ -47,7 +47,7 @@ if _missing:
 # Only now: these modules rely on the names above.
 from . import conversion, keys, loading, quantised  # noqa: E402
 from .loading import raise_if_misfit  # noqa: E402
-from .session import PlanReady, Session, zero3_config, zero3_hidden  # noqa: E402
+from .session import Session, Stopped, other_config, zero3_config, zero3_hidden  # noqa: E402
 
 
 REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {

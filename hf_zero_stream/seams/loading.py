@@ -14,7 +14,7 @@ from transformers.utils import logging
 from .. import patching
 from ..errors import LoadError, UnsupportedError
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
-from .session import PlanReady, Session, zero3_hidden
+from .session import Session, Stopped, zero3_hidden
 
 
 __all__ = ["REPLACEMENTS", "raise_if_misfit"]
@@ -29,6 +29,8 @@ def _get_init_context(original: Callable[..., Any], cls: Any, dtype: Any, is_qua
     if session.stock_reason:
         _warn_of_stock(session)
         return original(dtype, is_quantized, *args)
+    if not session.load.home.is_partitioned:
+        return [_building(session), *original(dtype, is_quantized, *args)]
     with zero3_hidden():
         contexts = original(dtype, is_quantized, *args)
     # The line by which transformers says that it found ZeRO-3, and by which its own tests know.
@@ -76,10 +78,23 @@ def _load_pretrained_model(
     load = session.load
     slices = _open(load, state_dict, checkpoint_files, load_config)
     with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer):
-        load.dtype = load.dtype or load_config.dtype
-        _cast_meta_parameters(model, load.dtype)
-        # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
-        return original(model, slices, checkpoint_files, replace(load_config, dtype=load.dtype), *args, **kwargs)
+        dtype = load.home.dtype(load_config.dtype)
+        if dtype is not None:
+            _cast_meta_parameters(model, dtype)
+            # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
+            load_config = replace(load_config, dtype=dtype)
+        with _keeping_groups(model):
+            return original(model, slices, checkpoint_files, load_config, *args, **kwargs)
+
+
+@contextmanager
+def _keeping_groups(model: torch.nn.Module) -> Iterator[None]:
+    """Loading replaces parameters by others; the process groups that the model's `__init__` gave them stay."""
+    given = {name: vars(param).get("ds_zero_partition_process_group") for name, param in model.named_parameters()}
+    yield
+    for name, group in given.items():
+        if group is not None:
+            model.get_parameter(name).ds_zero_partition_process_group = group
 
 
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,11 +152,12 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
             raise_if_misfit(*_misfits(model, loading_info))
         missing = set(loading_info.missing_and_mismatched())
         tied = missing & set(getattr(model, "all_tied_weights_keys", ()))
-        if session.only_plan:
+        if session.instead_of_placing is not None:
             loading_info.missing_keys -= tied  # no tie comes any more that would take them out of the LOAD REPORT
-            raise PlanReady(session.load.plan_only(model, missing, tied))
+            raise Stopped(session.instead_of_placing(model, missing, tied))
         session.load.place(model, missing, tied)
-        vars(model)["_load_pretrained_model"] = _load_adapter
+        if session.load.home.is_partitioned:
+            vars(model)["_load_pretrained_model"] = _load_adapter
 
     session.placing = place
     with zero3_hidden():
@@ -180,11 +196,13 @@ def _move_missing_keys(original: Callable[..., Any], self: Any, *args: Any, **kw
         return original(self, *args, **kwargs)
     session.placing()
     session.placing = None
+    if not session.load.home.is_partitioned:
+        original(self, *args, **kwargs)
 
 
 def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
     session = Session.streaming()
-    if session is None or session.model is None or session.building:
+    if session is None or session.model is None or session.building or not session.load.home.is_partitioned:
         return original(self, module, *args, **kwargs)
     from ..partition.initialise import run_gathering_what_is_touched
 

@@ -8,17 +8,16 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.integrations import deepspeed as transformers_deepspeed
-
-from ..planning.plan import LoadPlan
 
 
 if TYPE_CHECKING:
     from ..load import Load
 
 
-__all__ = ["PlanReady", "Session", "zero3_config", "zero3_hidden"]
+__all__ = ["Session", "Stopped", "other_config", "zero3_config", "zero3_hidden"]
 
 
 class Session:
@@ -26,12 +25,15 @@ class Session:
 
     Args:
         load: carries the load out.
-        only_plan: raise :class:`PlanReady` instead of reading.
+        instead_of_placing: called with the lazy model, and the names that are missing or tied, instead of reading;
+            :class:`Stopped` brings out what it returns.
     """
 
-    def __init__(self, load: Load, *, only_plan: bool = False) -> None:
+    def __init__(
+        self, load: Load, *, instead_of_placing: Callable[[torch.nn.Module, set[str], set[str]], Any] | None = None
+    ) -> None:
         self.load = load
-        self.only_plan = only_plan
+        self.instead_of_placing = instead_of_placing
         self.stock_reason = ""
         """Why the load is left to stock; empty while it streams."""
         self.building = False
@@ -63,16 +65,21 @@ class Session:
 _session: ContextVar[Session | None] = ContextVar("hf_zero_stream_session", default=None)
 
 
-class PlanReady(BaseException):
-    """Ends a ``from_pretrained`` that was only called for its plan."""
+class Stopped(BaseException):
+    """Ends a ``from_pretrained`` that was only called for its lazy model."""
 
-    def __init__(self, plan: LoadPlan) -> None:
-        self.plan = plan
+    def __init__(self, result: Any) -> None:
+        self.result = result
 
 
 def zero3_config() -> dict[str, Any] | None:
     """The DeepSpeed config in which transformers finds ZeRO-3, or None if it does not."""
     return transformers_deepspeed.deepspeed_config() if transformers_deepspeed.is_deepspeed_zero3_enabled() else None
+
+
+def other_config() -> dict[str, Any]:
+    """The DeepSpeed config of another stage that is alive; empty if there is none."""
+    return transformers_deepspeed.deepspeed_config() or {}
 
 
 # ------------------------------------------------------------------------------------------------ hiding ZeRO-3

@@ -1,0 +1,161 @@
+"""Partitions in DeepSpeed's swap files: the values and losses of stock, in host memory no more than its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from tests.cluster import RankFailure, run_ranks
+from tests.parity import ds_config, three_losses
+
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE of 64 MiB in bf16, whose experts, but not its small weights, go to swap files."""
+    folder = tmp_path_factory.mktemp("moe")
+    config = Qwen3MoeConfig(
+        vocab_size=8192,
+        hidden_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=2,
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="20MB")
+    return folder
+
+
+def offload(folder: Path, **settings: Any) -> dict[str, Any]:
+    nvme = {"device": "nvme", "nvme_path": str(folder), "buffer_count": 4, "buffer_size": 4 * MIB, **settings}
+    return ds_config(torch.bfloat16, offload_param=nvme)
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    ids = torch.arange(32).view(2, 16) * 37 % 8192
+    return {"input_ids": ids, "labels": ids}
+
+
+def train(folder: Path, config: dict[str, Any], loader: str) -> tuple[list[float], int]:
+    """Losses of three steps, and how many parameters lie in swap files."""
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import hf_zero_stream
+
+    if loader == "streaming":
+        model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
+    else:
+        keeps_zero3_on = HfDeepSpeedConfig(config)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        del keeps_zero3_on
+    swapped = sum(param.ds_tensor.final_location == "nvme" for param in model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    return three_losses(engine, inputs), swapped
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_losses_equal_stock(cluster: None, checkpoint: Path, tmp_path: Path, world_size: int) -> None:
+    streamed = run_ranks(world_size, train, checkpoint, offload(tmp_path / "ours"), "streaming")
+    stock = run_ranks(world_size, train, checkpoint, offload(tmp_path / "stock"), "stock")
+    assert streamed == stock
+    assert streamed[0][1] >= 8, "the fused experts should be in swap files"
+    assert len(set(streamed[0][0])) == 3
+
+
+def values(folder: Path, config: dict[str, Any]) -> list[str]:
+    """Differences from plain loading, and whether two models loaded one after the other keep their own files."""
+    import deepspeed
+
+    import hf_zero_stream
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
+    models = [auto_class.from_pretrained(folder, ds_config=config) for _ in range(2)]
+    found = []
+    for number, model in enumerate(models):
+        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+            with deepspeed.zero.GatheredParameters([param]):
+                if not torch.equal(param.data, expected):
+                    found.append(f"model {number}: {name}")
+    return found
+
+
+@pytest.mark.parametrize("buffer_count", [1, 2, 5])
+def test_values_equal_plain_loading(cluster: None, checkpoint: Path, tmp_path: Path, buffer_count: int) -> None:
+    config = offload(tmp_path, buffer_count=buffer_count)
+    assert run_ranks(2, values, checkpoint, config) == [[], []]
+
+
+def growth(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
+    import hf_zero_stream
+
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
+    rank = model.streaming_report.ranks[torch.distributed.get_rank()].to_dict()
+    return rank["memory"]["anonymous_growth_peak"], rank["memory"]["partitions"]
+
+
+def test_host_memory_is_bounded_by_the_buffers(cluster: None, tmp_path: Path) -> None:
+    """Partitions of 384 MiB on one rank pass through buffers of 2 x 24 MiB."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=1024,
+        intermediate_size=12288,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path / "llama")
+    buffers = offload(tmp_path / "swap", buffer_count=2, buffer_size=12 * MIB)
+    ((peak, partitions),) = run_ranks(1, growth, tmp_path / "llama", buffers)
+    assert partitions > 350 * MIB
+    assert peak < 48 * MIB + 64 * MIB + 32 * MIB, "buffers, staging and what else a load needs"
+
+
+def test_missing_weights_are_initialised_in_swap_files(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    assert run_ranks(2, classifier, checkpoint, offload(tmp_path)) == [True, True]
+
+
+def classifier(folder: Path, config: dict[str, Any]) -> bool:
+    """A new head of over 1 MiB gets values, the same on all ranks."""
+    import deepspeed
+
+    import hf_zero_stream
+
+    auto_class = hf_zero_stream.StreamingAutoModelForSequenceClassification
+    model = auto_class.from_pretrained(folder, ds_config=config, num_labels=8192)
+    assert model.score.weight.ds_tensor.final_location == "nvme"
+    with deepspeed.zero.GatheredParameters([model.score.weight]):
+        everyone = [torch.empty_like(model.score.weight) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(everyone, model.score.weight.data)
+        return bool(everyone[0].float().std() > 0.01) and all(torch.equal(everyone[0], other) for other in everyone)
+
+
+def test_small_buffer_size_is_refused_before_loading(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, values, checkpoint, offload(tmp_path, buffer_size=MIB))
+    for outcome in failure.value.outcomes:
+        assert outcome.error_type == "ConfigError"
+        assert outcome.error_message is not None
+        assert "buffer_size: expected at least" in outcome.error_message and "mlp.experts" in outcome.error_message
+    assert not list(Path(tmp_path).rglob("*.swp"))
+
+
+def test_every_home_is_the_one_of_stock(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Tiny weights stay in host memory."""
+    folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
+    assert run_ranks(2, values, folder, offload(tmp_path)) == [[], []]
