@@ -1,6 +1,8 @@
 """Fixtures that every test may use."""
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +23,13 @@ from tests.zoo import make_checkpoint  # noqa: E402
 def cluster() -> None:
     """Warm fork server: keeps start-up out of the first test's time limit."""
     warm_up()
+
+
+@pytest.fixture(scope="session")
+def async_io() -> None:
+    """DeepSpeed's asynchronous I/O, compiled: that may take longer than a test may."""
+    build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
+    subprocess.run([sys.executable, "-c", build], check=True, timeout=900)
 
 
 @pytest.fixture(scope="session")

@@ -83,6 +83,7 @@ def test_partitions_hold_the_new_values(
     assert run_ranks(world_size, reload, name, first, second, {}) == [[]] * world_size
 
 
+@pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize(
     "zero",
     [{"offload_param": {"device": "cpu"}}, {"zero_hpz_partition_size": 2}, "nvme"],

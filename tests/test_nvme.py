@@ -15,6 +15,8 @@ from tests.cluster import RankFailure, run_ranks
 from tests.parity import ds_config, three_losses
 
 
+pytestmark = pytest.mark.usefixtures("async_io")
+
 MIB = 2**20
 
 
