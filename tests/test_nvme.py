@@ -106,8 +106,8 @@ def growth(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     import hf_zero_stream
 
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
-    rank = model.streaming_report.ranks[torch.distributed.get_rank()].to_dict()
-    return rank["memory"]["anonymous_growth_peak"], rank["memory"]["partitions"]
+    rank = model.streaming_report.ranks[torch.distributed.get_rank()]
+    return rank.anonymous_growth_peak, rank.partition_bytes
 
 
 def test_host_memory_is_bounded_by_the_buffers(cluster: None, tmp_path: Path) -> None:
