@@ -34,11 +34,21 @@ def stock_losses(folder: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["zero3_offload_cpu.json", "zero3_hpz.json"])
+@pytest.mark.usefixtures("async_io")
+@pytest.mark.parametrize("config", ["zero3_offload_cpu.json", "zero3_hpz.json", "zero3_nvme.json"])
 def test_trains_as_stock(folder: Path, stock_losses: list[str], config: str) -> None:
     output = run_command(TRAIN, folder, extra=["--deepspeed", f"examples/deepspeed/{config}"])
     assert output.count("STREAMING LOAD REPORT (2 ranks") == 1
     assert losses(output) == stock_losses
+
+
+@pytest.mark.slow
+def test_stage_2_trains_as_stock(folder: Path) -> None:
+    extra = ["--deepspeed", "examples/deepspeed/zero2.json"]
+    output = run_command(TRAIN, folder, extra=extra)
+    assert output.count("STREAMING LOAD REPORT (2 ranks") == 1
+    stock = losses(run_command(TRAIN, folder, extra=[*extra, "--loader", "stock"]))
+    assert losses(output) == stock and len(stock) == 3
 
 
 @pytest.mark.slow
