@@ -43,7 +43,8 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
     """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
 
     A context manager and a decorator; may be nested and re-entered, and always restores transformers. Without ZeRO-3
-    calls are exactly transformers' own.
+    several ranks share the reading (see :attr:`StreamingConfig.share_reads`), so that all of them must make the call;
+    with one rank calls are exactly transformers' own.
 
     Args:
         config: our settings; default: from the environment and from the section ``"hf_zero_stream"`` of the DeepSpeed

@@ -100,22 +100,19 @@ class _LiveLoad(Load):
 
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
         """Read this rank's bytes into the live model; `model` is the lazy one."""
-        error: BaseException | None = None
-        try:
-            with self.clock("plan"):
-                parameters, buffers = self._sources(model, missing)
-                batches = self._batches(parameters, buffers)
-                self.plan = self._reader.plan([item for batch in batches for item in batch.items])
-        except Exception as caught:
-            error = caught
-        self.coordinator.agree(error)
-        assert self.plan is not None
-        try:
-            live.step_back(param for param, _ in parameters.values() if live.is_zero_param(param))
-            self._reader.fill(batches, self.plan)
-        except BaseException as caught:
-            error = caught
-        self.coordinator.agree(error)
+        params, batches = self._planned(lambda: self._prepare_live(model, missing))
+
+        def begin() -> list[Batch]:
+            live.step_back(param for param in params if live.is_zero_param(param))
+            return batches
+
+        self._filled(begin)
+
+    def _prepare_live(self, model: nn.Module, missing: set[str]) -> tuple[list[nn.Parameter], list[Batch]]:
+        parameters, buffers = self._sources(model, missing)
+        batches = self._batches(parameters, buffers)
+        self.plan = self._reader.plan([item for batch in batches for item in batch.items])
+        return [param for param, _ in parameters.values()], batches
 
     def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
         parameters = dict(self._live.named_parameters())

@@ -7,9 +7,9 @@ lazy, and :meth:`Load.finish`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,11 +24,13 @@ from .homes import Home, PartitionedHome, ReplicatedHome, Sourced, Sources, whol
 from .memory import AnonymousMemory
 from .partition import engine_memory, zero3
 from .planning.plan import LoadPlan
-from .reading import Reader
+from .reading import Batch, Reader
 from .report import LoadReport, Materialised, PhaseClock, RankReport
 
 
 __all__ = ["Load", "source_of"]
+
+T = TypeVar("T")
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -122,19 +124,33 @@ class Load:
         Raises:
             HfZeroStreamError: on all ranks, if planning or reading failed on any.
         """
+        parameters, buffers = self._planned(lambda: self._prepare(model, missing, tied))
+        self._filled(lambda: self.home.batches(model, parameters, buffers))
+
+    def _prepare(self, model: nn.Module, missing: set[str], tied: set[str]) -> tuple[Sources, Sources]:
+        self._convert_experts(model, missing, make_groups=True)
+        parameters, buffers = self._replace(model, missing, tied)
+        self.plan = self._with_footprint(self._make_plan(parameters, buffers), model, tied)
+        self.home.check(self.plan)
+        return parameters, buffers
+
+    def _planned(self, prepare: Callable[[], T]) -> T:
+        """What `prepare`, which makes :attr:`plan`, returns; raises on all ranks if it does on any."""
         error: BaseException | None = None
         try:
             with self.clock("plan"):
-                self._convert_experts(model, missing, make_groups=True)
-                parameters, buffers = self._replace(model, missing, tied)
-                self.plan = self._with_footprint(self._make_plan(parameters, buffers), model, tied)
-                self.home.check(self.plan)
+                prepared = prepare()
         except Exception as caught:
             error = caught
         self.coordinator.agree(error)
+        return prepared
+
+    def _filled(self, begin: Callable[[], Sequence[Batch]]) -> None:
+        """Carry out :attr:`plan` in the batches that `begin` gives; raises on all ranks if it fails on any."""
         assert self.plan is not None
+        error: BaseException | None = None
         try:
-            batches = self.home.batches(model, parameters, buffers)
+            batches = begin()
             self.memory.sample()
             self._reader.fill(batches, self.plan)
         except BaseException as caught:

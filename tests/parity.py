@@ -54,6 +54,18 @@ def differences(streamed: nn.Module, plain: nn.Module, dtype: torch.dtype) -> li
     return found
 
 
+def unequal(model: nn.Module, plain: nn.Module) -> list[str]:
+    """Names of the parameters whose values differ from a plain model's, wherever `model` has them; collective."""
+    import deepspeed
+
+    found = []
+    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
+            if not _same_bits(param.data, expected.data):
+                found.append(name)
+    return found
+
+
 def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 

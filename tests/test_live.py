@@ -9,53 +9,42 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.cluster import RankFailure, run_ranks
-from tests.parity import ds_config, three_losses
+from tests.loading import load_with
+from tests.parity import ds_config, three_losses, unequal
 from tests.zoo import ZOO, make_checkpoint
 
 
-@pytest.fixture(scope="module")
-def other_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, torch.dtype], Path]:
-    """A checkpoint of the same architecture with other values."""
+Checkpoints = Callable[..., tuple[Path, Path]]
 
-    def make(name: str, dtype: torch.dtype) -> Path:
-        folder = tmp_path_factory.mktemp(name)
-        make_checkpoint(name, folder, dtype)
+
+@pytest.fixture(scope="module")
+def checkpoints(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """A zoo model's folder in bf16, and another of the same architecture with other values."""
+
+    def make(name: str, second_dtype: torch.dtype = torch.bfloat16) -> tuple[Path, Path]:
+        second = make_checkpoint(name, tmp_path_factory.mktemp(name), second_dtype)
         generator = torch.Generator().manual_seed(17)
-        for path in folder.glob("*.safetensors"):
+        for path in second.glob("*.safetensors"):
             tensors = load_file(path)
             for key, tensor in tensors.items():
                 if tensor.is_floating_point():
                     tensors[key] = (tensor + torch.randn(tensor.shape, generator=generator) / 8).to(tensor.dtype)
             save_file(tensors, path, metadata={"format": "pt"})
-        return folder
+        return zoo_checkpoint(name, torch.bfloat16), second
 
     return make
 
 
 def plain_model(name: str, folder: Path, dtype: torch.dtype) -> Any:
-    return getattr(transformers, ZOO[name].auto_class).from_pretrained(folder, dtype=dtype)
+    return load_with("plain", ZOO[name].auto_class, folder, {}, {"dtype": dtype})
 
 
 def streamed(name: str, folder: Path, config: dict[str, Any]) -> Any:
-    import hf_zero_stream
-
-    return getattr(hf_zero_stream, f"Streaming{ZOO[name].auto_class}").from_pretrained(folder, ds_config=config)
-
-
-def unequal(model: nn.Module, plain: nn.Module) -> list[str]:
-    import deepspeed
-
-    found = []
-    for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-        with deepspeed.zero.GatheredParameters([param], enabled=hasattr(param, "ds_id")):
-            if not torch.equal(param.data, expected.data):
-                found.append(name)
-    return found
+    return load_with("streamed", ZOO[name].auto_class, folder, config, {})
 
 
 def reload(name: str, first: Path, second: Path, zero: dict[str, Any]) -> list[str]:
@@ -74,12 +63,11 @@ def reload(name: str, first: Path, second: Path, zero: dict[str, Any]) -> list[s
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_partitions_hold_the_new_values(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    other_checkpoint: Callable[..., Path],
+    checkpoints: Checkpoints,
     name: str,
     world_size: int,
 ) -> None:
-    first, second = zoo_checkpoint(name, torch.bfloat16), other_checkpoint(name, torch.bfloat16)
+    first, second = checkpoints(name)
     assert run_ranks(world_size, reload, name, first, second, {}) == [[]] * world_size
 
 
@@ -91,14 +79,13 @@ def test_partitions_hold_the_new_values(
 )
 def test_in_every_home(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    other_checkpoint: Callable[..., Path],
+    checkpoints: Checkpoints,
     tmp_path: Path,
     zero: Any,
 ) -> None:
     if zero == "nvme":
         zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 2**20}}
-    first, second = zoo_checkpoint("qwen3_moe", torch.bfloat16), other_checkpoint("qwen3_moe", torch.bfloat16)
+    first, second = checkpoints("qwen3_moe")
     assert run_ranks(2, reload, "qwen3_moe", first, second, zero) == [[], []]
 
 
@@ -135,14 +122,13 @@ def losses_after_reload(first: Path, second: Path, config: dict[str, Any]) -> di
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16_file", "fp32_file"])
 def test_a_training_engine_gets_masters_and_weights(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    other_checkpoint: Callable[..., Path],
+    checkpoints: Checkpoints,
     stage: int,
     dtype: torch.dtype,
 ) -> None:
     config = ds_config(torch.bfloat16)
     config["zero_optimization"]["stage"] = stage
-    first, second = zoo_checkpoint("qwen3_moe", torch.bfloat16), other_checkpoint("qwen3_moe", dtype)
+    first, second = checkpoints("qwen3_moe", dtype)
     for result in run_ranks(2, losses_after_reload, first, second, config):
         assert result["masters"] == []
         assert result["equal"], "the forward pass should see the new weights"
@@ -199,9 +185,8 @@ def without_zero(first: Path, second: Path) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_a_plain_model(
     cluster: None,
-    zoo_checkpoint: Callable[..., Path],
-    other_checkpoint: Callable[..., Path],
+    checkpoints: Checkpoints,
     world_size: int,
 ) -> None:
-    first, second = zoo_checkpoint("qwen3_moe", torch.bfloat16), other_checkpoint("qwen3_moe", torch.bfloat16)
+    first, second = checkpoints("qwen3_moe")
     assert run_ranks(world_size, without_zero, first, second) == [[]] * world_size

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.cluster import RankFailure, run_ranks
-from tests.parity import ds_config, three_losses
+from tests.loading import load_with
+from tests.parity import ds_config, three_losses, unequal
+from tests.zoo import make_moe_checkpoint
 
 
 pytestmark = pytest.mark.usefixtures("async_io")
@@ -22,23 +23,8 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3-MoE of 64 MiB in bf16, whose experts, but not its small weights, go to swap files."""
-    folder = tmp_path_factory.mktemp("moe")
-    config = Qwen3MoeConfig(
-        vocab_size=8192,
-        hidden_size=256,
-        intermediate_size=512,
-        moe_intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=32,
-        num_experts_per_tok=2,
-    )
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="20MB")
-    return folder
+    """A Qwen3-MoE of 40 MB in bf16, whose experts, but not its small weights, go to swap files."""
+    return make_moe_checkpoint(tmp_path_factory.mktemp("moe"), 4e7, num_layers=4, num_experts=32)
 
 
 def offload(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -47,23 +33,15 @@ def offload(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def inputs() -> dict[str, torch.Tensor]:
-    ids = torch.arange(32).view(2, 16) * 37 % 8192
+    ids = torch.arange(32).view(2, 16) * 37 % 1000
     return {"input_ids": ids, "labels": ids}
 
 
 def train(folder: Path, config: dict[str, Any], loader: str) -> tuple[list[float], int]:
     """Losses of three steps, and how many parameters lie in swap files."""
     import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
 
-    import hf_zero_stream
-
-    if loader == "streaming":
-        model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
-    else:
-        keeps_zero3_on = HfDeepSpeedConfig(config)
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        del keeps_zero3_on
+    model = load_with(loader, "AutoModelForCausalLM", folder, config, {})
     swapped = sum(param.ds_tensor.final_location == "nvme" for param in model.parameters())
     engine, *_ = deepspeed.initialize(model=model, config=config)
     return three_losses(engine, inputs), swapped
@@ -71,7 +49,7 @@ def train(folder: Path, config: dict[str, Any], loader: str) -> tuple[list[float
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_losses_equal_stock(cluster: None, checkpoint: Path, tmp_path: Path, world_size: int) -> None:
-    streamed = run_ranks(world_size, train, checkpoint, offload(tmp_path / "ours"), "streaming")
+    streamed = run_ranks(world_size, train, checkpoint, offload(tmp_path / "ours"), "streamed")
     stock = run_ranks(world_size, train, checkpoint, offload(tmp_path / "stock"), "stock")
     assert streamed == stock
     assert streamed[0][1] >= 8, "the fused experts should be in swap files"
@@ -80,20 +58,9 @@ def test_losses_equal_stock(cluster: None, checkpoint: Path, tmp_path: Path, wor
 
 def values(folder: Path, config: dict[str, Any]) -> list[str]:
     """Differences from plain loading, and whether two models loaded one after the other keep their own files."""
-    import deepspeed
-
-    import hf_zero_stream
-
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
-    models = [auto_class.from_pretrained(folder, ds_config=config) for _ in range(2)]
-    found = []
-    for number, model in enumerate(models):
-        for (name, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
-            with deepspeed.zero.GatheredParameters([param]):
-                if not torch.equal(param.data, expected):
-                    found.append(f"model {number}: {name}")
-    return found
+    plain = load_with("plain", "AutoModelForCausalLM", folder, {}, {"dtype": torch.bfloat16})
+    models = [load_with("streamed", "AutoModelForCausalLM", folder, config, {}) for _ in range(2)]
+    return [f"model {number}: {name}" for number, model in enumerate(models) for name in unequal(model, plain)]
 
 
 @pytest.mark.parametrize("buffer_count", [1, 2, 5])

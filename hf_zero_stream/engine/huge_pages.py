@@ -7,6 +7,7 @@ import mmap
 import sys
 import time
 from collections.abc import Iterable
+from functools import cache
 
 import torch
 
@@ -70,4 +71,9 @@ class HugePages:
 def _advise(address: int, nbytes: int, advice: int) -> None:
     """``madvise`` for the pages that hold any of these bytes."""
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(address + nbytes - begin), advice)
+    _c_library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(address + nbytes - begin), advice)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -26,6 +26,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from .flat_layout import WAITING, FlatLayout, find_buffer, storage_key
+from .replicated import all_gather
 
 
 __all__ = ["Group", "lay_out"]
@@ -136,7 +137,7 @@ def _distribute(moving: Sequence[Group], process_group: Any) -> None:
     for group, old_shapes in zip(moving, shapes, strict=True):
         buffer = group.empty_buffer()
         # As bytes: not every backend knows every dtype.
-        dist.all_gather_into_tensor(buffer.view(torch.uint8), parts.pop(0).view(torch.uint8), group=process_group)
+        all_gather(buffer.view(torch.uint8), parts.pop(0).view(torch.uint8), group=process_group)
         group.move_to(buffer, old_shapes)
 
 

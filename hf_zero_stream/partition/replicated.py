@@ -14,7 +14,10 @@ import torch.distributed as dist
 from .zero3 import local_device
 
 
-__all__ = ["Exchange", "Part", "exchanges"]
+__all__ = ["Exchange", "Part", "all_gather", "exchanges"]
+
+# torch 2.13 warns of the old name.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 ALIGNMENT = 16
 """Each part begins at a multiple of so many bytes, so that it can be viewed in any dtype."""
@@ -67,10 +70,9 @@ class Exchange:
 
     def settle(self) -> None:
         """Exchange the parts and put them into the tensors; all ranks must call it."""
-        mine, everyone = self._buffers.mine()[: self._rank_bytes], self._buffers.everyone()
-        ranks = len(everyone) // len(self._buffers.mine())
-        everyone = everyone[: ranks * self._rank_bytes]
-        dist.all_gather_into_tensor(everyone, mine)
+        ranks = self._buffers.world_size
+        everyone = self._buffers.everyone()[: ranks * self._rank_bytes]
+        all_gather(everyone, self._buffers.mine()[: self._rank_bytes])
         for rank in range(ranks):
             of_rank = everyone[rank * self._rank_bytes : (rank + 1) * self._rank_bytes]
             for part in self.parts:
@@ -89,8 +91,8 @@ class _Buffers:
     """One rank's buffer and all ranks' together, made at first use."""
 
     def __init__(self, rank_bytes: int, world_size: int) -> None:
+        self.world_size = world_size
         self._rank_bytes = rank_bytes
-        self._world_size = world_size
         self._mine: torch.Tensor | None = None
         self._everyone: torch.Tensor | None = None
 
@@ -101,7 +103,7 @@ class _Buffers:
 
     def everyone(self) -> torch.Tensor:
         if self._everyone is None:
-            self._everyone = torch.empty(self._rank_bytes * self._world_size, dtype=torch.uint8, device=_device())
+            self._everyone = torch.empty(self._rank_bytes * self.world_size, dtype=torch.uint8, device=_device())
         return self._everyone
 
 

@@ -50,7 +50,7 @@ def _building(session: Session) -> Iterator[None]:
 
 
 def _warn_of_stock(session: Session) -> None:
-    if session.load.coordinator.is_main:
+    if session.load.coordinator.is_main and session.load.home.is_partitioned:  # elsewhere stock is no surprise
         logger.warning(
             f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
         )
