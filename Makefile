@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(wildcard hf_zero_stream tests benchmarks examples scripts)
+SOURCES := $(wildcard hf_zero_stream tests benchmarks examples scripts fuzz)
 PYTEST_ARGS ?=
 OLDEST := $(VENV)-oldest
 # What is compared with plain loading; other tests need newer transformers themselves, or other packages.
@@ -10,6 +10,8 @@ COMPAT_TESTS ?= $(addprefix tests/test_,parity.py incomplete.py faults.py auto.p
 	upstream_conversions.py streaming.py)
 # Stock's own from_config fails under ZeRO-3 in transformers 5.1.
 COMPAT_TESTS += --deselect tests/test_streaming.py::test_from_config_is_stock
+FUZZ_RUNS ?= 1000000
+FUZZ_TARGETS ?= file header built index names
 SWEEP_ARGS ?= --worlds 2,3 --dtypes fp32,bf16,fp32-bf16 --stock --jobs 2 --markdown docs/models.md
 
 # The extensions that DeepSpeed compiles at first use belong to this environment, and ninja lives there too.
@@ -17,13 +19,14 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test compat sweep quality style demo bench scale clean
+.PHONY: help venv test compat sweep fuzz quality style demo bench scale clean
 
 help:
 	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
 	@echo "make test     run the tests (PYTEST_ARGS='-k name' narrows them)"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
+	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
 	@echo "make quality  lint, format check, types"
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run the demonstration"
@@ -58,6 +61,10 @@ $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 
 sweep: $(STAMP)
 	$(BIN)/python -m tests.sweep $(SWEEP_ARGS)
+
+fuzz: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[fuzz]"
+	for target in $(FUZZ_TARGETS); do $(BIN)/python -m fuzz $$target -runs=$(FUZZ_RUNS) || exit 1; done
 
 quality: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)

@@ -4,14 +4,15 @@ The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes littl
 object that maps each tensor's name to ``{"dtype", "shape", "data_offsets": [begin, end]}`` with offsets relative to
 the end of the header, then the data. The data must be covered from end to end, with no hole and no overlap.
 
-A header is untrusted input: everything in it is checked before it is believed, and a fault is a
-:class:`~hf_zero_stream.errors.CheckpointError` that names the file and the field.
+A header is untrusted input: everything in it is checked before it is believed, at a cost linear in its length, and a
+fault is a :class:`~hf_zero_stream.errors.CheckpointError` that names the file and the field. Nothing is accepted that
+the safetensors library refuses; docs/untrusted.md lists what it accepts and we do not.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -20,12 +21,21 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, ReadError
+from .untrusted_json import excerpt, parse_object
 
 
 __all__ = ["CheckpointIndex", "Shard", "ShardHeader", "TensorEntry", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own cap on the length of a header."""
+
+MAX_NAME_LENGTH = 1024
+"""Characters of a tensor's name: transformers matches names against patterns, whose cost may grow with the square."""
+
+MAX_DIMENSIONS = 64
+"""Sizes of one tensor: more than torch's kernels take."""
+
+_INT64_END = 2**63  # sizes, strides and byte counts are int64 in torch
 
 # Names of dtypes in the format; a name whose torch dtype does not exist in this torch is an unknown dtype.
 _TORCH_NAMES = {
@@ -52,6 +62,8 @@ _TORCH_NAMES = {
 DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, torch_name) for name, torch_name in _TORCH_NAMES.items() if hasattr(torch, torch_name)
 }
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+_PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
 
 
 class TensorEntry(NamedTuple):
@@ -140,7 +152,7 @@ class CheckpointIndex:
                 other = tensors.setdefault(entry.name, entry)
                 if other is not entry:
                     raise CheckpointError(
-                        f"Tensor {entry.name!r} is in two shards: {shards[other.shard].path} and {shard.path}. "
+                        f"Tensor {excerpt(entry.name)} is in two shards: {shards[other.shard].path} and {shard.path}. "
                         "Keep it in one of them."
                     )
         return cls(tuple(shards), tensors)
@@ -151,19 +163,18 @@ class CheckpointIndex:
         Raises:
             CheckpointError: a promised tensor is in no shard, or in another shard than promised.
         """
-        base_names = [os.path.basename(shard.path) for shard in self.shards]
         for name, file_name in weight_map.items():
             entry = self.tensors.get(name)
             if entry is None:
                 raise CheckpointError(
-                    f"The checkpoint's index promises tensor {name!r} in {file_name}, but no shard holds it. "
-                    "Download or save the checkpoint again."
+                    f"The checkpoint's index promises tensor {excerpt(name)} in {excerpt(file_name)}, but no shard "
+                    "holds it. Download or save the checkpoint again."
                 )
-            found = base_names[entry.shard]
-            if found != file_name and found != os.path.basename(file_name):
+            found = self.shards[entry.shard].path
+            if found != file_name and not found.endswith(f"/{file_name}"):
                 raise CheckpointError(
-                    f"The checkpoint's index promises tensor {name!r} in {file_name}, but it is in {found}. "
-                    "Download or save the checkpoint again."
+                    f"The checkpoint's index promises tensor {excerpt(name)} in {excerpt(file_name)}, but it is in "
+                    f"{os.path.basename(found)} ({found}). Download or save the checkpoint again."
                 )
 
     @property
@@ -177,12 +188,14 @@ def read_header(path: str | os.PathLike[str]) -> ShardHeader:
 
     Raises:
         ReadError: the file is missing or cannot be read.
-        CheckpointError: the file is too short for the header that it announces.
+        CheckpointError: it is not a regular file, or too short for the header that it announces.
     """
     name = os.fspath(path)
     try:
-        with open(name, "rb") as file:
-            size_bytes = os.fstat(file.fileno()).st_size
+        with open(name, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise CheckpointError(f"{name}: expected a regular file, found a pipe, a socket or a device.")
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise CheckpointError(f"{name}: expected at least 8 bytes of safetensors header, found {len(prefix)}.")
@@ -192,9 +205,9 @@ def read_header(path: str | os.PathLike[str]) -> ShardHeader:
                     f"{name}: header length: at most {MAX_HEADER_BYTES} bytes are allowed, found {length}. "
                     "This is probably not a safetensors file."
                 )
-            if 8 + length > size_bytes:
+            if 8 + length > status.st_size:
                 raise CheckpointError(
-                    f"{name}: header length: the header ends at byte {8 + length}, but the file has {size_bytes} "
+                    f"{name}: header length: the header ends at byte {8 + length}, but the file has {status.st_size} "
                     "bytes. The file is truncated or is not a safetensors file; download or save it again."
                 )
             text = file.read(length)
@@ -203,23 +216,23 @@ def read_header(path: str | os.PathLike[str]) -> ShardHeader:
             f"{name}: cannot read the safetensors header: {error.strerror or error}. "
             "Check that the file exists on every node and may be read."
         ) from error
-    return ShardHeader(size_bytes, text)
+    if len(text) != length:
+        raise CheckpointError(
+            f"{name}: header length: announced {length} bytes, of which only {len(text)} could be read: the file was "
+            "cut while it was read."
+        )
+    return ShardHeader(status.st_size, text)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # or a pipe without a writer would never open
 
 
 def _parse_header(path: str, position: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
-    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            raise CheckpointError(f"{path}: header: a key occurs twice among {sorted(key for key, _ in pairs)[:8]}.")
-        return found
-
-    try:
-        fields = json.loads(header.text.decode("utf-8"), object_pairs_hook=refuse_duplicates)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: header: expected a JSON object in UTF-8: {error}.") from error
-    if not isinstance(fields, dict):
-        raise CheckpointError(f"{path}: header: expected a JSON object, found {type(fields).__name__}.")
-    metadata = fields.pop("__metadata__", {})
+    fields = parse_object(header.text, f"{path}: header")
+    metadata = fields.pop("__metadata__", None)
+    if metadata is None:  # absent, or null, as the library has it
+        metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: header field '__metadata__': expected a map of strings to strings.")
 
@@ -231,28 +244,50 @@ def _parse_header(path: str, position: int, header: ShardHeader) -> tuple[Shard,
 
 
 def _parse_entry(path: str, position: int, data_start: int, name: str, field: Any) -> TensorEntry:
-    where = f"{path}: tensor {name!r}"
+    if len(name) > MAX_NAME_LENGTH:
+        raise _faulty(path, name, f"name: at most {MAX_NAME_LENGTH} characters are allowed, found {len(name)}")
     if not isinstance(field, dict) or field.keys() != _FIELDS:
-        raise CheckpointError(f"{where}: expected exactly the fields dtype, shape and data_offsets.")
+        raise _faulty(path, name, "expected exactly the fields dtype, shape and data_offsets")
     dtype_name, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     if not isinstance(dtype_name, str) or dtype_name not in DTYPES:
-        raise CheckpointError(f"{where}: unknown dtype {dtype_name!r}; known are {', '.join(DTYPES)}.")
-    if not isinstance(shape, list) or not all(map(_is_size, shape)):
-        raise CheckpointError(f"{where}: shape: expected a list of sizes >= 0, found {shape!r:.80}.")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise CheckpointError(f"{where}: data_offsets: expected two offsets >= 0, found {offsets!r:.80}.")
+        raise _faulty(path, name, _unknown_dtype(dtype_name))
+    if not isinstance(shape, list) or not _are_sizes(shape):
+        raise _faulty(path, name, f"shape: expected a list of sizes >= 0, found {excerpt(shape)}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise _faulty(path, name, f"shape: at most {MAX_DIMENSIONS} dimensions are allowed, found {len(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets):
+        raise _faulty(path, name, f"data_offsets: expected two offsets >= 0, found {excerpt(offsets)}")
     begin, end = offsets
-    expected = prod(shape) * DTYPES[dtype_name].itemsize
+    item_bytes = _ITEM_BYTES[dtype_name]
+    expected = prod(shape) * item_bytes
     if end - begin != expected:
-        raise CheckpointError(
-            f"{where}: data_offsets [{begin}, {end}] hold {end - begin} bytes, but dtype {dtype_name} and shape "
-            f"{shape!r:.80} need {expected}."
+        raise _faulty(
+            path,
+            name,
+            f"data_offsets [{begin}, {end}] hold {end - begin} bytes, but dtype {dtype_name} and shape "
+            f"{excerpt(shape)} need {expected if expected < _INT64_END else '2**63 or more'}",
         )
+    # A size of 0 hides an overflow from the check above, but not from whoever multiplies in another order.
+    if not expected and prod(size for size in shape if size) * item_bytes >= _INT64_END:
+        raise _faulty(path, name, f"shape: the sizes of {excerpt(shape)} overflow 64 bits")
     return TensorEntry(name, position, dtype_name, tuple(shape), data_start + begin, data_start + end)
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63  # bool is an int too, and JSON has it
+def _faulty(path: str, name: str, text: str) -> CheckpointError:
+    return CheckpointError(f"{path}: tensor {excerpt(name)}: {text}.")
+
+
+def _unknown_dtype(name: Any) -> str:
+    if isinstance(name, str) and name in _PACKED:
+        return f"dtype {name} packs several values into a byte, and is not streamed; load it without streaming()"
+    return f"unknown dtype {excerpt(name)}; known are {', '.join(DTYPES)}"
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    for value in values:
+        if type(value) is not int or not 0 <= value < _INT64_END:  # bool is an int too, and JSON has it
+            return False
+    return True
 
 
 def _check_coverage(path: str, data_start: int, data_bytes: int, entries: Iterable[TensorEntry]) -> None:
@@ -262,8 +297,8 @@ def _check_coverage(path: str, data_start: int, data_bytes: int, entries: Iterab
         if entry.start != covered:
             fault = "overlaps the tensor before it" if entry.start < covered else "leaves a hole before it"
             raise CheckpointError(
-                f"{path}: tensor {entry.name!r}: data_offsets: expected to begin at {covered - data_start}, found "
-                f"{entry.start - data_start}, which {fault}."
+                f"{path}: tensor {excerpt(entry.name)}: data_offsets: expected to begin at {covered - data_start}, "
+                f"found {entry.start - data_start}, which {fault}."
             )
         covered = entry.stop
     if covered != data_start + data_bytes:

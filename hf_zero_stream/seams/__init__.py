@@ -33,6 +33,7 @@ _RELIED_ON = (
     (PreTrainedModel, "_move_missing_keys_from_meta_to_device"),
     (PreTrainedModel, "_initialize_weights"),
     (core_model_loading, "convert_and_load_state_dict_in_model"),
+    (modeling_utils, "get_checkpoint_shard_files"),
     (modeling_utils, "load_state_dict"),
     (modeling_utils, "set_zero3_state"),
     (transformers_deepspeed, "_hf_deepspeed_config_weak_ref"),

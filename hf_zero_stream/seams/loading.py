@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,9 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from .. import patching
-from ..errors import LoadError, UnsupportedError
+from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.index_file import check_files, read_index_file
+from ..errors import CheckpointError, LoadError, UnsupportedError
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
 from .session import Session, Stopped, zero3_hidden
 
@@ -115,11 +118,41 @@ def _refuse_distributed_checkpoint(original: Callable[..., Any], self: Any, *arg
     )
 
 
+def _get_checkpoint_shard_files(
+    original: Callable[..., Any], name: Any, index_filename: str, *args: Any, **kwargs: Any
+) -> Any:
+    """The index is checked before transformers parses it and looks for the files that it names."""
+    if Session.current() is None:
+        return original(name, index_filename, *args, **kwargs)
+    read_index_file(index_filename)
+    found = original(name, index_filename, *args, **kwargs)
+    # Files of the hub are where huggingface_hub put them; in a folder they are where somebody's archive put them.
+    check_files([index_filename, *found[0]], name if os.path.isdir(name) else None)
+    return found
+
+
+def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
+    """For pickles; transformers also looks into a first shard, for a dtype that nothing else says. Both are checked.
+
+    With ``weights_only``, transformers' default, no code in a pickle is run; what torch refuses is torch's own error.
+    """
+    if Session.current() is None:
+        return original(file, *args, **kwargs)
+    if str(file).endswith(".safetensors"):
+        CheckpointIndex.from_files([file])
+    values = original(file, *args, **kwargs)
+    if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
+        raise CheckpointError(f"{file}: expected a map of names to tensors, found {type(values).__name__}.")
+    return values
+
+
 def _open(load: Any, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Mapping[str, Any]:
     if state_dict is not None:
         return load.open_values(mapped_gguf_values(state_dict))
     if not checkpoint_files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
+    if load_config.sharded_metadata is None:
+        check_files(checkpoint_files)
     if checkpoint_files[0].endswith(".safetensors"):
         return load.open(checkpoint_files, (load_config.sharded_metadata or {}).get("weight_map"))
     logger.info("The checkpoint is not in safetensors: hf_zero_stream reads it through torch.load's memory map.")
@@ -226,6 +259,8 @@ REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     (PreTrainedModel, "_finalize_model_loading"): patching.static_method(_finalize_model_loading),
     (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): patching.function(_move_missing_keys),
     (PreTrainedModel, "_initialize_weights"): patching.function(_initialize_weights),
+    (modeling_utils, "get_checkpoint_shard_files"): patching.function(_get_checkpoint_shard_files),
+    (modeling_utils, "load_state_dict"): patching.function(_load_state_dict),
     (modeling_utils, "_tied_params_are_equal"): patching.function(_tied_params_are_equal),
     (_distributed_owner, "_load_and_finalize_distributed_pretrained_model"): patching.function(
         _refuse_distributed_checkpoint

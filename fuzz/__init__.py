@@ -1,0 +1,1 @@
+"""Coverage-guided fuzzing of what reads untrusted files; see README.md."""

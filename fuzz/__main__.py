@@ -1,0 +1,49 @@
+"""``python -m fuzz TARGET [options of libFuzzer] [folders]``: see README.md."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import atheris
+
+
+with atheris.instrument_imports(include=["hf_zero_stream.checkpoint"], enable_loader_override=False):
+    import hf_zero_stream.checkpoint.index
+    import hf_zero_stream.checkpoint.index_file
+    import hf_zero_stream.checkpoint.untrusted_json  # noqa: F401
+
+from .seeds import CORPUS
+from .targets import TARGETS
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
+        sys.exit(f"usage: python -m fuzz {{{','.join(TARGETS)}}} [-runs=N] [other options of libFuzzer] [folders]")
+    _, name, *arguments = sys.argv
+    read = TARGETS[name]
+    kept = Path("build") / "fuzz" / name
+    defaults = [
+        "-max_len=4096",
+        "-timeout=10",  # seconds for one input
+        "-rss_limit_mb=2048",
+        "-print_final_stats=1",
+        f"-dict={CORPUS.parent / 'json.dict'}",
+        f"-artifact_prefix={kept}-",
+    ]
+    kept.mkdir(parents=True, exist_ok=True)
+    given = any(not argument.startswith("-") for argument in arguments)
+    folders = [] if given else [str(kept), str(CORPUS / name)]
+
+    def target(content: bytes) -> None:
+        read(content)
+
+    # To merge folders, libFuzzer has a shell run what it was called with, beginning with this.
+    program = f"{shlex.quote(sys.executable)} -m fuzz {name}"
+    atheris.Setup([program, *defaults, *arguments, *folders], target)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

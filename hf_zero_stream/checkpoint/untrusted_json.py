@@ -1,0 +1,87 @@
+"""JSON that somebody else wrote, parsed so strictly that what comes out means one thing only.
+
+Python's parser is laxer than the format: it lets the last of two equal keys win, takes ``-0`` for an integer, reads
+half a surrogate pair as a character, and puts no bound on what an error message may quote. The safetensors library
+(serde_json) takes none of the last three, and we accept nothing that it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import reprlib
+from typing import Any
+
+from ..errors import CheckpointError
+
+
+__all__ = ["excerpt", "parse_object"]
+
+# A minus sign before a zero where a value may stand. In a string it may stand too: then only the slower path is taken.
+_MINUS_ZERO = re.compile(rb"[\[:,\s]-0")
+
+_short = reprlib.Repr()
+_short.maxlevel = 2
+_short.maxstring = _short.maxother = _short.maxlong = 200
+
+
+def excerpt(value: Any) -> str:
+    """``repr(value)``, cut to a length that an error message can bear whatever the value is."""
+    return _short.repr(value)
+
+
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """The JSON object that `text` is, at a cost in time and memory that is linear in ``len(text)``.
+
+    Objects come out as dicts, whole numbers as ints of at most 4300 digits (the interpreter's own limit).
+
+    Args:
+        text: UTF-8.
+        where: the file, and what of it this is, for error messages.
+
+    Raises:
+        CheckpointError: it is not one JSON object that begins at the first byte; a key occurs twice in an object; a
+            string is not Unicode text; it is nested deeper than the interpreter can go.
+    """
+    if not text.startswith(b"{"):
+        raise CheckpointError(
+            f"{where}: expected a JSON object in UTF-8, beginning with '{{'; found {excerpt(text[:16])}. "
+            "Download or save the file again."
+        )
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            raise CheckpointError(f"{where}: the key {excerpt(_first_repeated(pairs))} occurs twice in one object.")
+        return found
+
+    def unique_text(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for string in (string for pair in pairs for string in pair if isinstance(string, str)):
+            if any("\ud800" <= character <= "\udfff" for character in string):
+                raise CheckpointError(f"{where}: {excerpt(string)} is not Unicode text: it has half a surrogate pair.")
+        return unique(pairs)
+
+    try:
+        return json.loads(
+            text.decode("utf-8"),
+            # Only an escape can make half a surrogate pair: UTF-8 has none.
+            object_pairs_hook=unique_text if rb"\u" in text else unique,
+            parse_int=_integer if b"-0" in text and _MINUS_ZERO.search(text) else None,
+        )
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or an integer without end
+        raise CheckpointError(f"{where}: expected a JSON object in UTF-8: {error}.") from error
+
+
+def _integer(digits: str) -> int | float:
+    return -0.0 if digits == "-0" else int(digits)
+
+
+def _first_repeated(pairs: list[tuple[str, Any]]) -> str:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            return key
+        seen.add(key)
+    raise AssertionError("no key is repeated")
