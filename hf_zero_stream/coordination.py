@@ -1,19 +1,23 @@
 """What ranks tell each other while loading: one rank's headers, everyone's success, everyone's report.
 
 Ranks meet at agreements, always in the same order. A rank that fails between two agreements brings its error to the
-next one, so that every rank raises there, in seconds, instead of waiting for a collective that never comes.
+next one, so that every rank raises there, in seconds, instead of waiting for a collective that never comes. While a
+coordinator is :meth:`~Coordinator.watched`, that holds for a rank that dies, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
-from . import errors
-from .errors import HfZeroStreamError, PeerError
+from .errors import PeerError
+from .liveness import PEER_TIMEOUT_S, Watch, default_store, peer_error
+from .messages import broadcast_object, gather_objects
 
 
 __all__ = ["Coordinator"]
@@ -36,6 +40,7 @@ class Coordinator:
         self.world_size = world_size
         self.is_alone = alone
         self._reported = False
+        self._watch: Watch | None = None
 
     @classmethod
     def of_default_group(cls) -> Coordinator:
@@ -52,6 +57,8 @@ class Coordinator:
         """Whether this is the rank that speaks for all."""
         return self.rank == 0
 
+    # ------------------------------------------------------------------------------------------- agreements
+
     def agree(self, error: BaseException | None = None) -> None:
         """Return on every rank if no rank brings an `error`, else raise on every rank.
 
@@ -61,23 +68,36 @@ class Coordinator:
         self.exchange(None, error)
 
     def exchange(self, value: T, error: BaseException | None = None) -> list[T]:
-        """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`) as well."""
+        """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`) as well.
+
+        Raises:
+            PeerError: another rank is dead (only while :meth:`watched`), or its connection is lost.
+        """
+        if error is not None and (self.is_alone or self._reported):
+            self._reported = True
+            raise error  # everyone knows
         if self.is_alone:
-            if error is not None:
-                self._reported = True
-                raise error
             return [value]
+        if error is not None and self._watch is not None and not self._watch.is_echo(error):
+            self._watch.announce(error, comes=True)
         mine = None if error is None else (type(error).__name__, str(error))
-        everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, (value, mine))
+        try:
+            if self._watch is not None:
+                self._watch.meet()
+            everyone = gather_objects((value, mine), self.wait)
+        except PeerError as death:
+            self._reported = True
+            raise death if error is None else error
         failures = {rank: failure for rank, (_, failure) in enumerate(everyone) if failure is not None}
         if not failures:
             return [value for value, _ in everyone]
         self._reported = True
         if error is not None:
             raise error
+        if self._watch is not None and self._watch.verdict is not None:
+            raise self._watch.verdict.error()  # not that of a rank which only heard of it
         rank, (kind, message) = next(iter(failures.items()))
-        raise _same_error(rank, kind, message)
+        raise peer_error(rank, kind, message)
 
     def share(self, produce: Callable[[], T]) -> T:
         """What `produce` returns on rank 0, on every rank; an agreement as well."""
@@ -90,10 +110,7 @@ class Coordinator:
             except Exception as caught:
                 error = caught
         self.agree(error)
-        box = [value]
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
-        dist.broadcast_object_list(box, src=0, device=device)
-        return box[0]  # type: ignore[return-value]
+        return broadcast_object(value, 0, self.wait)
 
     def report(self, error: BaseException) -> BaseException:
         """Bring `error` to the next agreement, unless an agreement raised it; returns what this rank should raise."""
@@ -105,9 +122,81 @@ class Coordinator:
             return agreed
         return error
 
+    # ------------------------------------------------------------------------------------------- dying ranks
 
-def _same_error(rank: int, kind: str, message: str) -> HfZeroStreamError:
-    known = getattr(errors, kind, None) if kind in errors.__all__ else None
-    if known is not None:
-        return known(f"rank {rank}: {message}")
-    return PeerError(f"rank {rank} failed, so this rank gives up too: {kind}: {message}")
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, ranks see each other's heartbeats: agreements and :meth:`wait` raise if one dies.
+
+        All ranks must enter it together; one that leaves it with an error that was not agreed upon says so.
+        """
+        if self.is_alone:
+            yield
+            return
+        first = self.rank - int(os.environ.get("LOCAL_RANK", "0"))
+        self._watch = Watch(
+            default_store(),
+            self.rank,
+            self.world_size,
+            neighbours=range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+            holds_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        )
+        try:
+            yield
+        except BaseException as error:
+            if not self._reported:
+                self._watch.announce(error, comes=False)
+            raise
+        finally:
+            watch, self._watch = self._watch, None
+            watch.close()
+
+    def be_patient(self, seconds: float = PEER_TIMEOUT_S) -> None:
+        """Take a rank for dead only after so many seconds without a heartbeat."""
+        if self._watch is not None:
+            self._watch.timeout_s = seconds
+
+    def check(self) -> None:
+        """Raise if a rank is known to be dead or to have failed; cheap, and no collective.
+
+        Raises:
+            HfZeroStreamError: what the next agreement is going to raise.
+        """
+        if self._watch is not None:
+            self._watch.check()
+
+    def wait(self, work: Any) -> None:
+        """Wait for an asynchronous collective of the default group.
+
+        Raises:
+            PeerError: a rank is dead, or the connection to it is lost.
+        """
+        with self.connections():
+            pause = 0.00005
+            while self._watch is not None and not work.is_completed():
+                verdict = self._watch.verdict
+                if verdict is not None and verdict.is_dead:
+                    raise verdict.error()
+                time.sleep(pause)
+                pause = min(0.005, pause * 1.5)
+            work.wait()
+
+    @contextmanager
+    def connections(self) -> Iterator[None]:
+        """Turns the error of a collective inside into one that names the rank that died."""
+        try:
+            yield
+        except PeerError:
+            raise
+        except RuntimeError as error:
+            if not _is_of_connection(error):
+                raise
+            verdict = None if self._watch is None else self._watch.wait_for_verdict()
+            if verdict is not None:
+                raise verdict.error() from error
+            raise PeerError(f"The connection to another rank is lost, so this rank gives up too: {error}") from error
+
+
+def _is_of_connection(error: RuntimeError) -> bool:
+    """Whether a collective failed, and not what surrounds it."""
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection"))

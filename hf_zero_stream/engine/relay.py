@@ -74,27 +74,58 @@ class RelayedFiles(ShardFiles):
             dist.send(torch.tensor([_DONE, 0, 0]), self._reader, self._group)
 
 
-def serve(files: ShardFiles, clients: int, group: dist.ProcessGroup, chunk_bytes: int) -> None:
-    """Answer the requests of `clients` ranks until each of them has finished.
+def serve(files: ShardFiles, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
+    """Answer the requests of the ranks `clients` until each of them has finished.
+
+    Each has a thread that listens to it alone: listening to all at once, gloo does not notice when one of them dies.
+    They are answered one at a time.
 
     Raises:
         ReadError: the first read that failed, after all clients have finished.
+        RuntimeError: the connection to a client was lost, after all others have finished.
     """
-    request, chunk = torch.empty(3, dtype=torch.int64), torch.empty(chunk_bytes, dtype=torch.uint8)
-    failure: Exception | None = None
-    while clients:
-        client = dist.recv(request, None, group)
-        shard, start, length = request.tolist()
-        if shard == _DONE:
-            clients -= 1
-            continue
+    chunk, answering = torch.empty(chunk_bytes, dtype=torch.uint8), threading.Lock()
+    failures: list[Exception] = []
+
+    def listen(client: int) -> None:
+        request = torch.empty(3, dtype=torch.int64)
         try:
-            files.read_into(shard, start, [memoryview(chunk[:length].numpy())])
+            while True:
+                dist.recv(request, client, group)
+                shard, start, length = request.tolist()
+                if shard == _DONE:
+                    return
+                with answering:
+                    _answer(files, client, group, shard, start, chunk[:length], failures)
         except Exception as error:
-            failure = failure or error
-            dist.send(torch.tensor([1]), client, group)
-            continue
-        dist.send(torch.tensor([0]), client, group)
-        dist.send(chunk[:length], client, group)
-    if failure is not None:
-        raise failure
+            failures.append(error)
+
+    listeners = [
+        threading.Thread(target=listen, args=(client,), name=f"hf_zero_stream-{client}") for client in clients
+    ]
+    for listener in listeners:
+        listener.start()
+    for listener in listeners:
+        listener.join()
+    if failures:
+        raise failures[0]
+
+
+def _answer(
+    files: ShardFiles,
+    client: int,
+    group: dist.ProcessGroup,
+    shard: int,
+    start: int,
+    part: torch.Tensor,
+    failures: list[Exception],
+) -> None:
+    """Send `client` a status, and `part` of a shard if it could be read."""
+    try:
+        files.read_into(shard, start, [memoryview(part.numpy())])
+    except Exception as error:
+        failures.append(error)
+        dist.send(torch.tensor([1]), client, group)
+        return
+    dist.send(torch.tensor([0]), client, group)
+    dist.send(part, client, group)

@@ -39,13 +39,41 @@ def share_out(items: Iterable[Item], work: Callable[[Iterator[Item]], None], thr
             errors.append(error)
             failed.set()
 
-    helpers = [threading.Thread(target=run, name=f"hf_zero_stream-{number}") for number in range(1, threads)]
-    for thread in helpers:
-        thread.start()
+    ended = [threading.Event() for _ in range(1, threads)]
+
+    def help_out(end: threading.Event) -> None:
+        try:
+            run()
+        finally:
+            end.set()
+
+    helpers = [
+        threading.Thread(target=help_out, args=(end,), name=f"hf_zero_stream-{number}")
+        for number, end in enumerate(ended, 1)
+    ]
+    begun: list[tuple[threading.Thread, threading.Event]] = []
     try:
+        for helper in zip(helpers, ended, strict=True):
+            begun.append(helper)
+            helper[0].start()
         run()
-    finally:
-        for thread in helpers:
-            thread.join()
+        _wait(begun)
+    except BaseException:  # Ctrl-C while starting or waiting, or no more threads to be had
+        failed.set()
+        _wait(begun)
+        raise
     if errors:
         raise errors[0]
+
+
+def _wait(begun: Iterable[tuple[threading.Thread, threading.Event]]) -> None:
+    """Until all have ended; one that :meth:`~threading.Thread.start` did not get to does not count.
+
+    ``join()`` alone, once interrupted by Ctrl-C, takes a thread for ended that runs on (CPython #89437).
+    """
+    for thread, end in begun:
+        while not end.wait(0.1 if thread.ident is None else None):
+            if thread.ident is None:
+                break
+        if end.is_set():
+            thread.join()

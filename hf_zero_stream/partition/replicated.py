@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..messages import Wait
 from .zero3 import local_device
 
 
@@ -53,15 +54,17 @@ class Exchange:
         parts: what this rank brings.
         rank_bytes: length of one rank's buffer, in bytes.
         buffers: memory for one rank's buffer and for those of all ranks, shared by exchanges one after the other.
+        wait: returns when an asynchronous collective is done, or raises.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], parts: Sequence[Part], rank_bytes: int, buffers: _Buffers
+        self, tensors: Sequence[torch.Tensor], parts: Sequence[Part], rank_bytes: int, buffers: _Buffers, wait: Wait
     ) -> None:
         self.parts = parts
         self._tensors = tensors
         self._rank_bytes = rank_bytes
         self._buffers = buffers
+        self._wait = wait
 
     def begin(self) -> list[torch.Tensor]:
         """A destination for each part of this rank."""
@@ -72,7 +75,7 @@ class Exchange:
         """Exchange the parts and put them into the tensors; all ranks must call it."""
         ranks = self._buffers.world_size
         everyone = self._buffers.everyone()[: ranks * self._rank_bytes]
-        all_gather(everyone, self._buffers.mine()[: self._rank_bytes])
+        self._wait(all_gather(everyone, self._buffers.mine()[: self._rank_bytes], async_op=True))
         for rank in range(ranks):
             of_rank = everyone[rank * self._rank_bytes : (rank + 1) * self._rank_bytes]
             for part in self.parts:
@@ -107,12 +110,19 @@ class _Buffers:
         return self._everyone
 
 
-def exchanges(tensors: Sequence[torch.Tensor], rank: int, world_size: int, chunk_bytes: int) -> Iterator[Exchange]:
+def exchanges(
+    tensors: Sequence[torch.Tensor],
+    rank: int,
+    world_size: int,
+    chunk_bytes: int,
+    wait: Wait = lambda work: work.wait(),
+) -> Iterator[Exchange]:
     """Exchanges that fill `tensors`, each through at most `chunk_bytes` of all ranks' buffers together.
 
     Args:
         tensors: flat, of any dtypes; the same on every rank.
         chunk_bytes: at least 16 bytes a rank are used.
+        wait: returns when an asynchronous collective is done, or raises.
     """
     limit = max(ALIGNMENT, chunk_bytes // world_size // ALIGNMENT * ALIGNMENT)
     buffers = _Buffers(limit, world_size)
@@ -125,7 +135,7 @@ def exchanges(tensors: Sequence[torch.Tensor], rank: int, world_size: int, chunk
         while first < share:
             length = min(share - first, (limit - used) // itemsize)
             if length == 0:
-                yield Exchange(tensors, parts, used, buffers)
+                yield Exchange(tensors, parts, used, buffers, wait)
                 parts, used = [], 0
                 continue
             start = min(tensor.numel(), rank * share + first)
@@ -134,7 +144,7 @@ def exchanges(tensors: Sequence[torch.Tensor], rank: int, world_size: int, chunk
             used = min(limit, -(-(used + length * itemsize) // ALIGNMENT) * ALIGNMENT)
             first += length
     if parts:
-        yield Exchange(tensors, parts, used, buffers)
+        yield Exchange(tensors, parts, used, buffers, wait)
 
 
 def _device() -> torch.device:

@@ -1,0 +1,151 @@
+"""Elements of a lazy tensor, looked up one by one: slow and simple, as a second opinion on planned reads.
+
+A load turns views into boxes, merges these into reads, and copies with several threads. Here each element's place is
+followed through the nodes by plain index arithmetic instead, so that a fault in any of those would be seen. Runs of
+elements that stay together are kept as ranges, which is most of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils._pytree import tree_map
+
+from ..checkpoint.index import TensorEntry
+from ..checkpoint.nodes import Cat, Copy, FileTensor, Gather, HostTensor, Node, Pointwise, View, row_major_strides
+from ..checkpoint.source import ShardFiles
+
+
+__all__ = ["Lookup"]
+
+Positions: TypeAlias = range | torch.Tensor
+"""Positions in a flat buffer: consecutive, or int64 in any order."""
+
+SEEK_BYTES = 512
+"""A hole of at most so many bytes between two elements of a file is read through."""
+
+
+class Lookup:
+    """Looks up elements in the shards of a checkpoint; safe to use from several threads.
+
+    Args:
+        files: the open shards.
+        compute: gives the values of a view of a function's result (see :class:`.compute.Evaluator`): functions are
+            evaluated as in a load, from inputs that are read again.
+    """
+
+    def __init__(self, files: ShardFiles, compute: Callable[[View], torch.Tensor]) -> None:
+        self._files = files
+        self._compute = compute
+        self._computing = threading.Lock()
+
+    def values(self, view: View, start: int, stop: int) -> torch.Tensor:
+        """The elements ``[start, stop)`` of `view` in row-major order; 1-d, of its dtype, in host memory.
+
+        Raises:
+            ReadError, CheckpointError: a shard could not be read.
+        """
+        return self._of_view(view, range(start, stop))
+
+    def _of_view(self, view: View, at: Positions) -> torch.Tensor:
+        return self._of_node(view.node, _positions(view, at))
+
+    def _of_node(self, node: Node, at: Positions) -> torch.Tensor:
+        if not len(at):
+            return torch.empty(0, dtype=node.dtype)
+        match node:
+            case FileTensor(entry=entry):
+                return self._read(entry, at)
+            case HostTensor(tensor=tensor):
+                return tensor[at.start : at.stop] if isinstance(at, range) else tensor[at]
+            case Copy(source=source):
+                return self._of_view(source, at).to(node.dtype)
+            case Cat():
+                return self._of_cat(node, at)
+            case Gather(source=source, index=index):
+                row, inside = prod(source.sizes[1:]), _as_tensor(at)
+                return self._of_view(source, torch.tensor(index)[inside // row] * row + inside % row)
+            case Pointwise():
+                return self._of_pointwise(node, at)
+            case _:
+                return self._of_function(node, at)
+
+    def _of_cat(self, node: Cat, at: Positions) -> torch.Tensor:
+        inner, total = prod(node.sizes[node.dim + 1 :]), node.sizes[node.dim]
+        if isinstance(at, range) and prod(node.sizes[: node.dim]) == 1:  # the pieces lie one behind the other
+            parts = []
+            for piece, first in zip(node.pieces, node.starts, strict=False):
+                begin = max(at.start, first * inner)
+                end = min(at.stop, first * inner + piece.numel)
+                if begin < end:
+                    parts.append(self._of_view(piece, range(begin - first * inner, end - first * inner)))
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        at = _as_tensor(at)
+        outer, along, inside = at // (total * inner), at // inner % total, at % inner
+        number = torch.searchsorted(torch.tensor(node.starts), along, right=True) - 1
+        values = torch.empty(len(at), dtype=node.dtype)
+        for which in number.unique().tolist():
+            chosen = number == which
+            size, row = node.pieces[which].sizes[node.dim], along[chosen] - node.starts[which]
+            values[chosen] = self._of_view(node.pieces[which], (outer[chosen] * size + row) * inner + inside[chosen])
+        return values
+
+    def _of_pointwise(self, node: Pointwise, at: Positions) -> torch.Tensor:
+        def value_of(argument: Any) -> Any:
+            if not isinstance(argument, View):
+                return argument
+            return self._of_view(argument, at) if argument.sizes else self._of_view(argument, range(1))[0]
+
+        args, kwargs = tree_map(value_of, (node.args, dict(node.kwargs)))
+        return node.function(*args, **kwargs)
+
+    def _of_function(self, node: Node, at: Positions) -> torch.Tensor:
+        begin, end = (at.start, at.stop) if isinstance(at, range) else (int(at.min()), int(at.max()) + 1)
+        with self._computing:
+            values = self._compute(View(node, (end - begin,), (1,), begin))
+        return values if isinstance(at, range) else values[at - begin]
+
+    def _read(self, entry: TensorEntry, at: Positions) -> torch.Tensor:
+        itemsize = entry.dtype.itemsize
+        if isinstance(at, range):
+            return self._read_run(entry, at.start, at.stop)
+        ordered, order = at.sort()
+        jumps = (ordered.diff() * itemsize > SEEK_BYTES + itemsize).nonzero().view(-1) + 1
+        values = torch.empty(len(at), dtype=entry.dtype)
+        for run in ordered.tensor_split(jumps):
+            first = int(run[0])
+            found = self._read_run(entry, first, int(run[-1]) + 1)
+            count = len(run)
+            values[order[:count]] = found[run - first]
+            order = order[count:]
+        return values
+
+    def _read_run(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
+        itemsize = entry.dtype.itemsize
+        data = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
+        self._files.read_into(entry.shard, entry.start + start * itemsize, [memoryview(data.numpy())])
+        return data.view(entry.dtype)
+
+
+def _positions(view: View, at: Positions) -> Positions:
+    """Where elements of `view`, counted in row-major order, lie in its node's buffer."""
+    held = [(size, stride) for size, stride in zip(view.sizes, view.strides, strict=True) if size != 1]
+    sizes = tuple(size for size, _ in held)
+    if tuple(stride for _, stride in held) == row_major_strides(sizes):
+        if isinstance(at, range):
+            return range(at.start + view.offset, at.stop + view.offset)
+        return at + view.offset
+    index = _as_tensor(at)
+    places = torch.full_like(index, view.offset)
+    for size, stride in reversed(held):
+        places += index % size * stride
+        index = index // size
+    return places
+
+
+def _as_tensor(at: Positions) -> torch.Tensor:
+    return torch.arange(at.start, at.stop) if isinstance(at, range) else at

@@ -1,0 +1,50 @@
+"""Threads that share out work end with the call, however it ends."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from hf_zero_stream.engine.workers import share_out
+
+
+def helpers() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("hf_zero_stream-")]
+
+
+def test_each_item_comes_once() -> None:
+    done: list[int] = []
+    share_out(range(1000), done.extend, 4)
+    assert sorted(done) == list(range(1000))
+    assert helpers() == []
+
+
+def test_an_error_ends_the_others() -> None:
+    def work(items: Iterator[int]) -> None:
+        for number, _ in enumerate(items):
+            if number == 3:
+                raise ValueError("three")
+            time.sleep(0.001)
+
+    with pytest.raises(ValueError, match="three"):
+        share_out(iter(int, 1), work, 3)
+    assert helpers() == []
+
+
+def test_ctrl_c_while_the_others_work() -> None:
+    """The calling thread has nothing left to do and waits for a helper, which goes on as long as it is let."""
+
+    def work(items: Iterator[int]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            return
+        _thread.interrupt_main()
+        for _ in items:
+            time.sleep(0.001)
+
+    with pytest.raises(KeyboardInterrupt):
+        share_out(iter(int, 1), work, 2)
+    assert helpers() == []
