@@ -27,6 +27,9 @@ CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 READERS = ("all", "rank0", "local_rank0")
 """Values of `read_from`."""
 
+VERIFICATIONS = ("off", "sizes", "sample", "full")
+"""Values of `verify`."""
+
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
@@ -39,7 +42,9 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 class StreamingConfig:
     """How a streaming load uses memory, threads and the terminal.
 
-    None of the settings changes what is loaded, only how, and what `strict` refuses. Every rank may have its own.
+    None of the settings changes what is loaded, only how, and what `strict` refuses. Every rank may have its own, but
+    for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify` and, where ranks share the reading,
+    `staging_bytes`.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -96,6 +101,25 @@ class StreamingConfig:
     same for one call.
     """
 
+    verify: str = "sizes"
+    """What is checked beyond structure: `"off"`, `"sizes"`, `"sample"` or `"full"`.
+
+    `"sizes"`: no shard changed while it was read; free. `"sample"`: besides, some chunks of every parameter are read
+    again and compared with what was placed. `"full"`: all of them, which costs one more pass over this rank's bytes.
+    """
+
+    read_retries: int = 4
+    """How often an open or a read that failed for a passing reason (EIO, ESTALE, ETIMEDOUT, ...) is tried again.
+
+    After 0.1 s, then twice as long each time. 0: never.
+    """
+
+    peer_timeout_s: int = 8
+    """Seconds without a sign of life after which a rank counts as dead; one that is merely slow gives signs of life.
+
+    Ranks of one host do not need it: they see each other's processes end.
+    """
+
     progress: bool = True
     """Show one progress bar, in bytes, on the local main process.
 
@@ -112,14 +136,17 @@ class StreamingConfig:
             # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
             if type(value) is not expected:
                 raise ConfigError(f"{field.name}: expected {expected.__name__}; got {value!r}")
-        if self.read_from not in READERS:
-            raise ConfigError(f"read_from: expected one of {', '.join(READERS)}; got {self.read_from!r}")
+        for name, known in (("read_from", READERS), ("verify", VERIFICATIONS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name}: expected one of {', '.join(known)}; got {getattr(self, name)!r}")
         for name, minimum in (
             ("chunk_bytes", 1),
             ("staging_bytes", 1),
             ("request_bytes", 0),
             ("reader_threads", 0),
             ("seek_bytes", 0),
+            ("read_retries", 0),
+            ("peer_timeout_s", 1),
         ):
             if getattr(self, name) < minimum:
                 raise ConfigError(f"{name}: expected at least {minimum}; got {getattr(self, name)}")
@@ -213,17 +240,17 @@ def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
         parsed = _BOOLEANS.get(str(value).strip().lower())
         expected = "a boolean (1, 0, true, false, yes, no)"
     elif name.endswith("_bytes"):
-        parsed = _parse_size(value)
+        parsed = parse_size(value)
         expected = 'a whole number of bytes, or a size such as "64MiB" or "64MB"'
     else:
-        parsed = _parse_size(value, units=False)
+        parsed = parse_size(value, units=False)
         expected = "a whole number"
     if parsed is None:
         raise ConfigError(f"{origin}: expected {expected}; got {value!r}")
     return parsed
 
 
-def _parse_size(value: Any, units: bool = True) -> int | None:
+def parse_size(value: Any, units: bool = True) -> int | None:
     """Returns the number, or None if it is none. `5e8` counts: JSON reads it as a float, and DeepSpeed accepts it."""
     if isinstance(value, bool):
         return None

@@ -189,7 +189,7 @@ def swap_batch(
                 buffers[key].copy_(values)
         return [buffer for key, buffer in buffers.items() if key in items]
 
-    return Batch(sourced, begin, wave.settle)
+    return Batch(sourced, begin, wave.settle, is_lent=True)
 
 
 def exchange_batches(parameters: Sources, coordinator: Coordinator, chunk_bytes: int) -> list[Batch]:
@@ -208,9 +208,17 @@ def exchange_batches(parameters: Sources, coordinator: Coordinator, chunk_bytes:
             )
             for part in exchange.parts
         ]
-        return Batch(items, exchange.begin, exchange.settle, is_collective=True)
+        return Batch(
+            items,
+            exchange.begin,
+            exchange.settle,
+            is_collective=True,
+            is_lent=True,
+            completes={names[part.tensor]: values[part.tensor] for part in exchange.parts},
+        )
 
-    return [batch(exchange) for exchange in exchanges(values, coordinator.rank, coordinator.world_size, chunk_bytes)]
+    rank, world_size = coordinator.rank, coordinator.world_size
+    return [batch(exchange) for exchange in exchanges(values, rank, world_size, chunk_bytes, coordinator.wait)]
 
 
 def whole(buffers: Sources) -> list[Item]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from .checkpoint.index import DTYPES, CheckpointIndex, read_header
+from .allocation import allocating, is_out_of_memory
+from .checkpoint.index import DTYPES, CheckpointIndex, Shard, ShardHeader, read_header
 from .checkpoint.lazy import CheckpointSlice, LazyTensor, checkpoint_slices
 from .checkpoint.nodes import HostTensor, View
+from .checkpoint.source import Identity
 from .config import StreamingConfig
 from .coordination import Coordinator
 from .errors import LoadError
@@ -26,6 +29,7 @@ from .partition import engine_memory, zero3
 from .planning.plan import LoadPlan
 from .reading import Batch, Reader
 from .report import LoadReport, Materialised, PhaseClock, RankReport
+from .sameness import description, refuse_differences, refuse_other_headers
 
 
 __all__ = ["Load", "source_of"]
@@ -56,6 +60,7 @@ class Load:
         self.config = config
         self.ds_config = ds_config
         self.coordinator = coordinator
+        coordinator.be_patient(config.peer_timeout_s)
         self.clock = PhaseClock()
         self.memory = AnonymousMemory()
         self.home: Home = (
@@ -69,6 +74,11 @@ class Load:
         self._reader = Reader(config, coordinator, self.clock, self.memory)
         self._recast: list[str] = []
 
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The checkpoint's files, once it is open."""
+        return self._reader.shards
+
     def close(self) -> None:
         """Release file handles; the load's other state is garbage once the model is returned."""
         self._reader.close()
@@ -81,14 +91,25 @@ class Load:
         """Index safetensors shards and return a state dict of lazy slices; rank 0's headers serve all ranks.
 
         Raises:
-            CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong.
+            CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
+                rank of a host, if it finds other headers there.
         """
+        identities: list[Identity] = []
+
+        def read_headers() -> list[ShardHeader]:
+            identities.extend(map(Identity.of_readable, files))
+            retries = self._reader.retries
+            return [retries.call(partial(read_header, path), cause_of=lambda error: error.__cause__) for path in files]
+
         with self.clock("index"):
-            headers = self.coordinator.share(lambda: [read_header(path) for path in files])
+            headers = self.coordinator.share(read_headers)
+            is_first_of_host = zero3.local_rank() == 0 and self._reader.reads_itself and not self.coordinator.is_alone
+            if is_first_of_host and not self.coordinator.is_main and self.config.verify != "off":
+                refuse_other_headers(files, read_headers(), headers)
             index = CheckpointIndex.from_headers(files, headers)
             if weight_map:
                 index.check_weight_map(weight_map)
-        self._reader.use(index.shards)
+        self._reader.use(index.shards, identities)
         slices: dict[str, CheckpointSlice | torch.Tensor] = {**checkpoint_slices(index, self._reader.materialise)}
         for name in slices:
             if _is_extra_state(name):
@@ -124,7 +145,7 @@ class Load:
         Raises:
             HfZeroStreamError: on all ranks, if planning or reading failed on any.
         """
-        parameters, buffers = self._planned(lambda: self._prepare(model, missing, tied))
+        parameters, buffers = self._planned(model, missing, lambda: self._prepare(model, missing, tied))
         self._filled(lambda: self.home.batches(model, parameters, buffers))
 
     def _prepare(self, model: nn.Module, missing: set[str], tied: set[str]) -> tuple[Sources, Sources]:
@@ -134,15 +155,23 @@ class Load:
         self.home.check(self.plan)
         return parameters, buffers
 
-    def _planned(self, prepare: Callable[[], T]) -> T:
-        """What `prepare`, which makes :attr:`plan`, returns; raises on all ranks if it does on any."""
+    def _planned(self, model: nn.Module, missing: set[str], prepare: Callable[[], T]) -> T:
+        """What `prepare`, which makes :attr:`plan` for the lazy `model`, returns.
+
+        Raises on all ranks if it does on any, or if ranks are about to load different things.
+        """
         error: BaseException | None = None
+        mine: dict[str, str] = {}
         try:
             with self.clock("plan"):
+                shares_reads = not self.home.is_partitioned
+                mine = description(model, missing, self.ds_config, self.config, shares_reads=shares_reads)
                 prepared = prepare()
-        except Exception as caught:
-            error = caught
-        self.coordinator.agree(error)
+                assert self.plan is not None
+                self._reader.open(self.plan)
+        except BaseException as caught:
+            error = _explained(caught, self.coordinator.rank)
+        refuse_differences(self.coordinator.exchange(mine, error))
         return prepared
 
     def _filled(self, begin: Callable[[], Sequence[Batch]]) -> None:
@@ -154,7 +183,7 @@ class Load:
             self.memory.sample()
             self._reader.fill(batches, self.plan)
         except BaseException as caught:
-            error = caught
+            error = _explained(caught, self.coordinator.rank)
         self.coordinator.agree(error)
 
     def _replace(
@@ -176,7 +205,8 @@ class Load:
                 if id(param) in replaced:
                     module._parameters[key] = replaced[id(param)]
                     continue
-                new = self.home.parameter(param)
+                with allocating(name, param.nbytes, "the host", self.coordinator.rank):
+                    new = self.home.parameter(param)
                 if new is None:
                     continue
                 module._parameters[key] = replaced[id(param)] = new
@@ -260,6 +290,8 @@ class Load:
             bytes_needed=plan.cost.bytes_needed,
             bytes_read=self._reader.bytes_read,
             reads=self._reader.reads,
+            retries=self._reader.retries.count,
+            verification=self._reader.verification,
             partition_bytes=plan.cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,
             anonymous_growth_peak=self.memory.growth_peak,
@@ -282,6 +314,15 @@ def source_of(tensor: torch.Tensor) -> View | None:
         return None
     flat = tensor.detach().contiguous().view(-1)  # a conversion op made real values
     return View.whole(HostTensor(flat.numel(), flat.dtype, flat, "an op made it from values"), tuple(tensor.shape))
+
+
+def _explained(error: BaseException, rank: int) -> BaseException:
+    """`error`, or if memory ran out where nobody said what it was for, one of ours that says so."""
+    if isinstance(error, LoadError) or not is_out_of_memory(error):
+        return error
+    explained = LoadError(f"out of memory on rank {rank} while loading: {error}")
+    explained.__cause__ = error
+    return explained
 
 
 def _copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:

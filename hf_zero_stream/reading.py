@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from .checkpoint.index import Shard
 from .checkpoint.nodes import View
-from .checkpoint.source import ShardFiles
+from .checkpoint.retries import Retries
+from .checkpoint.source import Identity, ShardFiles
 from .checkpoint.storage import is_on_network
 from .config import StreamingConfig
 from .coordination import Coordinator
 from .engine.compute import Evaluator
 from .engine.execute import execute_reads
 from .engine.lanes import buffers_per_lane
+from .engine.lookup import Lookup
 from .engine.relay import RelayedFiles, serve
 from .engine.streams import choose_request_bytes, choose_threads
+from .engine.workers import share_out
 from .memory import AnonymousMemory, total_memory_bytes
 from .partition import zero3
 from .planning.plan import LoadPlan, Target, make_plan
 from .progress import progress_bar
-from .report import PhaseClock
+from .report import PhaseClock, Verification
+from .verification import Verifier
 
 
 __all__ = ["Batch", "Item", "Reader"]
@@ -46,12 +50,16 @@ class Batch:
         begin: gives one flat destination for each item; called when the batches before are settled.
         settle: called when the destinations are full, for instance to move them on.
         is_collective: all ranks must settle together, and have the same batches.
+        is_lent: the destinations hold the values only until the batch is settled.
+        completes: whole tensors, flat, that this rank has once all batches are settled, by the parameter's name.
     """
 
     items: Sequence[Item]
     begin: Callable[[], Sequence[torch.Tensor]]
     settle: Callable[[], None] = _nothing
     is_collective: bool = False
+    is_lent: bool = False
+    completes: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class Reader:
@@ -76,6 +84,8 @@ class Reader:
         self._memory = memory
         self._on_network = False
         self._request_bytes = 0
+        self._verifier: Verifier | None = None
+        self.retries = Retries(config.read_retries)
         self._use_files(ShardFiles(()))
 
     def close(self) -> None:
@@ -84,16 +94,25 @@ class Reader:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes read so far, holes that were read through included."""
-        return self._files.bytes_read
+        """Bytes read so far, holes that were read through included; without what was read to verify."""
+        return self._files.bytes_read - (self._verifier.result.bytes_read if self._verifier else 0)
 
     @property
     def reads(self) -> int:
         """Positional reads so far."""
         return self._files.reads
 
-    def use(self, shards: tuple[Shard, ...]) -> None:
-        """Read from `shards` from now on."""
+    @property
+    def verification(self) -> Verification:
+        """What was verified."""
+        return self._verifier.result if self._verifier else Verification(how=self._config.verify)
+
+    def use(self, shards: tuple[Shard, ...], identities: Sequence[Identity] = ()) -> None:
+        """Read from `shards` from now on.
+
+        Args:
+            identities: what the files were when this rank read their headers, if it did.
+        """
         self.shards = shards
         # The hub's cache is made of links, and its files may lie elsewhere.
         folders = {os.path.dirname(os.path.realpath(shard.path)) for shard in shards}
@@ -103,7 +122,15 @@ class Reader:
         )
         # What does not fit into memory would only push its own beginning out of the page cache, and all else first.
         fits = sum(shard.size_bytes for shard in shards) < total_memory_bytes()
-        self._use_files(ShardFiles(shards, direct_io=self._config.direct_io, keep_cached=fits))
+        self._use_files(
+            ShardFiles(
+                shards,
+                direct_io=self._config.direct_io,
+                keep_cached=fits,
+                retries=self.retries,
+                identities=identities,
+            )
+        )
 
     def _use_files(self, files: ShardFiles) -> None:
         self._files = files
@@ -130,6 +157,21 @@ class Reader:
             seek_bytes=self._config.seek_bytes,
         )
 
+    @property
+    def reads_itself(self) -> bool:
+        """Whether this rank reads the shards, and not another one for it."""
+        number = {"all": 0, "local_rank0": zero3.local_rank(), "rank0": self._coordinator.rank}
+        return number[self._config.read_from] == 0
+
+    def open(self, plan: LoadPlan) -> None:
+        """Open the shards that `plan` reads from, so that one that is missing here is found before anything is read.
+
+        Raises:
+            ReadError, CheckpointError: a shard cannot be opened, or is not the one whose header was read.
+        """
+        if self.reads_itself:
+            share_out(sorted({read.shard for read in plan.reads}), self._files.open, self._threads())
+
     def fill(self, batches: Sequence[Batch], plan: LoadPlan) -> None:
         """Fill the destinations of `batches`, one batch after the other.
 
@@ -137,14 +179,19 @@ class Reader:
             plan: the plan of all of their items together.
 
         Raises:
-            ReadError, CheckpointError: a shard could not be read.
+            ReadError, CheckpointError: a shard could not be read, or changed meanwhile.
+            LoadError: what was placed is not what the files hold.
+            PeerError: another rank died.
         """
+        if self._config.verify in ("sample", "full"):
+            self._verifier = Verifier(self._config.verify, self._coordinator.rank, self._threads())
         if self._config.read_from == "all" or self._coordinator.is_alone or not self.shards:
             self._fill(batches, plan)
             return
         group = dist.new_group(backend="gloo")
         try:
-            self._fill_relayed(batches, plan, group)
+            with self._coordinator.connections():
+                self._fill_relayed(batches, plan, group)
         finally:
             dist.destroy_process_group(group)
 
@@ -154,7 +201,8 @@ class Reader:
         number = zero3.local_rank() if on_each_host else self._coordinator.rank
         ranks = zero3.ranks_on_this_host() if on_each_host else self._coordinator.world_size
         if number == 0:
-            serve(self._files, ranks - 1, group, self._config.chunk_bytes)
+            rank = self._coordinator.rank
+            serve(self._files, range(rank + 1, rank + ranks), group, self._config.chunk_bytes)
             self._fill(batches, plan)
             return
         relayed = RelayedFiles(self.shards, self._coordinator.rank - number, group, self._config.chunk_bytes)
@@ -164,20 +212,34 @@ class Reader:
         finally:
             relayed.finish()
 
-    def _fill(self, batches: Sequence[Batch], plan: LoadPlan) -> None:
-        threads = choose_threads(
+    def _threads(self) -> int:
+        return choose_threads(
             self._config.reader_threads,
-            self._config.staging_bytes // (self._request_bytes * buffers_per_lane(zero3.local_device())),
+            self._config.staging_bytes // max(1, self._request_bytes * buffers_per_lane(zero3.local_device())),
             zero3.ranks_on_this_host(),
             self._on_network,
             self._config.direct_io,
         )
+
+    def _fill(self, batches: Sequence[Batch], plan: LoadPlan) -> None:
+        threads = self._threads()
+        kept: list[tuple[Sequence[Item], Sequence[torch.Tensor]]] = []
         with progress_bar(plan.cost.bytes_read, "Streaming weights", self._config.progress) as bar:
+
+            def on_bytes(nbytes: int) -> None:
+                bar.update(nbytes)
+                self._coordinator.check()  # no need to read on for ranks that are not there any more
+
             for batch in batches:
                 error: BaseException | None = None
                 try:
                     of_batch = plan if len(batches) == 1 else self.plan(batch.items)
-                    self._carry_out(of_batch, batch.begin(), threads, bar.update)
+                    destinations = batch.begin()
+                    self._carry_out(of_batch, destinations, threads, on_bytes)
+                    if batch.is_lent:
+                        self._verify(batch.items, destinations)
+                    else:
+                        kept.append((batch.items, destinations))
                 except BaseException as caught:
                     error = caught
                     if not batch.is_collective:
@@ -185,6 +247,33 @@ class Reader:
                 if batch.is_collective:
                     self._coordinator.agree(error)  # nobody may wait in a collective for a rank that gave up
                 batch.settle()
+        self._verify_kept(kept, {name: tensor for batch in batches for name, tensor in batch.completes.items()})
+        if self._config.verify != "off":
+            self._files.check_unchanged()
+
+    def _verify(self, items: Sequence[Item], destinations: Sequence[torch.Tensor]) -> None:
+        if self._verifier is not None:
+            files = self._files
+            lookup = Lookup(files, self._evaluator.materialise)
+            self._verifier.verify(items, destinations, lookup, lambda: files.bytes_read, self._coordinator.check)
+
+    def _verify_kept(
+        self, kept: Sequence[tuple[Sequence[Item], Sequence[torch.Tensor]]], completes: Mapping[str, torch.Tensor]
+    ) -> None:
+        error: BaseException | None = None
+        try:
+            for items, destinations in kept:
+                self._verify(items, destinations)
+        except BaseException as caught:
+            error = caught
+            if not completes:
+                raise
+        if completes and self._config.verify == "full":
+            assert self._verifier is not None
+            mine = {name: part for name, part in self._verifier.parts.items() if name in completes}
+            self._verifier.verify_whole(completes, self._coordinator.exchange(mine, error))
+        elif error is not None:
+            raise error
 
     def _carry_out(
         self, plan: LoadPlan, destinations: Sequence[torch.Tensor], threads: int, on_bytes: Callable[[int], None]

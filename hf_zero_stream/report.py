@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from .planning.footprint import MemoryFootprint
 
 
-__all__ = ["PHASES", "LoadReport", "Materialised", "PhaseClock", "RankReport"]
+__all__ = ["PHASES", "LoadReport", "Materialised", "PhaseClock", "RankReport", "Verification"]
 
 PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
 """The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
@@ -28,6 +28,32 @@ class Materialised:
 
     reason: str
     """What stood in the way, for example the name of the op."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What one rank compared with the files after placing it."""
+
+    how: str
+    """`StreamingConfig.verify`: "off", "sizes", "sample" or "full"."""
+
+    parameters: int = 0
+    """Parameters and buffers of which elements were compared."""
+
+    left_out: int = 0
+    """Parameters that "sample" did not look at, because their conversion reads whole tensors."""
+
+    elements: int = 0
+    """Elements that were compared, bit for bit."""
+
+    bytes_read: int = 0
+    """Bytes read for it; not among `RankReport.bytes_read`."""
+
+    seconds: float = 0.0
+    """Wall-clock seconds that it took."""
+
+    digest: str = ""
+    """What this rank's elements contribute to `LoadReport.digest`: 16 hexadecimal digits, or "" unless "full"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +87,12 @@ class RankReport:
     device_peak: int
     """Most memory of the device during the load, in bytes; 0 without an accelerator."""
 
+    retries: int = 0
+    """Opens and reads that failed for a passing reason and were tried again."""
+
+    verification: Verification = Verification(how="off")
+    """What was compared with the files."""
+
     materialised: tuple[Materialised, ...] = ()
     """Parameters that did not stay lazy on this rank."""
 
@@ -74,6 +106,8 @@ class RankReport:
             "seconds": {phase: self.seconds[phase] for phase in PHASES},
             "bytes": {"needed": self.bytes_needed, "read": self.bytes_read},
             "reads": self.reads,
+            "retries": self.retries,
+            "verification": asdict(self.verification),
             "memory": {
                 "partition": self.partition_bytes,
                 "staging": self.staging_bytes,
@@ -99,6 +133,8 @@ class RankReport:
             bytes_needed=data["bytes"]["needed"],
             bytes_read=data["bytes"]["read"],
             reads=data["reads"],
+            retries=data["retries"],
+            verification=Verification(**data["verification"]),
             partition_bytes=memory["partition"],
             staging_bytes=memory["staging"],
             anonymous_growth_peak=memory["anonymous_growth_peak"],
@@ -145,6 +181,15 @@ class LoadReport:
             recast=tuple(data["recast"]),
         )
 
+    @property
+    def digest(self) -> str:
+        """A number for all values that were loaded, the same at any number of ranks; 16 hexadecimal digits.
+
+        "" unless everything was verified (`StreamingConfig.verify` is "full"). See :mod:`hf_zero_stream.verification`.
+        """
+        digests = [rank.verification.digest for rank in self.ranks]
+        return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""
+
     def to_json(self, indent: int | None = None) -> str:
         """Returns `to_dict` as JSON, with `indent` as in `json.dumps`."""
         return json.dumps(self.to_dict(), indent=indent)
@@ -163,7 +208,7 @@ class LoadReport:
 
 
 class PhaseClock:
-    """Adds up the wall-clock seconds of each phase of a load.
+    """Adds up the wall-clock seconds of each phase of a load, or of a save.
 
     A phase may be entered many times, by any thread, and phases may nest or overlap: each counts for itself.
 
@@ -173,13 +218,13 @@ class PhaseClock:
                 ...
     """
 
-    def __init__(self) -> None:
-        self._seconds = dict.fromkeys(PHASES, 0.0)
+    def __init__(self, phases: Sequence[str] = PHASES) -> None:
+        self._seconds = dict.fromkeys(phases, 0.0)
         self._lock = threading.Lock()
 
     @property
     def seconds(self) -> dict[str, float]:
-        """A copy of the seconds so far, with a key for each of `PHASES`."""
+        """A copy of the seconds so far, with a key for each phase."""
         with self._lock:
             return dict(self._seconds)
 
@@ -187,10 +232,10 @@ class PhaseClock:
         """Adds `seconds` to a phase; thread-safe.
 
         Raises:
-            ValueError: `phase` is none of `PHASES`.
+            ValueError: `phase` is none of the clock's.
         """
-        if phase not in PHASES:
-            raise ValueError(f"phase: expected one of {', '.join(PHASES)}; got {phase!r}")
+        if phase not in self._seconds:
+            raise ValueError(f"phase: expected one of {', '.join(self._seconds)}; got {phase!r}")
         with self._lock:
             self._seconds[phase] += seconds
 
@@ -199,7 +244,7 @@ class PhaseClock:
         """Returns a context whose duration is added to a phase, also if it ends with an error.
 
         Raises:
-            ValueError: `phase` is none of `PHASES`.
+            ValueError: `phase` is none of the clock's.
         """
         self.add(phase, 0.0)
         start = time.perf_counter()

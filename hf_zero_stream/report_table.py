@@ -32,6 +32,8 @@ class _Column(NamedTuple):
 def render_table(report: LoadReport) -> str:
     """Returns the text that `LoadReport.table` promises: seconds, bytes, memory to come, and fall-backs."""
     blocks = [_heading(report), _table(report, _seconds_columns()), _table(report, _bytes_columns())]
+    if checks := _check_lines(report):
+        blocks.append("\n".join(checks))
     if footprint := _footprint_lines(report):
         blocks.append("\n".join(footprint))
     if fallbacks := _materialised_lines(report):
@@ -57,14 +59,14 @@ def _seconds_columns() -> list[_Column]:
 
 def _bytes_columns() -> list[_Column]:
     return [
-        _Column("Needed", lambda rank: rank.bytes_needed, _bytes_text),
-        _Column("Read", lambda rank: rank.bytes_read, _bytes_text),
+        _Column("Needed", lambda rank: rank.bytes_needed, bytes_text),
+        _Column("Read", lambda rank: rank.bytes_read, bytes_text),
         _Column("Reads", lambda rank: rank.reads, "{:.0f}".format),
-        _Column("Throughput", _bytes_per_second, lambda value: f"{_bytes_text(value)}/s"),
-        _Column("Partition", lambda rank: rank.partition_bytes, _bytes_text),
-        _Column("Staging", lambda rank: rank.staging_bytes, _bytes_text),
-        _Column("Host growth", lambda rank: rank.anonymous_growth_peak, _bytes_text),
-        _Column("Device peak", lambda rank: rank.device_peak, _bytes_text),
+        _Column("Throughput", _bytes_per_second, lambda value: f"{bytes_text(value)}/s"),
+        _Column("Partition", lambda rank: rank.partition_bytes, bytes_text),
+        _Column("Staging", lambda rank: rank.staging_bytes, bytes_text),
+        _Column("Host growth", lambda rank: rank.anonymous_growth_peak, bytes_text),
+        _Column("Device peak", lambda rank: rank.device_peak, bytes_text),
     ]
 
 
@@ -73,7 +75,7 @@ def _bytes_per_second(rank: RankReport) -> float:
     return rank.bytes_read / rank.seconds["total"] if rank.seconds["total"] else 0.0
 
 
-def _bytes_text(value: float) -> str:
+def bytes_text(value: float) -> str:
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         # 1023.96 KiB would be written as 1024.0 KiB.
@@ -106,6 +108,23 @@ def _table(report: LoadReport, columns: Sequence[_Column]) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
 
 
+def _check_lines(report: LoadReport) -> list[str]:
+    """What was verified, and how often something was tried again; nothing about a load that did neither."""
+    lines = []
+    done = [rank.verification for rank in report.ranks if rank.verification.how in ("sample", "full")]
+    if done:
+        most = max(done, key=lambda verification: verification.seconds)
+        text = f"Verified ({most.how}): {sum(v.elements for v in done)} elements of {most.parameters} parameters"
+        text += f" are what the files hold; {bytes_text(sum(v.bytes_read for v in done))} read again"
+        text += f" in {most.seconds:.2f} s" + (f"; digest {report.digest}" if report.digest else "")
+        lines.append(text + (f"; {most.left_out} parameters left out" if most.left_out else ""))
+    retried = {rank.rank: rank.retries for rank in report.ranks if rank.retries}
+    if retried:
+        where = ", ".join(f"rank {rank}: {count}" for rank, count in list(retried.items())[:_MOST_RANK_ROWS])
+        lines.append(f"Tried again after passing faults of the file system: {sum(retried.values())} times ({where})")
+    return lines
+
+
 def _footprint_lines(report: LoadReport) -> list[str]:
     footprints = [rank.footprint for rank in report.ranks if rank.footprint]
     if not footprints:
@@ -121,8 +140,8 @@ def _footprint_lines(report: LoadReport) -> list[str]:
     added = "; ".join(f"{name} {_places_text(places)}" for name, places in started.items() if places)
     rows = [
         ("partitions", _places_text(most.partitions)),
-        ("peak of the load", f"{_places_text(most.load_peak)} (staging up to {_bytes_text(most.staging)})"),
-        ("largest gather", f"{_bytes_text(most.largest_gather)} ({most.largest_gather_of})"),
+        ("peak of the load", f"{_places_text(most.load_peak)} (staging up to {bytes_text(most.staging)})"),
+        ("largest gather", f"{bytes_text(most.largest_gather)} ({most.largest_gather_of})"),
         ("deepspeed.initialize adds", added or "nothing"),
         ("and peaks at", _places_text(most.start_peak)),
         ("the first step adds", f"optimizer states {_places_text(most.optimizer_states) or 'none'}"),
@@ -133,7 +152,7 @@ def _footprint_lines(report: LoadReport) -> list[str]:
 
 
 def _places_text(places: Mapping[str, int]) -> str:
-    return " + ".join(f"{_bytes_text(nbytes)} {place}" for place, nbytes in places.items())
+    return " + ".join(f"{bytes_text(nbytes)} {place}" for place, nbytes in places.items())
 
 
 def _materialised_lines(report: LoadReport) -> list[str]:

@@ -50,6 +50,9 @@ def test_every_field_is_documented():
         ({"reader_threads": None}, "reader_threads", "None"),
         ({"seek_bytes": -4096}, "seek_bytes", "-4096"),
         ({"progress": 1}, "progress", "1"),
+        ({"verify": "all"}, "verify", "'all'"),
+        ({"read_retries": -1}, "read_retries", "-1"),
+        ({"peer_timeout_s": 0}, "peer_timeout_s", "0"),
         ({"log_report": "no"}, "log_report", "'no'"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
-from hf_zero_stream.report import PHASES, LoadReport, Materialised, PhaseClock, RankReport
+from hf_zero_stream.report import PHASES, LoadReport, Materialised, PhaseClock, RankReport, Verification
 
 
 def rank_report(rank=0, **changes):
@@ -50,6 +50,16 @@ def test_json_structure():
                 },
                 "bytes": {"needed": 1000, "read": 6 * 2**30},
                 "reads": 12,
+                "retries": 0,
+                "verification": {
+                    "how": "off",
+                    "parameters": 0,
+                    "left_out": 0,
+                    "elements": 0,
+                    "bytes_read": 0,
+                    "seconds": 0.0,
+                    "digest": "",
+                },
                 "memory": {
                     "partition": 1536,
                     "staging": 64 * 2**20,
@@ -114,6 +124,21 @@ def test_table_is_plain_text_of_moderate_width_wherever_it_runs(monkeypatch):
     assert table.isprintable() or set(table) - {"\n"} == {c for c in table if c.isprintable()}
     assert max(map(len, table.splitlines())) <= 110
     assert all(line == line.rstrip() for line in table.splitlines())
+
+
+def test_table_tells_of_retries_and_verification():
+    plain = load_report(2).table()
+    assert "Verified" not in plain and "Tried again" not in plain
+    verification = Verification(how="full", parameters=7, elements=50, bytes_read=2048, seconds=0.5, digest="f" * 16)
+    report = load_report(2, retries=3, verification=verification)
+    assert report.digest == "fffffffffffffffe", "sums are modulo 2**64"
+    assert LoadReport.from_dict(json.loads(report.to_json())) == report
+    lines = report.table().splitlines()
+    assert (
+        "Verified (full): 100 elements of 7 parameters are what the files hold; 4.0 KiB read again in 0.50 s; "
+        "digest fffffffffffffffe"
+    ) in lines
+    assert "Tried again after passing faults of the file system: 6 times (rank 0: 3, rank 1: 3)" in lines
 
 
 def materialised_lines(*ranks):

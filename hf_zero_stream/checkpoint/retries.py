@@ -1,0 +1,86 @@
+"""Trying again what failed for a reason that may pass: a network file system that was busy, a server that moved."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+import tenacity
+
+
+__all__ = ["TRANSIENT", "Retries"]
+
+T = TypeVar("T")
+
+TRANSIENT = frozenset(
+    {
+        errno.EIO,
+        errno.ESTALE,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EBUSY,
+        errno.ETIMEDOUT,
+        errno.ECONNRESET,
+        errno.ECONNABORTED,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EREMOTEIO,
+    }
+)
+"""Numbers of errors that may be gone a moment later. ENOENT, EACCES and a file's end are not: those want a person."""
+
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+
+
+class Retries:
+    """Runs calls again that fail for a passing reason; safe to use from several threads.
+
+    Args:
+        limit: how often one call is tried again, after 0.1 s, 0.2 s, 0.4 s and so on; 0 never.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self.count = 0
+        """Calls that were made again so far."""
+
+    def call(
+        self,
+        function: Callable[[], T],
+        before_retry: Callable[[BaseException], None] | None = None,
+        cause_of: Callable[[BaseException], BaseException | None] = lambda error: error,
+    ) -> T:
+        """What `function` returns, in the end.
+
+        Args:
+            before_retry: called with the error before `function` is called again.
+            cause_of: which error to look at, where `function` raises one of its own from it.
+
+        Raises:
+            BaseException: the last error of `function`.
+        """
+
+        def note(state: tenacity.RetryCallState) -> None:
+            with self._lock:
+                self.count += 1
+            error = None if state.outcome is None else state.outcome.exception()
+            if before_retry is not None and error is not None:
+                before_retry(error)
+
+        return tenacity.Retrying(
+            retry=tenacity.retry_if_exception(lambda error: _is_transient(cause_of(error))),
+            stop=tenacity.stop_after_attempt(self._limit + 1),
+            wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
+            before_sleep=note,
+            reraise=True,
+        )(function)
+
+
+def _is_transient(error: BaseException | None) -> bool:
+    return isinstance(error, OSError) and error.errno in TRANSIENT

@@ -1,0 +1,168 @@
+"""Ranks that are about to load different things find out before anything is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests.cluster import run_ranks
+from tests.parity import ds_config
+
+
+Change = Callable[[dict[str, Any], Path], None]
+"""Makes what rank 1 does, in `arguments`, or its own copy of the checkpoint, another."""
+
+
+def other_config(arguments: dict[str, Any], folder: Path) -> None:
+    arguments["rms_norm_eps"] = 0.5
+
+
+def other_dtype(arguments: dict[str, Any], folder: Path) -> None:
+    arguments["ds_config"]["bf16"]["enabled"] = True
+
+
+def other_setting(arguments: dict[str, Any], folder: Path) -> None:
+    arguments["ds_config"]["hf_zero_stream"] = {"verify": "full"}
+
+
+def other_zero(arguments: dict[str, Any], folder: Path) -> None:
+    arguments["ds_config"]["zero_optimization"]["offload_param"] = {"device": "cpu"}
+
+
+def other_library(arguments: dict[str, Any], folder: Path) -> None:
+    from hf_zero_stream import sameness
+
+    real = sameness._version
+    sameness._version = lambda name: "4.0.0" if name == "transformers" else real(name)
+
+
+def other_size(arguments: dict[str, Any], folder: Path) -> None:
+    with first_shard(folder).open("ab") as file:
+        file.write(b"0123")
+
+
+def other_header(arguments: dict[str, Any], folder: Path) -> None:
+    """Two tensors of one size change places: nothing but a look at the header tells."""
+    shard = first_shard(folder)
+    data = shard.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    sizes: dict[str, str] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        other = sizes.setdefault(str((entry["dtype"], entry["shape"])), name)
+        if other != name:
+            begin, end = entry["data_offsets"], header[other]["data_offsets"]
+            entry["data_offsets"], header[other]["data_offsets"] = end, begin
+            break
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    assert len(text) == length and text != data[8 : 8 + length]
+    shard.write_bytes(data[:8] + text + data[8 + length :])
+
+
+def first_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> dict[str, Any]:
+    """Load where rank 1 does something else; then load alike."""
+    import hf_zero_stream
+
+    arguments: dict[str, Any] = {"ds_config": ds_config()}
+    seen = folder
+    if dist.get_rank() == 1:
+        seen = shutil.copytree(folder, own / "copy")
+        change(arguments, seen)
+        if on_another_host:
+            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    reads = []
+    real = os.preadv
+    os.preadv = lambda *args: reads.append(1) or real(*args)
+    try:
+        hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, **arguments)
+    except Exception as error:
+        caught = (type(error).__name__, str(error))
+    else:
+        raise AssertionError("different things were loaded")
+    finally:
+        os.preadv = real
+    if change is other_library:
+        from hf_zero_stream import sameness
+
+        sameness._version = lambda name: "the same"
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config())
+    return {"caught": caught, "reads": len(reads), "loaded": len(model.streaming_report.ranks)}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "texts"),
+    [
+        (other_config, "DisagreementError", ["rank 1", "the model's config"]),
+        (other_dtype, "DisagreementError", ["rank 1", "the parameters' dtypes (bfloat16", "the DeepSpeed config"]),
+        (other_setting, "DisagreementError", ["rank 1", "the setting verify (full there, sizes on rank 0)"]),
+        (other_zero, "DisagreementError", ["rank 1", "the DeepSpeed config"]),
+        (other_library, "DisagreementError", ["rank 1", "the version of transformers (4.0.0 there"]),
+        (other_size, "CheckpointError", ["when its header was read, found", "make it the same on every node"]),
+        (other_header, "CheckpointError", ["another header than rank 0's"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_before_anything_is_read(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    change: Change,
+    kind: str,
+    texts: list[str],
+) -> None:
+    results = run_ranks(3, disagree, zoo_checkpoint("qwen3_moe"), tmp_path, change, change is other_header, timeout=60)
+    for result in results:
+        assert result["caught"][0] == kind, result["caught"]
+        for text in texts:
+            assert text in result["caught"][1], result["caught"]
+        assert result["reads"] == 0 and result["loaded"] == 3
+
+
+def share_in_other_chunks(folder: Path) -> tuple[str, str]:
+    """Where ranks exchange what they read, they must cut it in the same way."""
+    import hf_zero_stream
+
+    settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20 * (1 + dist.get_rank()))
+    try:
+        with hf_zero_stream.streaming(settings):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("different chunks were exchanged")
+
+
+def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    for kind, message in run_ranks(2, share_in_other_chunks, zoo_checkpoint("llama")):
+        assert kind == "DisagreementError"
+        assert "the setting staging_bytes (2097152 there, 1048576 on rank 0)" in message
+
+
+def load_from_other_places(folder: Path, own: Path) -> int:
+    """What may differ: where the checkpoint lies, and settings that are each rank's own."""
+    import hf_zero_stream
+
+    rank = dist.get_rank()
+    seen = shutil.copytree(folder, own / f"copy{rank}")
+    section = {"staging_bytes": 2**20 * (1 + rank), "reader_threads": 1 + rank, "progress": rank == 0}
+    config = {**ds_config(torch.bfloat16), "hf_zero_stream": section}
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, ds_config=config)
+    return len(model.streaming_report.ranks)
+
+
+def test_what_may_differ(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    assert run_ranks(2, load_from_other_places, zoo_checkpoint("qwen3_moe"), tmp_path) == [2, 2]

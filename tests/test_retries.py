@@ -1,0 +1,181 @@
+"""Faults that pass are tried again, a bounded number of times, and counted; others are not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tenacity
+import torch.distributed as dist
+
+from hf_zero_stream.checkpoint.index import Shard
+from hf_zero_stream.checkpoint.retries import Retries
+from hf_zero_stream.checkpoint.source import Identity, ShardFiles
+from hf_zero_stream.errors import CheckpointError, ReadError
+from tests.cluster import run_ranks
+from tests.parity import ds_config
+
+
+SIZE = 20_000
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses between attempts, which are not made."""
+    made: list[float] = []
+    monkeypatch.setattr(tenacity.nap.time, "sleep", made.append)
+    return made
+
+
+@pytest.fixture
+def shard(tmp_path: Path) -> Shard:
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(bytes(number % 251 for number in range(SIZE)))
+    return Shard(str(path), SIZE, 8, {})
+
+
+def failing(function: Callable[..., Any], times: int, number: int) -> Callable[..., Any]:
+    """`function`, which fails so many times first."""
+    left = [times]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(number, os.strerror(number))
+        return function(*args, **kwargs)
+
+    return call
+
+
+def read(files: ShardFiles, start: int = 3, length: int = 100) -> bytes:
+    buffer = bytearray(length)
+    files.read_into(0, start, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+@pytest.mark.parametrize("direct_io", [False, True])
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN])
+def test_a_fault_that_passes(
+    shard: Shard, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int, direct_io: bool
+) -> None:
+    monkeypatch.setattr(os, "preadv", failing(os.preadv, 3, number))
+    monkeypatch.setattr(os, "open", failing(os.open, 1, number))
+    before = len(os.listdir("/proc/self/fd"))
+    with ShardFiles([shard], direct_io=direct_io, retries=Retries(4)) as files:
+        assert read(files) == Path(shard.path).read_bytes()[3:103]
+        assert files.retries == 4
+        assert pauses == [0.1, 0.1, 0.2, 0.4], "each call begins anew, and waits twice as long each time"
+        files.check_unchanged()
+    assert len(os.listdir("/proc/self/fd")) == before, "stale handles are closed too"
+
+
+def test_the_number_is_bounded(shard: Shard, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "preadv", failing(os.preadv, 99, errno.EIO))
+    with ShardFiles([shard], retries=Retries(2)) as files, pytest.raises(ReadError, match="Input/output error"):
+        read(files)
+    assert len(pauses) == 2
+    with ShardFiles([shard]) as files, pytest.raises(ReadError, match="Input/output error"):
+        read(files)
+    assert len(pauses) == 2, "none without retries"
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EINVAL])
+def test_a_fault_that_stays(shard: Shard, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    monkeypatch.setattr(os, "open", failing(os.open, 1, number))
+    with ShardFiles([shard], retries=Retries(4)) as files, pytest.raises(ReadError, match="cannot open"):
+        read(files)
+    assert pauses == []
+
+
+def test_a_short_file_is_not_read_again(shard: Shard, pauses: list[float]) -> None:
+    with ShardFiles([shard], retries=Retries(4)) as files, pytest.raises(ReadError, match="the file ends here"):
+        read(files, SIZE - 5)
+    assert pauses == []
+
+
+# --------------------------------------------------------------------------------------------------- changed files
+
+
+def replace(path: Path) -> None:
+    shutil.copy2(path, path.with_suffix(".new"))
+    os.replace(path.with_suffix(".new"), path)
+
+
+def append(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+def overwrite(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (replace, "replaced"),
+        (overwrite, "written to"),
+        (append, "written to"),
+        (lambda path: os.truncate(path, SIZE - 1), "truncated"),
+        (Path.unlink, "removed"),
+    ],
+    ids=["replaced", "overwritten", "appended", "truncated", "removed"],
+)
+def test_a_file_that_changes_while_it_is_read(shard: Shard, change: Callable[[Path], None], what: str) -> None:
+    with ShardFiles([shard]) as files:
+        read(files)
+        files.check_unchanged()
+        change(Path(shard.path))
+        with pytest.raises(CheckpointError, match=f"was {what} while it was being loaded"):
+            files.check_unchanged()
+
+
+def test_a_file_that_changed_since_its_header_was_read(shard: Shard) -> None:
+    identity = Identity.of(shard.path)
+    replace(Path(shard.path))
+    with ShardFiles([shard], identities=[identity]) as files, pytest.raises(CheckpointError, match="was replaced"):
+        read(files)
+
+
+def test_a_stale_handle_to_a_replaced_file(shard: Shard, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    with ShardFiles([shard], retries=Retries(4)) as files:
+        read(files)
+        replace(Path(shard.path))
+        monkeypatch.setattr(os, "preadv", failing(os.preadv, 1, errno.ESTALE))
+        with pytest.raises(CheckpointError, match="was replaced"):
+            read(files)
+
+
+# --------------------------------------------------------------------------------------------------------- loads
+
+
+def load_through_faults(folder: Path) -> dict[str, Any]:
+    """Rank 1 has a file system with hiccups; rank 0's first open, of a header, fails once."""
+    import hf_zero_stream
+
+    real = os.preadv, os.open
+    if dist.get_rank() == 1:
+        os.preadv = failing(os.preadv, 2, errno.EIO)
+    else:
+        real_open = failing(os.open, 1, errno.ESTALE)
+        os.open = lambda path, *args, **kwargs: (real_open if str(path).endswith(".safetensors") else real[1])(
+            path, *args, **kwargs
+        )
+    config = {**ds_config(), "hf_zero_stream": {"read_retries": 3}}
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
+    os.preadv, os.open = real
+    report = model.streaming_report
+    return {"retries": [rank.retries for rank in report.ranks], "table": report.table()}
+
+
+def test_loads_count_what_they_tried_again(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    for result in run_ranks(2, load_through_faults, zoo_checkpoint("qwen3_moe")):
+        assert result["retries"][1] == 2 and result["retries"][0] >= 1
+        assert "Tried again after passing faults of the file system" in result["table"]
+        assert "rank 1: 2" in result["table"]
