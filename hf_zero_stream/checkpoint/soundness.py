@@ -1,0 +1,328 @@
+"""Whether a checkpoint is whole and sound: every fault that can be found, not only the first.
+
+Structure costs the headers. Contents can only be compared with checksums that somebody else wrote down: the Hub names
+what it stores by SHA-256, and its downloads keep that (see :func:`known_sums`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, ReadError
+from .index import CheckpointIndex, read_header
+from .index_file import MAX_INDEX_BYTES, check_files, parse_index, read_index_file
+from .untrusted_json import parse_object
+
+
+__all__ = ["Fault", "Soundness", "check_soundness", "known_sums", "read_sums", "shards_of"]
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_CHUNK_BYTES = 8 << 20
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHARD_OF_SET = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong.
+
+    Attributes:
+        file: the file's name in the checkpoint.
+        kind: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (what safetensors do not
+            allow, a truncated file included), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in
+            another shard than promised), "link" (out of the folder, see :func:`.index_file.check_files`), "sha256"
+            (contents that are not those of the checksum, or no checksum).
+        message: what was expected, what was found and what to do.
+    """
+
+    file: str
+    kind: str
+    message: str
+
+
+@dataclass
+class Soundness:
+    """What was looked at and what was found.
+
+    Attributes:
+        shards: names of the files that were looked at.
+        tensors: tensors in those shards whose headers are sound.
+        nbytes: size of those shards.
+        hashed: shards whose contents were compared with a checksum.
+        faults: what is wrong.
+        notes: what is odd, and stands in nobody's way.
+    """
+
+    shards: list[str] = field(default_factory=list)
+    tensors: int = 0
+    nbytes: int = 0
+    hashed: int = 0
+    faults: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def fault(self, file: str, kind: str, message: str) -> None:
+        self.faults.append(Fault(file, kind, message))
+
+
+def check_soundness(
+    path: str | os.PathLike[str],
+    *,
+    sha256: bool = False,
+    sums: Mapping[str, str] | None = None,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> Soundness:
+    """Look at all of a checkpoint.
+
+    Args:
+        path: a folder, or one safetensors file.
+        sha256: read every shard and compare its SHA-256 with `sums`, or else with what the Hub's download noted.
+        sums: file name -> SHA-256 in hexadecimal digits.
+        on_bytes: called with the length of each piece that was hashed.
+    """
+    found = Soundness()
+    path = Path(path)
+    weight_map: dict[str, str] | None = None
+    if path.is_file():
+        folder, found.shards = path.parent, [path.name]
+    else:
+        folder = path
+        found.shards, weight_map = _shards_and_map(folder, found)
+    indexes = _check_headers(folder, found)
+    _check_duplicates(indexes, found)
+    if weight_map is not None:
+        _check_promises(weight_map, indexes, found)
+        _note_leftovers(folder, found)
+    if sha256 or sums is not None:
+        present = [name for name in found.shards if (folder / name).is_file()]
+        _check_contents(folder, present, known_sums(folder, present) if sums is None else sums, found, on_bytes)
+    return found
+
+
+def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] | None]:
+    """(paths of the shards that a load would read, the index's weight map if there is an index).
+
+    As in transformers a ``model.safetensors`` goes before an index; where there is neither, all safetensors files of
+    the folder count.
+
+    Raises:
+        CheckpointError: there are none, the index is not sound, or a shard is a link out of the folder.
+    """
+    path = Path(path)
+    if path.is_file():
+        return [str(path)], None
+    found = Soundness()
+    names, weight_map = _shards_and_map(path, found)
+    if found.faults:
+        raise CheckpointError(f"{path / found.faults[0].file}: {found.faults[0].message}")
+    files = [str(path / name) for name in names]
+    check_files(files, str(path))
+    return files, weight_map
+
+
+# ------------------------------------------------------------------------------------------------- structure
+
+
+def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str, str] | None]:
+    if _exists(folder / SINGLE):
+        return [SINGLE], None
+    if _exists(folder / INDEX):
+        weight_map = _read_index(folder / INDEX, found)
+        if weight_map is not None:
+            return sorted(set(weight_map.values())), weight_map
+    names = sorted(entry.name for entry in folder.glob("*.safetensors"))
+    of_a_set = next((name for name in names if _SHARD_OF_SET.fullmatch(name)), None)
+    if found.faults:
+        pass  # an index that cannot be used; what lies beside it is looked at all the same
+    elif of_a_set:
+        message = f"{of_a_set} is one of several shards, but there is no index. Download or save the checkpoint again."
+        found.fault(INDEX, "missing", message)
+    elif not names:
+        found.fault(SINGLE, "missing", "The folder holds neither this file, nor an index, nor any safetensors file.")
+    return names, None
+
+
+def _exists(path: Path) -> bool:
+    return path.exists() or path.is_symlink()  # a link to nowhere is a file that is missing, not one that never was
+
+
+def _read_index(path: Path, found: Soundness) -> dict[str, str] | None:
+    """The weight map, less what is wrong in it; None if nothing of it can be used."""
+    try:
+        return dict(read_index_file(path).weight_map)
+    except ReadError as error:
+        found.fault(INDEX, "unreadable", _without_path(error, path))
+        return None
+    except CheckpointError as error:
+        first = _without_path(error, path)
+    weight_map = None
+    if path.is_file() and path.stat().st_size <= MAX_INDEX_BYTES:
+        with suppress(CheckpointError):
+            weight_map = parse_object(path.read_bytes(), str(path)).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        found.fault(INDEX, "index", first)
+        return None
+
+    # The parser stops at the first wrong name; asked for each by itself, it names all.
+    def is_good(tensor: str, name: Any) -> bool:
+        try:
+            parse_index(str(path), json.dumps({"weight_map": {tensor: name}, "metadata": {}}).encode())
+        except CheckpointError as error:
+            found.fault(INDEX, "index", _without_path(error, path))
+            return False
+        return True
+
+    before, verdicts = len(found.faults), dict[str, bool]()
+    for tensor, name in weight_map.items():
+        if repr(name) not in verdicts:
+            verdicts[repr(name)] = is_good(tensor, name)
+    if len(found.faults) == before:
+        found.fault(INDEX, "index", first)
+    return {tensor: name for tensor, name in weight_map.items() if verdicts[repr(name)]}
+
+
+def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]:
+    """The indexes of those shards whose headers are sound, each on its own so that no fault hides another shard's."""
+    indexes: dict[str, CheckpointIndex] = {}
+    for name in found.shards:
+        path = folder / name
+        if not path.exists():
+            why = "It is a link to a file that is not there" if path.is_symlink() else "The file is not there"
+            found.fault(name, "missing", f"{why}. Download or save the checkpoint again.")
+            continue
+        try:
+            check_files([str(path)], str(folder))
+        except CheckpointError as error:
+            found.fault(name, "link", _without_path(error, path))
+            continue
+        try:
+            indexes[name] = CheckpointIndex.from_headers([str(path)], [read_header(path)])
+        except ReadError as error:
+            found.fault(name, "unreadable", _without_path(error, path))
+        except CheckpointError as error:
+            found.fault(name, "header", _without_path(error, path))
+        else:
+            found.tensors += len(indexes[name].tensors)
+            found.nbytes += indexes[name].shards[0].size_bytes
+    return indexes
+
+
+def _without_path(error: Exception, path: Path) -> str:
+    return str(error).removeprefix(f"{path}: ")
+
+
+def _check_duplicates(indexes: Mapping[str, CheckpointIndex], found: Soundness) -> None:
+    first: dict[str, str] = {}
+    for shard, index in indexes.items():
+        for tensor in index.tensors:
+            if first.setdefault(tensor, shard) != shard:
+                found.fault(shard, "duplicate", f"Tensor {tensor!r} is in {first[tensor]} too. Keep one of them.")
+
+
+def _check_promises(weight_map: Mapping[str, str], indexes: Mapping[str, CheckpointIndex], found: Soundness) -> None:
+    """The index against the shards; where a shard has no sound header there is a fault already."""
+    homes: dict[str, list[str]] = {}
+    for shard, index in indexes.items():
+        for tensor in index.tensors:
+            homes.setdefault(tensor, []).append(shard)
+    for tensor, promised in weight_map.items():
+        if promised not in indexes or promised in homes.get(tensor, ()):
+            continue
+        if tensor in homes:
+            message = f"The index promises tensor {tensor!r} here, but it is in {', '.join(homes[tensor])}."
+            found.fault(promised, "misplaced", message)
+        else:
+            found.fault(promised, "missing", f"The index promises tensor {tensor!r} here, but no shard holds it.")
+    unlisted = sorted(homes.keys() - weight_map.keys())
+    if unlisted:
+        found.notes.append(f"Tensors that the index does not list: {len(unlisted)}, among them {unlisted[0]!r}.")
+
+
+def _note_leftovers(folder: Path, found: Soundness) -> None:
+    others = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(found.shards))
+    if others:
+        found.notes.append(f"Safetensors files that the index does not name: {', '.join(others)}.")
+
+
+# ------------------------------------------------------------------------------------------------- contents
+
+
+def known_sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """The SHA-256 of those files that huggingface_hub downloaded and the Hub stores by checksum.
+
+    In the Hub's cache a file is a link to ``blobs/<sha256>``; beside a download to a folder of one's own,
+    ``.cache/huggingface/download/<name>.metadata`` has commit, checksum and time, a line each.
+    """
+    sums: dict[str, str] = {}
+    for name in names:
+        blob = Path(os.path.realpath(folder / name))
+        metadata = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+        if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+            sums[name] = blob.name
+        elif metadata.is_file():
+            lines = metadata.read_text(errors="replace").splitlines()
+            if len(lines) > 1 and _SHA256.fullmatch(lines[1]):
+                sums[name] = lines[1]
+    return sums
+
+
+def read_sums(path: str | os.PathLike[str]) -> dict[str, str]:
+    """File name -> SHA-256 from a file as ``sha256sum`` writes it.
+
+    Raises:
+        ReadError: it cannot be read.
+        CheckpointError: a line is not a checksum and a name.
+    """
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise ReadError(f"{path}: cannot read the checksums: {error.strerror or error}.") from error
+    sums: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        match = re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line)
+        if match:
+            sums[os.path.normpath(match[2])] = match[1].lower()
+        elif line.strip():
+            raise CheckpointError(
+                f'{path}, line {number}: expected "<64 hexadecimal digits>  <file name>", as sha256sum writes it; '
+                f"found {line!r:.80}."
+            )
+    return sums
+
+
+def _check_contents(
+    folder: Path, names: Sequence[str], sums: Mapping[str, str], found: Soundness, on_bytes: Callable[[int], None]
+) -> None:
+    for name in names:
+        expected = sums.get(name)
+        if expected is None:
+            message = "No SHA-256 is known for it: the Hub's cache has none, and no file of checksums names it."
+            found.fault(name, "sha256", message)
+            continue
+        try:
+            actual = _sha256_of(folder / name, on_bytes)
+        except OSError as error:
+            found.fault(name, "unreadable", f"Cannot read it to its end: {error.strerror or error}.")
+            continue
+        found.hashed += 1
+        if actual != expected:
+            message = f"Expected contents with SHA-256 {expected}; found {actual}. Download it again."
+            found.fault(name, "sha256", message)
+
+
+def _sha256_of(path: Path, on_bytes: Callable[[int], None]) -> str:
+    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
+    view = memoryview(buffer)
+    with open(path, "rb", buffering=0) as file:
+        while length := file.readinto(buffer):
+            digest.update(view[:length])
+            on_bytes(length)
+    return digest.hexdigest()

@@ -1,0 +1,146 @@
+"""Where a checkpoint is: a folder, the Hub's cache, or the Hub itself, of which only headers are fetched."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import CheckpointError, ReadError
+
+
+__all__ = ["cached_folder", "headers", "size_of_shards"]
+
+_SMALL_FILES = ["*.json", "*.py"]
+_NOT_NEEDED = ["tokenizer*", "vocab*", "special_tokens*", "*preprocessor*", "*processor*", "chat_template*"]
+_FIRST_BYTES = 100_000
+"""Enough for most headers, so that a shard costs one request; huggingface_hub asks for as many."""
+_REQUESTS_AT_ONCE = 8
+
+
+def cached_folder(path: str, revision: str | None) -> Path:
+    """The folder (or single file) at `path`, else the snapshot of the repository `path` in the Hub's cache.
+
+    Raises:
+        ReadError: neither is there.
+    """
+    from huggingface_hub import snapshot_download
+
+    if os.path.exists(path):
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, revision=revision, local_files_only=True))
+    except (OSError, ValueError) as error:
+        # huggingface_hub knows that files are missing: which matter is not for it to say.
+        if incomplete := getattr(error, "snapshot_path", None):
+            return Path(incomplete)
+        raise ReadError(
+            f"{path}: there is no such file or folder, and no such repository in the Hub's cache. Check the path, or "
+            "download the checkpoint first."
+        ) from error
+
+
+@contextmanager
+def headers(path: str, revision: str | None) -> Iterator[Path]:
+    """A folder in which the configuration, the index and all headers of a checkpoint can be read, but maybe no data.
+
+    That is the folder at `path` itself, or the Hub's cache if it holds all shards. Else the small files and the
+    shards' headers are fetched from the Hub; each shard becomes a sparse file of its full size in a temporary folder,
+    which takes next to no disk space.
+
+    Raises:
+        ReadError: it is neither here nor on the Hub.
+        CheckpointError: the repository holds no safetensors, or what is there are no safetensors.
+    """
+    if os.path.exists(path) or _is_cached_whole(path, revision):
+        yield cached_folder(path, revision)
+        return
+    with tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
+        try:
+            _fetch(path, revision, Path(name))
+        except (CheckpointError, ReadError):
+            raise
+        except (OSError, ValueError) as error:
+            raise ReadError(
+                f"{path}: there is no such file or folder, and the Hub does not give it: {error}"
+            ) from error
+        yield Path(name)
+
+
+def _is_cached_whole(repository: str, revision: str | None) -> bool:
+    """Whether the Hub's cache has all shards: what was only looked at has left its small files there."""
+    from ..checkpoint.soundness import shards_of
+
+    try:
+        return all(map(os.path.exists, shards_of(cached_folder(repository, revision))[0]))
+    except (CheckpointError, ReadError):
+        return False
+
+
+def size_of_shards(folder: Path) -> int:
+    """Bytes of all safetensors files in a folder, or of the one file."""
+    files = [folder] if folder.is_file() else folder.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _fetch(repository: str, revision: str | None, folder: Path) -> None:
+    from huggingface_hub import snapshot_download
+
+    from ..checkpoint.soundness import INDEX, SINGLE, shards_of
+
+    small = Path(
+        snapshot_download(repository, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_NOT_NEEDED)
+    )
+    for file in small.rglob("*"):
+        if file.is_file() and not file.name.endswith(".safetensors"):
+            target = folder / file.relative_to(small)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.symlink_to(file.resolve())
+    if (folder / INDEX).exists():
+        names = [os.path.relpath(shard, folder) for shard in shards_of(folder)[0]]
+    else:
+        names = [SINGLE]
+    with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads:
+        # The snapshot is named by its commit, so that all files are of one.
+        list(threads.map(lambda name: _fetch_header(repository, small.name, name, folder / name), names))
+
+
+def _fetch_header(repository: str, commit: str, name: str, target: Path) -> None:
+    """Write a sparse file with the size and the header of a shard."""
+    from ..checkpoint.index import MAX_HEADER_BYTES
+
+    prefix, size_bytes = _fetch_range(repository, commit, name, 0, _FIRST_BYTES)
+    length = int.from_bytes(prefix[:8], "little")
+    if length > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{repository}/{name}: header length: at most {MAX_HEADER_BYTES} bytes are allowed, found {length}. "
+            "This is probably not a safetensors file."
+        )
+    if 8 + length > len(prefix) and len(prefix) < size_bytes:
+        prefix += _fetch_range(repository, commit, name, len(prefix), 8 + length - len(prefix))[0]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with open(target, "wb") as file:
+        file.write(prefix[: 8 + length])
+        file.truncate(size_bytes)
+
+
+def _fetch_range(repository: str, commit: str, name: str, start: int, length: int) -> tuple[bytes, int]:
+    """(up to `length` bytes of a file on the Hub, size of the whole file)."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
+
+    url = hf_hub_url(repository, name, revision=commit)
+    asked = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+    try:
+        response = http_backoff("GET", url, headers=asked)
+        hf_raise_for_status(response)
+    except Exception as error:  # the errors of its HTTP library, which is another one from version to version
+        raise ReadError(f"{repository}/{name}: the Hub does not give the header: {error}") from error
+    total = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("Content-Range", ""))
+    if response.status_code != 206 or total is None:
+        raise ReadError(f"{repository}/{name}: the server does not give ranges of files; download the checkpoint.")
+    return response.content, int(total[1])

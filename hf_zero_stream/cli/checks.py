@@ -1,0 +1,241 @@
+"""What ``doctor`` looks at: versions, features, DeepSpeed's ops, storage and settings. Each check is data."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.index import Shard
+from ..checkpoint.source import ShardFiles
+from ..checkpoint.storage import is_on_network, kind_of_file_system
+from ..config import StreamingConfig, without_own_section
+from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
+
+
+__all__ = ["Check", "check_ds_config", "check_launcher", "check_storage", "check_tools", "features", "ops", "versions"]
+
+PACKAGE = "hf_zero_stream"
+READ_BYTES = 256 << 20
+"""Most that is read to find the speed of a path."""
+
+_REQUEST_BYTES = 8 << 20
+_SWAP_SECTIONS = ("offload_param", "offload_optimizer")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        what: what it is.
+        status: "ok"; "problem", which makes the command fail; "no" (not to be had here) and "note", which do not.
+        text: what was found, and what to do about a problem.
+    """
+
+    what: str
+    status: str
+    text: str
+
+
+def versions() -> Iterator[Check]:
+    """Python and the packages that we need, each with the version that is wanted."""
+    from packaging.requirements import Requirement
+
+    yield Check("python", "ok", platform.python_version())
+    try:
+        wanted = metadata.requires(PACKAGE) or []
+        yield Check(PACKAGE, "ok", metadata.version(PACKAGE))
+    except metadata.PackageNotFoundError:
+        yield Check(PACKAGE, "problem", "not installed, only imported: pip install it, so that its needs are known")
+        return
+    for requirement in map(Requirement, wanted):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield Check(requirement.name, "problem", f"not installed; {requirement} is needed")
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            yield Check(requirement.name, "ok", found)
+        else:
+            yield Check(requirement.name, "problem", f"{found} is installed, but {requirement} is needed")
+
+
+def features(compatible: Mapping[str, bool]) -> Iterator[Check]:
+    """What can be done with what is installed; `compatible` is :func:`ops`."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    yield Check("accelerator", "ok", get_accelerator().device_name())
+    yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
+    yield _imports("streaming under ZeRO-3", "hf_zero_stream.load", "hf_zero_stream.integration", needed=True)
+    yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.partition.experts")
+    for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
+        yield Check(what, "ok" if compatible.get(op) else "no", f"DeepSpeed's op {op}")
+    for what, package in (
+        ("compressed-tensors checkpoints", "compressed_tensors"),
+        ("GGUF checkpoints", "gguf"),
+        ("plan --plot", "matplotlib"),
+    ):
+        yield Check(what, "ok" if find_spec(package) else "no", f"package {package}")
+
+
+def _imports(what: str, *modules: str, needed: bool = False) -> Check:
+    """Our modules check what they rely on when they are imported."""
+    try:
+        for module in modules:
+            import_module(module)
+    except (ImportError, HfZeroStreamError) as error:
+        return Check(what, "problem" if needed else "no", str(error))
+    return Check(what, "ok", "all that is relied on is there")
+
+
+def ops() -> dict[str, bool]:
+    """DeepSpeed's ops, and whether each could be compiled here or is installed already."""
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    found = {}
+    for name, builder in ALL_OPS.items():
+        try:
+            found[name] = bool(builder.is_compatible(verbose=False))
+        except Exception:  # builders that look for a compiler or a GPU raise whatever they please
+            found[name] = False
+    found.pop("deepspeed_not_implemented", None)  # stands for ops that do not exist for this accelerator
+    return found
+
+
+def check_tools() -> Iterator[Check]:
+    """What DeepSpeed compiles its ops with at their first use, unless they are installed compiled."""
+    for tool, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
+        found = shutil.which(tool)
+        yield Check(tool, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
+
+
+def check_storage(path: str) -> Iterator[Check]:
+    """The kind of file system that `path` lies on, and how fast one thread reads the largest file there."""
+    if not os.path.exists(path):
+        yield Check("path", "problem", f"there is no {path}")
+        return
+    where = "on another machine: more and smaller reads at once" if is_on_network(path) else "on this machine"
+    yield Check("file system", "ok", f"{kind_of_file_system(path) or 'unknown'}, {where}")
+    largest = max(_files(Path(path)), key=os.path.getsize, default=None)
+    if largest is None or largest.stat().st_size == 0:
+        yield Check("speed", "no", "there is no file to read")
+        return
+    size, seconds = _timed_read(largest)
+    yield Check(
+        "speed",
+        "ok",
+        f"{size / seconds / 1e6:.0f} MB/s: {size / 1e6:.1f} MB of {largest.name}, one thread, past the page cache "
+        "where the file system can",
+    )
+
+
+def _files(path: Path) -> list[Path]:
+    """The file, or the folder's own files."""
+    return [path] if path.is_file() else [entry for entry in path.iterdir() if entry.is_file()]
+
+
+def _timed_read(path: Path) -> tuple[int, float]:
+    """(bytes read, seconds)."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    wanted, buffer = min(size, READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
+    with ShardFiles([Shard(str(path), size, 0, {})], direct_io=True) as files:
+        start = time.perf_counter()
+        for position in range(0, wanted, len(buffer)):
+            files.read_into(0, position, [buffer[: min(len(buffer), wanted - position)]])
+        return wanted, max(time.perf_counter() - start, 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- settings
+
+
+def check_launcher(config_file: str | None, environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
+    """accelerate's config file (default: where `accelerate config` writes it) and what its launcher announces."""
+    if config_file is None:
+        from accelerate.commands.config.config_args import default_config_file
+
+        config_file = default_config_file
+    yield from _check_accelerate_file(config_file)
+    announced = environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if announced and environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
+        on = environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
+        text = "true" if on else "not true: each rank would load the whole model. Set zero3_init_flag: true."
+        yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", "ok" if on else "problem", text)
+    yield Check(
+        "order",
+        "note",
+        "The DeepSpeed config object (Accelerator(), TrainingArguments) must be made before from_pretrained; "
+        "streaming() warns at run time if it is not.",
+    )
+
+
+def _check_accelerate_file(path: str) -> Iterator[Check]:
+    import yaml
+
+    if not os.path.isfile(path):
+        yield Check("accelerate's config", "no", "there is no config file")
+        return
+    try:
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        section = config.get("deepspeed_config") or {}
+        stage, flag = section.get("zero_stage"), section.get("zero3_init_flag")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        yield Check("accelerate's config", "problem", f"{path}: cannot be read: {error}")
+        return
+    if config.get("distributed_type") != "DEEPSPEED":
+        yield Check("accelerate's config", "note", "it does not use DeepSpeed")
+    elif stage == 3 and flag is not True:
+        text = f"{path}: zero3_init_flag is off: each rank would load the whole model. Set zero3_init_flag: true."
+        yield Check("accelerate's config", "problem", text)
+    else:
+        yield Check("accelerate's config", "ok", f"DeepSpeed, zero_stage {stage}, zero3_init_flag {flag}")
+
+
+def check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
+    """A DeepSpeed config: settings that cannot be right, and those that cost."""
+    from ..partition import zero3
+
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage") != 3:
+        text = f"zero_optimization.stage is {zero.get('stage')!r}: only stage 3 partitions parameters"
+        yield Check("ZeRO stage", "note", text)
+    try:
+        StreamingConfig.resolve(None, config)
+        zero3.refuse_unsupported(without_own_section(config))
+        yield Check("settings", "ok", "known and supported")
+    except (ConfigError, UnsupportedError) as error:
+        yield Check("settings", "problem", str(error))
+    if zero.get("stage") == 3 and not any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
+        yield Check("dtype", "note", "neither bf16 nor fp16 is enabled, so that parameters take fp32")
+    for name in _SWAP_SECTIONS:
+        section = zero.get(name) or {}
+        if section.get("device") == "nvme":
+            yield _check_swap_path(name, str(section.get("nvme_path", "")))
+
+
+def _check_swap_path(name: str, path: str) -> Check:
+    existing = Path(path)
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent  # DeepSpeed makes the folder
+    kind = kind_of_file_system(str(existing))
+    if not path:
+        return Check(f"{name}.nvme_path", "problem", "it is not set; name a folder on a local disk")
+    if is_on_network(str(existing)):
+        return Check(
+            f"{name}.nvme_path", "problem", f"{path} is on another machine ({kind}); name a folder on a local disk"
+        )
+    if kind in ("tmpfs", "ramfs"):
+        return Check(f"{name}.nvme_path", "problem", f"{path} is in memory ({kind}); name a folder on a local disk")
+    return Check(f"{name}.nvme_path", "ok", f"{path} is on a disk of this machine ({kind or 'unknown'})")

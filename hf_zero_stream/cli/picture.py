@@ -1,0 +1,120 @@
+"""The picture of ``plan --plot``: which rank reads what of which shard, and memory by phase."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+
+from ..planning.footprint import MemoryFootprint
+from ..planning.plan import LoadPlan
+
+
+__all__ = ["draw", "ranks_to_draw"]
+
+MOST_RANKS = 8
+_MOST_SHARDS = 40
+_PIXELS = 2000
+"""Reads that are nearer than this part of the largest shard are drawn as one."""
+_GIB = 2**30
+
+
+def ranks_to_draw(world_size: int, rank: int) -> list[int]:
+    """`rank` and others, evenly spaced, at most :data:`MOST_RANKS`: planning for each costs seconds."""
+    if world_size <= MOST_RANKS:
+        return list(range(world_size))
+    step = world_size / MOST_RANKS
+    return sorted((rank + round(number * step)) % world_size for number in range(MOST_RANKS))
+
+
+def draw(path: Path, plans: Sequence[LoadPlan], device: str) -> None:
+    """Write the picture, in the format that the ending of `path` names.
+
+    Args:
+        plans: of the ranks to show; memory is that of the first.
+        device: type of the device that trains.
+    """
+    shards = plans[0].shards[:_MOST_SHARDS]
+    figure = Figure(figsize=(13, 4 + 0.25 * len(shards)), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    _draw_reads(left, plans)
+    assert plans[0].footprint is not None
+    _draw_memory(right, plans[0].footprint, device)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_reads(axes: Any, plans: Sequence[LoadPlan]) -> None:
+    shards = plans[0].shards[:_MOST_SHARDS]
+    near = max(shard.size_bytes for shard in shards) // _PIXELS
+    colours = colormaps["turbo"]
+    for number, shard in enumerate(shards):
+        axes.broken_barh(
+            [(0, shard.size_bytes)], (number - 0.4, 0.8), facecolors="0.92", edgecolor="0.6", linewidth=0.5
+        )
+        for place, plan in enumerate(plans):
+            colour = colours((place + 0.5) / len(plans))
+            spans = [(start, stop - start) for start, stop in _spans(plan, number, near)]
+            lane = 0.8 / len(plans)
+            label = f"rank {plan.rank}" if number == 0 else None
+            axes.broken_barh(spans, (number - 0.4 + place * lane, lane), facecolors=colour, label=label)
+    axes.set_yticks(range(len(shards)), [os.path.basename(shard.path) for shard in shards], fontsize=7)
+    axes.invert_yaxis()
+    left_out = len(plans[0].shards) - len(shards)
+    axes.set_xlabel("byte in the file" + (f" ({left_out} more shards not shown)" if left_out else ""))
+    axes.set_title(f"Who reads what, {len(plans)} of {plans[0].world_size} ranks")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=7)
+
+
+def _spans(plan: LoadPlan, shard: int, near: int) -> list[tuple[int, int]]:
+    """Byte ranges of a shard that a rank reads, neighbours joined."""
+    spans: list[tuple[int, int]] = []
+    for read in plan.reads:
+        if read.shard != shard:
+            continue
+        if spans and read.start - spans[-1][1] <= near:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], read.stop))
+        else:
+            spans.append((read.start, read.stop))
+    return spans
+
+
+def _draw_memory(axes: Any, footprint: MemoryFootprint, device: str) -> None:
+    gather = {device: footprint.largest_gather}
+    phases: dict[str, list[tuple[str, Mapping[str, int]]]] = {
+        "load": [("peak", footprint.load_peak)],
+        "deepspeed.\ninitialize": [("peak", footprint.start_peak)],
+        "training": [
+            ("partitions", footprint.partitions),
+            ("fp32 copies", footprint.master),
+            ("gradients", footprint.gradients),
+            ("reduce bucket", footprint.reduce_bucket),
+            ("optimizer states", footprint.optimizer_states),
+            ("largest gather", gather),
+        ],
+    }
+    colours = {"peak": "0.55"}
+    places = list(dict.fromkeys((device, "cpu", "nvme")))
+    width = 0.8 / len(places)
+    for position, parts in enumerate(phases.values()):
+        for lane, place in enumerate(places):
+            bottom = 0.0
+            for part, nbytes in parts:
+                height = nbytes.get(place, 0) / _GIB
+                if not height:
+                    continue
+                first = part not in axes.get_legend_handles_labels()[1]
+                colour = colours.setdefault(part, f"C{len(colours)}")
+                x = position - 0.4 + (lane + 0.5) * width
+                axes.bar(x, height, width * 0.9, bottom=bottom, color=colour, label=part if first else None)
+                bottom += height
+            if bottom:
+                axes.text(position - 0.4 + (lane + 0.5) * width, bottom, place, ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(phases)), list(phases))
+    axes.set_xlim(-0.5, len(phases) - 0.5)
+    axes.set_ylabel("GiB of one rank, computed")
+    axes.set_title("Memory by phase")
+    axes.legend(fontsize=7)

@@ -1,0 +1,123 @@
+"""The parameters that a model class makes of a checkpoint, by transformers' own renames and conversions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.quantizers import AutoQuantizationConfig
+
+from ..config import StreamingConfig
+from ..coordination import Coordinator
+from ..errors import CheckpointError, HfZeroStreamError
+from ..integration import lazily_loaded
+from ..load import Load
+
+
+__all__ = ["ModelShapes", "Shape", "load_arguments", "model_shapes", "quantisation", "transformers_errors"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One parameter, or one buffer that checkpoints hold."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class ModelShapes:
+    """A model as it comes out of a checkpoint.
+
+    Attributes:
+        class_name: the model's class.
+        parameters: every parameter once, missing ones included.
+        missing: names of parameters that the checkpoint has no values for, and that will be initialised.
+        tied: names that become another name for a parameter.
+    """
+
+    class_name: str
+    parameters: list[Shape]
+    missing: list[str]
+    tied: list[str]
+
+
+def load_arguments(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
+    """What ``from_pretrained`` is given besides the folder.
+
+    Args:
+        trust_remote_code: whether Python code in the folder may run; if not, nobody is asked either.
+        dequantize: a quantised checkpoint becomes a model that is not.
+    """
+    arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    if dequantize:
+        method = quantisation(folder)
+        if method is None:
+            raise CheckpointError(
+                f"{folder}: --dequantize: config.json has no quantization_config. Leave the option out."
+            )
+        loading = {"quant_method": method, "dequantize": True}
+        arguments["quantization_config"] = AutoQuantizationConfig.from_dict(loading)
+    return arguments
+
+
+def quantisation(folder: Path) -> str | None:
+    """The method by which a checkpoint is quantised, such as "fp8"; None if it is not."""
+    config, _ = PreTrainedConfig.get_config_dict(folder)
+    found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    return found and str(found.get("quant_method"))
+
+
+def model_shapes(folder: Path, arguments: Mapping[str, Any]) -> ModelShapes:
+    """Build the model on the meta device and run transformers' conversions over tensors without data.
+
+    Args:
+        folder: the checkpoint's.
+        arguments: see :func:`load_arguments`.
+
+    Raises:
+        CheckpointError: transformers cannot make a model of the checkpoint.
+        UnsupportedError: it stays quantised.
+    """
+    load = Load(StreamingConfig(progress=False), {}, Coordinator(0, 1, alone=True))
+
+    def shapes(model: torch.nn.Module, missing: set[str], tied: set[str]) -> ModelShapes:
+        kept = {name: param for name, param in model.named_parameters() if name not in tied}
+        return ModelShapes(
+            type(model).__name__,
+            [Shape(name, tuple(param.shape), param.dtype) for name, param in kept.items()],
+            sorted(missing & kept.keys()),
+            sorted(tied),
+        )
+
+    with transformers_errors(str(folder)):
+        found: ModelShapes = lazily_loaded(str(folder), load, shapes, **arguments)
+    return found
+
+
+@contextmanager
+def transformers_errors(path: str) -> Iterator[None]:
+    """Errors of transformers and DeepSpeed about a checkpoint or a config become ours; progress bars are off."""
+    from transformers.utils import logging
+
+    were_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    except HfZeroStreamError:
+        raise
+    except Exception as error:  # what a config.json can make them raise has no end
+        raise CheckpointError(f"{path}: no model can be made of it: {type(error).__name__}: {error}") from error
+    finally:
+        if were_on:
+            logging.enable_progress_bar()

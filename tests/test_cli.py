@@ -1,0 +1,348 @@
+"""The command line: its frame, `inspect` and `plan`. Exit codes: 0 ok, 1 the check failed, 2 wrong usage."""
+
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # noqa: F401 - first, because its logger keeps the stdout that it finds when it is imported
+import pytest
+import torch
+import typer.main
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_zero_stream
+from hf_zero_stream.cli import app
+from hf_zero_stream.cli.app import COMMANDS
+from hf_zero_stream.cli.folding import fold
+from tests.commands import command_environment
+from tests.parity import ds_config
+from tests.zoo import ZOO, build_model, make_moe_checkpoint
+
+
+NAMES = [module.__name__.rpartition(".")[2] for module in COMMANDS]
+USAGE = 2
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    """Run a command in this process; fails unless it exits with `code`."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, f"exit code {result.exit_code}\n{result.output}\n{result.exception!r}"
+    return result
+
+
+def run_json(*arguments: str, code: int = 0) -> Any:
+    """The same with ``--format json``; stdout is that and nothing else."""
+    return json.loads(run(*arguments, "--format", "json", code=code).stdout)
+
+
+@pytest.fixture(scope="module")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The checkpoint of the documentation: two layers of eight experts, four shards."""
+    return str(make_moe_checkpoint(tmp_path_factory.mktemp("cli") / "tiny-moe", 1e7, num_layers=2, num_experts=8))
+
+
+# --------------------------------------------------------------------------------------------------- the frame
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_has_an_example(name: str) -> None:
+    text = re.sub(r"\s+", " ", run(name, "--help").stdout)
+    assert f"Example: hf-zero-stream {name} " in text and "--format" in text
+
+
+@pytest.mark.parametrize("module", COMMANDS, ids=NAMES)
+def test_examples_are_understood(module: Any) -> None:
+    _, name, *arguments = module.EXAMPLE.split()
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    assert command.make_context(name, arguments).params
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom hf_zero_stream.cli import app\n"
+        f"for name in {NAMES}:\n    assert CliRunner().invoke(app, [name, '--help']).exit_code == 0\n"
+        "assert not {'torch', 'transformers', 'deepspeed', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("command", [["hf-zero-stream"], [sys.executable, "-m", "hf_zero_stream"]], ids=str)
+def test_entry_points(tmp_path: Path, command: list[str]) -> None:
+    """Errors of ours go to stderr, without a traceback."""
+    arguments = [*command, "verify", str(tmp_path / "nowhere")]
+    done = subprocess.run(arguments, env=command_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("ReadError: ") and "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect"], "PATH"),
+        (["frobnicate"], "frobnicate"),
+        (["inspect", ".", "--format", "xml"], "xml"),
+        (["plan", "."], "world-size"),
+        (["plan", ".", "--world-size", "0"], "world-size"),
+        (["plan", ".", "--world-size", "2", "--rank", "2"], "below --world-size"),
+        (["plan", ".", "--world-size", "2", "--device-memory", "much"], "much"),
+        (["plan", ".", "--world-size", "2", "--device", "cpu", "--device-memory", "1GiB"], "--host-memory"),
+        (["plan", ".", "--world-size", "2", "--ds-config", "nowhere.json"], "nowhere.json"),
+        (["plan", ".", "--world-size", "2", "--plot", "plan.doc"], "plan.doc"),
+        (["plan", ".", "--world-size", "2", "--plot", "nowhere/plan.png"], "nowhere"),
+        (["verify", ".", "--sums", "nowhere.txt"], "nowhere.txt"),
+        (["bench", ".", "--nproc", "0"], "nproc"),
+        (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage(arguments: list[str], message: str) -> None:
+    result = run(*arguments, code=USAGE)
+    assert message in re.sub(r"\s+", " ", result.stderr) and result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("[]", "list"), ('{"zero_optimization": {"stage": 2}}', "2"), ("{", "as JSON")]
+)
+def test_wrong_ds_config(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    arguments = ["plan", str(tmp_path), "--world-size", "2", "--ds-config", str(tmp_path / "ds.json")]
+    assert found in run(*arguments, code=USAGE).stderr
+
+
+# ----------------------------------------------------------------------------------------------------- folding
+
+
+def unfolded(name: str) -> list[str]:
+    """Every name that a folded one stands for."""
+    choices = []
+    for piece in re.split(r"(\{[^}]*\})", name):
+        ends = re.fullmatch(r"\{(\d+)\.\.\.(\d+)\}", piece)
+        listed = piece[1:-1].split(", ") if piece.startswith("{") else [piece]
+        choices.append(list(map(str, range(int(ends[1]), int(ends[2]) + 1))) if ends else listed)
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_folding_loses_nothing(seed: int) -> None:
+    """Any set of names: the families stand for each of them once, and say how many they are."""
+    chosen = random.Random(seed)
+    names = [
+        f"layers.{layer}.experts.{expert}.{part}"
+        for layer, expert, part in itertools.product(range(4), range(8, 12), ("w", "07", "1"))
+        if chosen.random() < seed / 19
+    ]
+    families = fold((name, ("bf16",)) for name in names)
+    assert sorted(itertools.chain.from_iterable(unfolded(family.name) for family in families)) == sorted(names)
+    assert all(family.count == len(unfolded(family.name)) for family in families)
+
+
+def test_folding_is_thorough() -> None:
+    names = [f"layers.{layer}.experts.{expert}.w" for layer in range(48) for expert in range(128)]
+    assert [family.name for family in fold((name, ()) for name in names)] == ["layers.{0...47}.experts.{0...127}.w"]
+    uneven = [f"{layer}.{expert}.w" for layer in (0, 2, 5) for expert in range(4)] + ["1.0.w", "1.1.w"]
+    assert [family.name for family in fold((name, ()) for name in uneven)] == ["{0, 2, 5}.{0...3}.w", "1.{0...1}.w"]
+
+
+# ----------------------------------------------------------------------------------------------------- inspect
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_inspect_shows_files_and_model(zoo_checkpoint: Callable[..., Path], name: str) -> None:
+    """Every tensor of the shards, and every parameter of a plain model, with its shape and size."""
+    folder = zoo_checkpoint(name)
+    found = run_json("inspect", str(folder))
+    held = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    assert shapes_of(found["tensors"]) == {name: list(tensor.shape) for name, tensor in held.items()}
+    assert sum(line["bytes"] for line in found["tensors"]) == sum(tensor.nbytes for tensor in held.values())
+    assert found["bytes"] == sum(shard["bytes"] for shard in found["shards"])
+    assert sum(shard["tensors"] for shard in found["shards"]) == len(held)
+
+    model = build_model(name)
+    plain = {name: param for name, param in model.named_parameters()}
+    assert found["model"]["class"] == type(model).__name__ and not found["model"]["missing"]
+    assert shapes_of(found["model"]["parameters"]) == {name: list(param.shape) for name, param in plain.items()}
+    assert found["model"]["bytes"] == sum(param.nbytes for param in plain.values())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - plain.keys()
+    assert set(itertools.chain.from_iterable(map(unfolded, found["model"]["tied"]))) == tied
+
+
+def shapes_of(lines: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Name -> shape; fails if a line's count is not the number of its names."""
+    shapes = {}
+    for line in lines:
+        names = unfolded(line["name"])
+        assert len(names) == line["count"]
+        shapes |= dict.fromkeys(names, line["shape"])
+    return shapes
+
+
+def test_inspect_names_what_is_initialised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    tensors = {k: v for shard in zoo_checkpoint("llama").glob("*.safetensors") for k, v in load_file(shard).items()}
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((zoo_checkpoint("llama") / "config.json").read_bytes())
+    assert run_json("inspect", str(tmp_path))["model"]["missing"] == ["model.norm.weight"]
+    assert "hence initialised: model.norm.weight" in run("inspect", str(tmp_path)).stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (None, "no config.json"),
+        ('{"model_type": "nonsense"}', "nonsense"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "wide"),
+        ('{"model_type": "llama", "architectures": 3}', "TypeError"),
+        ("[]", "no model can be made"),
+    ],
+)
+def test_inspect_without_a_model(tmp_path: Path, config: str | None, reason: str) -> None:
+    """What is in the shards can be shown without knowing what they are for."""
+    save_file({"scalar": torch.tensor(1.0), "empty": torch.empty(0, 3)}, tmp_path / "model.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    found = run_json("inspect", str(tmp_path))
+    assert found["model"] is None and reason in found["no_model_because"]
+    assert shapes_of(found["tensors"]) == {"scalar": [], "empty": [0, 3]}
+    assert reason in run("inspect", str(tmp_path)).stdout.partition("No model: ")[2]
+    single = run("inspect", str(tmp_path / "model.safetensors"), "--no-model").stdout
+    assert "| scalar | F32   | scalar |" in single and "not asked for" in single
+
+
+def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    """A checkpoint may come from anybody."""
+    save_file({"a\x1b[31mred\nline": torch.zeros(1)}, tmp_path / "model.safetensors")
+    text = run("inspect", str(tmp_path)).stdout
+    assert "| a\\x1b[31mred\\nline " in text and "\x1b" not in text
+    damaged = (tmp_path / "model.safetensors").read_bytes().replace(b"[1]", b"[2]")
+    (tmp_path / "model.safetensors").write_bytes(damaged)
+    for command, code in (("inspect", 1), ("verify", 1)):
+        assert "\x1b" not in run(command, str(tmp_path), code=code).output
+
+
+def test_inspect_of_what_is_not_sound(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense" * 9)
+    result = run("inspect", str(tmp_path), code=1)
+    assert result.stderr.startswith("CheckpointError: ") and "model.safetensors" in result.stderr
+
+
+# -------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_is_the_librarys(tiny_moe: str, tmp_path: Path) -> None:
+    config = ds_config(torch.bfloat16, offload_optimizer={"device": "cpu"})
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    options = ["--world-size", "5", "--rank", "3", "--ds-config", str(tmp_path / "ds.json")]
+    found = run_json("plan", tiny_moe, *options)
+    expected = hf_zero_stream.plan(tiny_moe, world_size=5, rank=3, ds_config=config, device="cuda")
+    assert expected.footprint is not None
+    assert found["load"]["bytes_read"] == expected.cost.bytes_read
+    assert found["memory"] == json.loads(json.dumps(expected.footprint.to_dict()))
+    assert found["memory"]["largest_gather_of"] == "model.layers.0.mlp" and found["fits"] is None
+    text = run("plan", tiny_moe, *options).stdout
+    assert text.startswith("Rank 3 of 5: ") and "largest gather of the forward pass" in text
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+def test_plan_in_another_dtype(tiny_moe: str, tmp_path: Path, dtype: str, itemsize: int) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config(torch.bfloat16)))
+    with_config = run_json(
+        "plan", tiny_moe, "--world-size", "2", "--dtype", dtype, "--ds-config", f"{tmp_path}/ds.json"
+    )
+    without = run_json("plan", tiny_moe, "--world-size", "2", "--dtype", dtype)
+    numel = sum(param.numel() for param in load_all(tiny_moe).values())
+    for found in (with_config, without):
+        assert found["memory"]["partitions"]["cuda"] == numel * itemsize // 2
+    assert any("fp32" in warning for warning in with_config["warnings"]) == (dtype == "fp32")
+
+
+def load_all(folder: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in Path(folder).glob("*.safetensors") for name, tensor in load_file(shard).items()}
+
+
+def test_stocks_peaks(tiny_moe: str) -> None:
+    """The formulas of hf_zero_stream/cli/stock.py, from the tensors themselves."""
+    found = run_json("plan", tiny_moe, "--world-size", "4")
+    tensors = load_all(tiny_moe)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    experts = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers.0.mlp.experts." in name)
+    gate_up = experts * 2 // 3
+    assert max(tensor.nbytes for tensor in tensors.values()) < gate_up, "the largest parameter is a fused one"
+    stock, memory = found["stock"], found["memory"]
+    held = total // 4 + memory["buffers"]["cuda"]
+    assert stock["other_received"] == total
+    assert stock["rank0_read"] == sum(shard.stat().st_size for shard in Path(tiny_moe).glob("*.safetensors"))
+    assert stock["other_peak"] == {"cuda": held + experts}
+    assert stock["rank0_peak"] == {"cuda": held + experts, "cpu": gate_up}
+    assert memory["load_peak"] == {"cuda": held, "cpu": memory["staging"]}
+
+
+def test_plan_says_whether_it_fits(tiny_moe: str) -> None:
+    options = ["--world-size", "4", "--ranks-per-node", "2"]
+    needs = run_json("plan", tiny_moe, *options)["needs"]
+    memory = run_json("plan", tiny_moe, *options)["memory"]
+    assert needs["device"] == memory["held"]["cuda"] + memory["largest_gather"]
+    assert needs["host"] == 2 * memory["load_peak"]["cpu"] and needs["ranks_per_node"] == 2
+    enough = [f"--device-memory={needs['device']}", f"--host-memory={needs['host']}"]
+    assert run_json("plan", tiny_moe, *options, *enough)["fits"] is True
+    for too_little in (f"--device-memory={needs['device'] - 1}", f"--host-memory={needs['host'] - 1}"):
+        assert run_json("plan", tiny_moe, *options, *enough, too_little, code=1)["fits"] is False
+        assert run("plan", tiny_moe, *options, *enough, too_little, code=1).stdout.count("DOES NOT FIT") == 1
+
+
+def test_plan_for_a_cpu_counts_all_as_the_hosts(tiny_moe: str) -> None:
+    found = run_json("plan", tiny_moe, "--world-size", "4", "--device", "cpu", "--host-memory", "1TiB")
+    assert found["needs"]["host"] == 4 * (found["memory"]["held"]["cpu"] + found["memory"]["largest_gather"])
+    assert found["needs"]["device"] == 0 and found["fits"] is True
+    assert "device needs" not in run("plan", tiny_moe, "--world-size", "4", "--device", "cpu").stdout
+
+
+def test_warnings(tiny_moe: str, tmp_path: Path) -> None:
+    def warnings(*options: str) -> str:
+        return "\n".join(run_json("plan", tiny_moe, "--world-size", *options)["warnings"])
+
+    (tmp_path / "ds.json").write_text(json.dumps({**ds_config(), "bf16": {"enabled": "auto"}}))
+    assert "gathers model.layers.0.mlp whole" in warnings("64")
+    assert "No --ds-config" in warnings("1") and "gathers" not in warnings("1")
+    given = warnings("1", "--ds-config", str(tmp_path / "ds.json"))
+    assert "--dtype bf16" in given and "No --ds-config" not in given
+
+
+def test_warning_of_uneven_shards(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    tensors = load_all(str(zoo_checkpoint("llama")))
+    sizes = sorted(tensors, key=lambda name: tensors[name].nbytes)
+    shards = {"big": sizes[4:], **{f"small-{number}": [name] for number, name in enumerate(sizes[:4])}}
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / f"{shard}.safetensors", {"format": "pt"})
+    weight_map = {name: f"{shard}.safetensors" for shard, names in shards.items() for name in names}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_bytes((zoo_checkpoint("llama") / "config.json").read_bytes())
+    (warning,) = [w for w in run_json("plan", str(tmp_path), "--world-size", "2")["warnings"] if "shards" in w]
+    assert warning.startswith("Uneven shards: big.safetensors has ") and warning.endswith(" in 5 shards.")
+
+
+def test_plan_with_settings_that_deepspeed_refuses(tiny_moe: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": "x"}}))
+    result = run("plan", tiny_moe, "--world-size", "2", "--ds-config", str(tmp_path / "ds.json"), code=1)
+    assert "sub_group_size" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_pickles_are_not_opened(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for command in (["plan", "--world-size", "2"], ["inspect"]):
+        assert "nor any safetensors file" in run(*command, str(tmp_path), code=1).stderr
+
+
+def test_plan_of_what_transformers_does_not_know(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    result = run("plan", str(tmp_path), "--world-size", "2", code=1)
+    assert "CheckpointError: " in result.stderr and "nonsense" in result.stderr and result.stdout == ""

@@ -1,0 +1,251 @@
+"""`bench` and `doctor`: the commands about this machine."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers
+
+from hf_zero_stream.checkpoint.storage import kind_of_file_system
+from hf_zero_stream.cli import bench, checks
+from hf_zero_stream.errors import VersionError
+from tests.parity import ds_config
+from tests.test_cli import run, run_json
+from tests.test_cli_docs import DOCUMENT, assert_shown, blocks, commands
+from tests.zoo import make_moe_checkpoint
+
+
+PROBLEM = "problem"
+
+
+# ------------------------------------------------------------------------------------------------------- bench
+
+
+@pytest.mark.slow
+def test_bench_loads_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real ranks: the same bits, each streaming rank reads its half, and the table is that of docs/cli.md."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(tmp_path)
+    folder = make_moe_checkpoint(tmp_path / "tiny-moe", 1e7, num_layers=2, num_experts=8)
+    kept: list[Any] = []
+    emit = bench.emit
+    monkeypatch.setattr(bench, "emit", lambda data, *others: (kept.append(data), emit(data, *others)))
+    ((command, shown),) = next(parts for parts in map(commands, blocks(DOCUMENT)) if " bench " in parts[0][0])
+    assert_shown(shown, run(*command.split()[1:]).stdout)
+    (found,) = kept
+    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert found["same_bits"] is True and set(found["arms"]) == {"stock", "streaming"}
+    for figures in found["arms"].values():
+        assert figures["seconds"] > 0 and len(figures["digests"]) == 2
+        assert 0.99 * weights <= sum(figures["partition_bytes"]) <= 1.01 * weights
+    assert sum(found["arms"]["streaming"]["bytes_read"]) == pytest.approx(weights, rel=0.02)
+    assert max(found["arms"]["streaming"]["bytes_read"]) < 0.6 * weights
+
+
+ARM = {
+    "seconds": 2.0,
+    "bytes_read": 2**20,
+    "anonymous_growth_bytes": 2**21,
+    "partition_bytes": 2**20,
+    "digest": "0a",
+}
+
+
+@pytest.fixture
+def faked_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What each arm's ranks write down, instead of loading; an arm that is not in it dies without a word."""
+    results: dict[str, Any] = {}
+
+    def torchrun(command: list[str], **kwargs: Any) -> "subprocess.CompletedProcess[str]":
+        arm, folder = command[-4], Path(command[-1])
+        ranks = int(command[command.index("--nproc-per-node") + 1])
+        for rank in range(ranks if arm in results else 0):
+            (folder / f"{arm}-{rank}.json").write_text(json.dumps(results[arm]))
+        failed = arm not in results or "error" in results[arm]
+        return subprocess.CompletedProcess(command, int(failed), stdout="killed by a signal\n")
+
+    monkeypatch.setattr(bench.subprocess, "run", torchrun)
+    return results
+
+
+def test_bench_shows_one_table(faked_ranks: dict[str, Any], tmp_path: Path) -> None:
+    folder = make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2)
+    faked_ranks |= {"stock": ARM, "streaming": {**ARM, "seconds": 0.5}}
+    text = run("bench", str(folder), "--nproc", "3", "--cache", "cold").stdout
+    assert "| seconds " in text and " 2.00 |" in text and " 0.50 |" in text and "cold" in text
+    assert "1.0 MiB to 1.0 MiB" in text and text.endswith("Both loaded the same bits.\n")
+
+
+def test_bench_of_different_bits(faked_ranks: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2))
+    faked_ranks |= {"stock": ARM, "streaming": {**ARM, "digest": "0b"}}
+    assert run_json("bench", folder, code=1)["same_bits"] is False
+    assert "DIFFERENT" in run("bench", folder, code=1).stdout
+    faked_ranks["streaming"] = {**ARM, "digest": None}
+    assert run_json("bench", folder)["same_bits"] is None, "partitions in swap files are not compared"
+
+
+def test_bench_shows_errors(faked_ranks: dict[str, Any], tmp_path: Path) -> None:
+    folder = str(make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2))
+    faked_ranks["stock"] = {"error": "RuntimeError: size mismatch"}
+    text = run("bench", folder, code=1).stdout
+    assert "The stock load failed: RuntimeError: size mismatch" in text
+    assert "The streaming load failed: exit code 1:\nkilled by a signal" in text
+    assert run_json("bench", folder, code=1)["same_bits"] is None
+
+
+# ------------------------------------------------------------------------------------------------------ doctor
+
+
+def statuses(group: list[dict[str, str]]) -> dict[str, str]:
+    return {check["what"]: check["status"] for check in group}
+
+
+@pytest.fixture
+def no_accelerate(tmp_path: Path) -> list[str]:
+    """Options that keep the machine's own config of accelerate out of a test."""
+    return ["--accelerate-config", str(tmp_path / "none.yaml")]
+
+
+def test_doctor_of_this_machine(no_accelerate: list[str]) -> None:
+    found = run_json("doctor", *no_accelerate)
+    assert found["healthy"] is True and found["storage"] == []
+    texts = {check["what"]: check["text"] for check in found["versions"]}
+    assert texts["deepspeed"] == deepspeed.__version__ and texts["transformers"] == transformers.__version__
+    assert statuses(found["features"])["streaming under ZeRO-3"] == "ok"
+    assert found["ops"]["cpu_adam"] is True
+    text = run("doctor", *no_accelerate).stdout
+    assert "must be made before from_pretrained" in text and text.endswith("No problem found.\n")
+
+
+def test_doctor_finds_old_and_missing_packages(monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str]) -> None:
+    wanted = ["torch>=999", "not-a-package>=1", 'not-needed>=1; extra == "test"']
+    monkeypatch.setattr(checks.metadata, "requires", lambda name: wanted)
+    found = statuses(run_json("doctor", *no_accelerate, code=1)["versions"])
+    assert (found["torch"], found["not-a-package"]) == (PROBLEM, PROBLEM) and "not-needed" not in found
+    assert "torch>=999 is needed" in run("doctor", *no_accelerate, code=1).stdout
+
+
+def test_doctor_finds_libraries_that_are_not_known(monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str]) -> None:
+    def import_module(name: str) -> Any:
+        raise VersionError(f"DeepSpeed 9 has no {name}")
+
+    monkeypatch.setattr(checks, "import_module", import_module)
+    found = statuses(run_json("doctor", *no_accelerate, code=1)["features"])
+    assert found["streaming under ZeRO-3"] == PROBLEM
+    assert found["expert_parallel (AutoEP)"] == "no", "what can be left out is no problem"
+
+
+def test_doctor_survives_ops_that_raise(monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str]) -> None:
+    from deepspeed.ops.op_builder import all_ops
+
+    class Broken:
+        def is_compatible(self, verbose: bool) -> bool:
+            raise RuntimeError("no CUDA")
+
+    monkeypatch.setattr(all_ops, "ALL_OPS", {"fused_adam": Broken()})
+    found = run_json("doctor", *no_accelerate)
+    assert found["ops"] == {"fused_adam": False}
+    assert statuses(found["features"])["offload to NVMe"] == "no"
+    assert "and that do not: fused_adam" in run("doctor", *no_accelerate).stdout
+
+
+def test_doctor_reads_a_path(tmp_path: Path, no_accelerate: list[str]) -> None:
+    (tmp_path / "small").write_bytes(b"x")
+    (tmp_path / "large").write_bytes(bytes(3_000_001))
+    found = run_json("doctor", str(tmp_path), *no_accelerate)
+    (file_system, speed) = found["storage"]
+    assert file_system["text"].startswith(kind_of_file_system(str(tmp_path)) or "unknown")
+    assert "3.0 MB of large" in speed["text"] and float(speed["text"].split()[0]) > 0
+    (tmp_path / "empty").mkdir()
+    assert statuses(run_json("doctor", str(tmp_path / "empty"), *no_accelerate)["storage"])["speed"] == "no"
+    missing = run_json("doctor", str(tmp_path / "nowhere"), *no_accelerate, code=1)
+    assert statuses(missing["storage"]) == {"path": PROBLEM}
+
+
+def settings(tmp_path: Path, config: dict[str, Any], code: int) -> dict[str, str]:
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    options = ["--accelerate-config", str(tmp_path / "none.yaml"), "--ds-config", str(tmp_path / "ds.json")]
+    return statuses(run_json("doctor", *options, code=code)["settings"])
+
+
+@pytest.mark.parametrize(
+    ("config", "code", "what", "status"),
+    [
+        (ds_config(torch.bfloat16), 0, "settings", "ok"),
+        (ds_config(), 0, "dtype", "note"),
+        ({"zero_optimization": {"stage": 2}}, 0, "ZeRO stage", "note"),
+        ({**ds_config(), "hf_zero_stream": {"reader_thread": 3}}, 1, "settings", PROBLEM),
+        ({**ds_config(), "weight_quantization": {"quantized_initialization": {}}}, 0, "settings", "ok"),
+        ({**ds_config(), "weight_quantization": {"quantized_initialization": {"x": 4}}}, 1, "settings", PROBLEM),
+        (ds_config(offload_param={"device": "nvme"}), 1, "offload_param.nvme_path", PROBLEM),
+    ],
+)
+def test_doctor_looks_at_the_ds_config(
+    tmp_path: Path, config: dict[str, Any], code: int, what: str, status: str
+) -> None:
+    assert settings(tmp_path, config, code)[what] == status
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"), [("ext4", "ok"), ("nfs4", PROBLEM), ("fuse.juicefs", PROBLEM), ("tmpfs", PROBLEM)]
+)
+def test_doctor_looks_at_swap_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, status: str) -> None:
+    """Also of a folder that DeepSpeed will make; its kind is that of the nearest one above it."""
+    looked_at = []
+
+    def kind_of(path: str) -> str:
+        looked_at.append(path)
+        return kind
+
+    monkeypatch.setattr(checks, "kind_of_file_system", kind_of)
+    monkeypatch.setattr(checks, "is_on_network", lambda path: kind_of(path) not in ("ext4", "tmpfs"))
+    swap = {"device": "nvme", "nvme_path": str(tmp_path / "swap" / "here")}
+    config = ds_config(torch.bfloat16, offload_optimizer=swap)
+    assert settings(tmp_path, config, int(status != "ok"))["offload_optimizer.nvme_path"] == status
+    assert set(looked_at) == {str(tmp_path)}
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: true\n", "ok"),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: false\n", PROBLEM),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 3\n", PROBLEM),
+        ("distributed_type: DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n", "ok"),
+        ("distributed_type: MULTI_GPU\n", "note"),
+        ("- a list\n", PROBLEM),
+        ("{", PROBLEM),
+        (None, "no"),
+    ],
+)
+def test_doctor_looks_at_accelerates_config(tmp_path: Path, text: str | None, status: str) -> None:
+    if text is not None:
+        (tmp_path / "default_config.yaml").write_text(text)
+    options = ["--accelerate-config", str(tmp_path / "default_config.yaml")]
+    found = run_json("doctor", *options, code=int(status == PROBLEM))
+    assert statuses(found["settings"])["accelerate's config"] == status
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path("examples/accelerate").resolve().glob("zero3*.yaml")), ids=lambda p: p.name
+)
+def test_our_own_examples_are_healthy(path: Path) -> None:
+    assert statuses(run_json("doctor", "--accelerate-config", str(path))["settings"])["accelerate's config"] == "ok"
+
+
+@pytest.mark.parametrize(("flag", "status"), [("true", "ok"), ("false", PROBLEM)])
+def test_doctor_looks_at_what_a_launcher_announces(
+    monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str], flag: str, status: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO3_INIT", flag)
+    found = run_json("doctor", *no_accelerate, code=int(status == PROBLEM))
+    assert statuses(found["settings"])["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == status
+    assert os.environ["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == flag
