@@ -14,7 +14,7 @@ Without a GPU, on two processes, with a checkpoint of 10 MB that the first comma
     accelerate launch --config_file examples/accelerate/zero3_cpu_gloo.yaml examples/finetune_accelerate.py \
         --model tiny-moe --steps 3
 
-`--loader stock` loads with transformers alone: the losses are the same.
+`--loader stock` loads with transformers alone: the losses are the same. `--output trained` saves the trained model.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from accelerate.utils import InitProcessGroupKwargs, set_seed
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from hf_zero_stream import StreamingAutoModelForCausalLM
+from hf_zero_stream import StreamingAutoModelForCausalLM, save_pretrained
 
 
 LOADERS = {"streaming": StreamingAutoModelForCausalLM, "stock": AutoModelForCausalLM}
@@ -38,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=32, help="tokens per example")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", help="a folder to save the trained model in")
     parser.add_argument("--loader", choices=LOADERS, default="streaming")
     return parser.parse_args()
 
@@ -72,6 +73,10 @@ def main() -> None:
         optimizer.zero_grad()
         mean_loss = accelerator.gather(loss.detach()).mean().item()
         accelerator.print(f"step {step}: loss {mean_loss:.6f}")
+
+    if arguments.output:
+        # All ranks: each writes what it holds.
+        save_pretrained(model, arguments.output)
 
     accelerator.end_training()  # destroys the process group too
 

@@ -10,7 +10,7 @@ Without a GPU, on two processes, with a checkpoint of 10 MB that the first comma
 
     torchrun --nproc_per_node 2 examples/finetune_trainer.py --model tiny-moe --steps 3
 
-`--loader stock` loads with transformers alone: the losses are the same.
+`--loader stock` loads with transformers alone: the losses are the same. `--output trained` saves the trained model.
 """
 
 import argparse
@@ -23,7 +23,7 @@ import torch.distributed
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, set_seed
 
-from hf_zero_stream import StreamingAutoModelForCausalLM
+from hf_zero_stream import StreamingAutoModelForCausalLM, streaming
 
 
 LOADERS = {"streaming": StreamingAutoModelForCausalLM, "stock": AutoModelForCausalLM}
@@ -38,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deepspeed", default=str(DEEPSPEED_CONFIG), help="a DeepSpeed config")
+    parser.add_argument("--output", help="a folder to save the trained model in")
     parser.add_argument("--loader", choices=LOADERS, default="streaming")
     return parser.parse_args()
 
@@ -86,6 +87,10 @@ def main() -> None:
         text = make_text(model.config.vocab_size, arguments.steps * settings.world_size, arguments.length)
         trainer = Trainer(model=model, args=settings, train_dataset=text)
         trainer.train()
+        if arguments.output:
+            # Inside streaming() the Trainer's own way to save gathers nothing.
+            with streaming():
+                trainer.save_model(arguments.output)
 
     if trainer.is_world_process_zero():
         if arguments.loader == "streaming":

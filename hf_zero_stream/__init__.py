@@ -1,4 +1,4 @@
-"""Stream safetensors checkpoints straight into DeepSpeed ZeRO-3 partitions."""
+"""Stream safetensors checkpoints straight into DeepSpeed ZeRO-3 partitions, and back."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .live import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
     from .report import LoadReport as LoadReport
+    from .saving.report import SaveReport as SaveReport
+    from .saving.save import save_pretrained as save_pretrained
 
 __version__ = "0.1.0"
 
@@ -20,9 +22,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "LoadPlan": ".planning.plan",
     "LoadReport": ".report",
+    "SaveReport": ".saving.report",
     "StreamingConfig": ".config",
     "load_into": ".live",
     "plan": ".integration",
+    "save_pretrained": ".saving.save",
     "streaming": ".integration",
 }
 

@@ -11,10 +11,12 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "ConversionError",
+    "DisagreementError",
     "HfZeroStreamError",
     "LoadError",
     "PeerError",
     "ReadError",
+    "SaveError",
     "UnsupportedError",
     "VersionError",
 ]
@@ -40,12 +42,20 @@ class ConversionError(HfZeroStreamError, RuntimeError):
     """A conversion op of a model's weight mapping failed on a checkpoint's tensors."""
 
 
+class DisagreementError(HfZeroStreamError, RuntimeError):
+    """Ranks that load together are about to load different things; names the rank and what differs."""
+
+
 class LoadError(HfZeroStreamError, RuntimeError):
     """A parameter ended up with no values, or with the wrong shape; a wrong load must be loud."""
 
 
+class SaveError(HfZeroStreamError, OSError):
+    """A checkpoint could not be written, or is not what was written; what was there before is still there."""
+
+
 class PeerError(HfZeroStreamError, RuntimeError):
-    """Another rank failed with an error that is not ours; names the rank and quotes its error."""
+    """Another rank died, or failed with an error that is not ours; names the rank and quotes its error."""
 
 
 class UnsupportedError(HfZeroStreamError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""``streaming()`` and ``plan()``: where a ``from_pretrained`` becomes a streaming load.
+"""``streaming()`` and ``plan()``: where a ``from_pretrained`` becomes a streaming load (saving: ``saving/hooks.py``).
 
 Patches are put in when the first thread enters :func:`streaming` and taken out when the last one leaves. They look at
 context variables, so a thread that did not enter sees stock behaviour.
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,9 @@ from .coordination import Coordinator
 from .errors import ConfigError, UnsupportedError
 from .memory import collector_paused
 from .planning.plan import LoadPlan
+from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
+from .saving.hooks import is_active, trainer_patches
+from .saving.publish import finish_interrupted
 from .seams import REPLACEMENTS, Session, Stopped, other_config, raise_if_misfit, zero3_config, zero3_hidden
 
 
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
     from .load import Load
 
 
-__all__ = ["plan", "streaming"]
+__all__ = ["finish_saves_into", "lazily_loaded", "plan", "streaming"]
 
 logger = logging.get_logger(__name__)
 
@@ -41,6 +45,9 @@ _configs: ContextVar[tuple[StreamingConfig | None, ...]] = ContextVar("hf_zero_s
 
 class streaming(ContextDecorator):  # noqa: N801 - used like a function
     """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
+
+    Saving is the same, backwards: ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to
+    save a ZeRO model write each rank's own bytes, and gather nothing (see :func:`hf_zero_stream.save_pretrained`).
 
     A context manager and a decorator; may be nested and re-entered, and always restores transformers. Without ZeRO-3
     several ranks share the reading (see :attr:`StreamingConfig.share_reads`), so that all of them must make the call;
@@ -62,11 +69,15 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
 
     def __enter__(self) -> streaming:
         _patches.acquire()
+        trainer_patches.acquire()
         _configs.set((*_configs.get(), self.config))
+        is_active.set(True)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _configs.set(_configs.get()[:-1])
+        is_active.set(bool(_configs.get()))
+        trainer_patches.release()
         _patches.release()
 
 
@@ -90,18 +101,19 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
         zero3.init_distributed()
     zero3.reset_device_peak()
     coordinator = Coordinator.of_default_group()
-    try:
-        if found is None:
-            load = Load(settings, without_own_section(_buildable(found_other)), coordinator, replicated=True)
-        else:
-            adopt_alias(found, zero3.partition_dtype(found).itemsize)
-            load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
-            zero3.refuse_unsupported(load.ds_config)
-        with zero3.outside_zero_init():
-            result = _streamed(load, original, args, kwargs)
-    except Exception as error:
-        failure = coordinator.report(error)
-        raise failure from (None if failure is error else error)
+    with coordinator.watched():
+        try:
+            if found is None:
+                load = Load(settings, without_own_section(_buildable(found_other)), coordinator, replicated=True)
+            else:
+                adopt_alias(found, zero3.partition_dtype(found).itemsize)
+                load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
+                zero3.refuse_unsupported(load.ds_config)
+            with zero3.outside_zero_init():
+                result = _streamed(load, original, args, kwargs)
+        except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
+            failure = coordinator.report(error)
+            raise failure from (None if failure is error else error)
     if kept_alive is not None:
         (result[0] if isinstance(result, tuple) else result)._hf_zero_stream_ds_config = kept_alive
     return result
@@ -109,6 +121,7 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
 
 def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What stock's `from_pretrained` returns while its seams are ours."""
+    finish_saves_into(args[0] if args else kwargs.get("pretrained_model_name_or_path"), load.coordinator)
     # Partitions that are written later (by other threads, by training) must not be inference tensors.
     with (
         Session(load) as session,
@@ -124,6 +137,16 @@ def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) 
         model = result[0] if isinstance(result, tuple) else result
         model.streaming_report = load.finish(model, logger)
     return result
+
+
+def finish_saves_into(path: Any, coordinator: Coordinator) -> None:
+    """Have rank 0 finish a save into the folder `path` that died while its files got their final names."""
+
+    def finish() -> list[str]:
+        return finish_interrupted(Path(path)) if path is not None and os.path.isdir(path) else []
+
+    if coordinator.share(finish) and coordinator.is_main:
+        logger.warning(f"{path}: an interrupted save was complete; its files have their final names now.")
 
 
 def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
@@ -152,7 +175,11 @@ def _stock_from_pretrained(original: Callable[..., Any], args: Any, kwargs: Any,
 
 
 _patches = patching.Patches(
-    {(transformers.PreTrainedModel, "from_pretrained"): patching.class_method(_from_pretrained), **REPLACEMENTS}
+    {
+        (transformers.PreTrainedModel, "from_pretrained"): patching.class_method(_from_pretrained),
+        **REPLACEMENTS,
+        **SAVING_REPLACEMENTS,
+    }
 )
 
 
@@ -199,16 +226,35 @@ def plan(
         StreamingConfig.resolve(None, found), without_own_section(found), Coordinator(rank, world_size, alone=True)
     )
     load.device = device or load.device
-    model_class = _model_class(path, kwargs)
-    with streaming(), zero3_hidden(), collector_paused(), Session(load, instead_of_placing=load.plan_only) as session:
+    return lazily_loaded(path, load, load.plan_only, dtype="auto" if dtype is None else dtype, **kwargs)
+
+
+def lazily_loaded(
+    path: str,
+    load: Load,
+    use: Callable[[torch.nn.Module, set[str], set[str]], Any],
+    dtype: Any = "auto",
+    **kwargs: Any,
+) -> Any:
+    """What `use` returns for the lazy model of a checkpoint, its missing names and its tied ones; nothing is read.
+
+    Args:
+        load: gives the lazy tensors; it is closed afterwards, but can still be read from.
+        kwargs: for ``from_pretrained``.
+
+    Raises:
+        UnsupportedError: the load is one that is left to stock.
+    """
+    model_class = model_class_of(path, kwargs)
+    with streaming(), zero3_hidden(), collector_paused(), Session(load, instead_of_placing=use) as session:
         try:
-            model_class.from_pretrained(path, dtype="auto" if dtype is None else dtype, **kwargs)
+            model_class.from_pretrained(path, dtype=dtype, **kwargs)
         except Stopped as stopped:
             return stopped.result
-    raise UnsupportedError(f"{path}: {session.stock_reason}, and such a load is not streamed, so it has no plan.")
+    raise UnsupportedError(f"{path}: {session.stock_reason}, and such a load is not streamed.")
 
 
-def _model_class(path: str, kwargs: Mapping[str, Any]) -> Any:
+def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:
     """The class that the checkpoint was saved from, else the Auto class that its own code is registered for."""
     names = ("revision", "token", "cache_dir", "subfolder", "trust_remote_code", "local_files_only")
     config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(

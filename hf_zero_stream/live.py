@@ -15,12 +15,12 @@ from transformers.utils import logging
 
 from .config import StreamingConfig
 from .coordination import Coordinator
-from .errors import ConfigError, LoadError
+from .errors import ConfigError, LoadError, UnsupportedError
 from .homes import Sourced, exchange_batches, swap_batch, whole
-from .integration import streaming
+from .integration import finish_saves_into, streaming
 from .load import Load, source_of
 from .memory import collector_paused
-from .partition import live, nvme, zero3
+from .partition import live, nvme, original_experts, zero3
 from .reading import Batch, Item
 from .report import LoadReport
 from .seams import Session, Stopped, zero3_hidden
@@ -65,16 +65,23 @@ def load_into(
             "load_into(model): expected a transformers model or the engine around one; got "
             f"{type(live_model).__name__}. Of a PEFT model, pass get_base_model()."
         )
+    if original_experts.expert_parts(live_model):
+        raise UnsupportedError(
+            "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load it "
+            "anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
+        )
     coordinator = Coordinator.of_default_group() if dist.is_initialized() else Coordinator(0, 1, alone=True)
-    try:
-        load = _LiveLoad(replace(StreamingConfig.resolve(config, {}), strict=strict), live_model, coordinator)
-        with streaming(), zero3_hidden(), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
-            _lazy_model(load, live_model, path, kwargs)
-            live.refresh_masters(model)
-        return load.finish(live_model, logger)
-    except Exception as error:
-        failure = coordinator.report(error)
-        raise failure from (None if failure is error else error)
+    with coordinator.watched():
+        try:
+            finish_saves_into(path, coordinator)
+            load = _LiveLoad(replace(StreamingConfig.resolve(config, {}), strict=strict), live_model, coordinator)
+            with streaming(), zero3_hidden(), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
+                _lazy_model(load, live_model, path, kwargs)
+                live.refresh_masters(model)
+            return load.finish(live_model, logger)
+        except BaseException as error:
+            failure = coordinator.report(error)
+            raise failure from (None if failure is error else error)
 
 
 def _lazy_model(load: _LiveLoad, live_model: PreTrainedModel, path: str, kwargs: Mapping[str, Any]) -> None:
@@ -100,7 +107,7 @@ class _LiveLoad(Load):
 
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
         """Read this rank's bytes into the live model; `model` is the lazy one."""
-        params, batches = self._planned(lambda: self._prepare_live(model, missing))
+        params, batches = self._planned(model, missing, lambda: self._prepare_live(model, missing))
 
         def begin() -> list[Batch]:
             live.step_back(param for param in params if live.is_zero_param(param))

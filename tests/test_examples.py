@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from transformers import AutoModelForCausalLM
 
 from tests.cluster import ROOT
 from tests.commands import documented_commands, losses, run_command
@@ -49,7 +51,11 @@ def test_docstring_shows_gpu_and_cpu_commands(example: str) -> None:
 @pytest.mark.slow
 def test_runs_as_documented(example: str, folder: Path) -> None:
     command = example_commands(example)[2]
-    streaming = run_command(command, folder)
+    saved = folder / f"trained by {example}"
+    streaming = run_command(command, folder, extra=["--output", str(saved)])
+    trained = AutoModelForCausalLM.from_pretrained(saved)
+    untrained = AutoModelForCausalLM.from_pretrained(folder / "tiny-moe")
+    assert not torch.equal(trained.lm_head.weight, untrained.lm_head.weight)
     assert streaming.count("STREAMING LOAD REPORT (2 ranks") == 1
     stock = run_command(command, folder, extra=["--loader", "stock"])
     assert "STREAMING LOAD REPORT" not in stock

@@ -21,6 +21,7 @@ from tests.cluster import ROOT, run_ranks, run_ranks_expecting_errors
 from tests.commands import losses as printed_losses
 from tests.commands import run_command
 from tests.parity import ds_config, three_losses
+from tests.saving import SHARD_SIZE, different
 from tests.zoo import TEXT, ZOO
 
 
@@ -154,6 +155,29 @@ def restore_and_train(folder: Path, config: dict[str, Any], target: Path) -> lis
     return three_losses(engine, ZOO["qwen3_moe"].inputs)
 
 
+def save_twice(folder: Path, config: dict[str, Any], target: Path) -> list[str]:
+    """Save what was loaded, and after three steps; names of parameters that come back with other values."""
+    import deepspeed
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(target / "stock", max_shard_size=SHARD_SIZE)
+    model = load(folder, config, "streaming")
+    hf_zero_stream.save_pretrained(model, target / "loaded", max_shard_size=SHARD_SIZE)
+    engine = initialise(model, config, "streaming")
+    three_losses(engine, ZOO["qwen3_moe"].inputs)
+    hf_zero_stream.save_pretrained(engine, target / "trained", max_shard_size=SHARD_SIZE, verify=True)
+    with pytest.raises(hf_zero_stream.errors.UnsupportedError, match="converted for expert parallelism"):
+        hf_zero_stream.load_into(engine, target / "trained")
+    again = load(target / "trained", config, "streaming")
+    different = []
+    for (name, trained), param in zip(engine.module.named_parameters(), again.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([trained, param]):
+            if not torch.equal(trained, param):
+                different.append(name)
+    return different
+
+
 def initialise_with(folder: Path, config: dict[str, Any], other: dict[str, Any]) -> None:
     initialise(load(folder, config, "streaming"), other, "streaming")
 
@@ -174,6 +198,33 @@ def test_losses_equal_those_without_expert_parallelism(
     for ours, theirs in zip(streamed, stock, strict=True):
         assert ours == (pytest.approx(theirs, rel=1e-6) if name == "deepseek_v3" else theirs)
         assert len(set(ours)) == 3, "three steps must change the loss"
+
+
+def losses_with_transformers_own(folder: Path, loader: str, enabled: bool) -> list[float]:
+    from transformers.distributed import DistributedConfig
+
+    kwargs = {"distributed_config": DistributedConfig(enable_expert_parallel=True)} if enabled else {}
+    config = ds_config()
+    return three_losses(initialise(load(folder, config, loader, **kwargs), config, loader), ZOO["qwen3_moe"].inputs)
+
+
+def test_transformers_own_means_nothing_under_zero3(cluster: None, checkpoint: Callable[..., Path]) -> None:
+    """It wants a device mesh, and ZeRO-3 has none: stock loads and trains as if it were not asked for; so do we."""
+    folder = checkpoint("qwen3_moe", torch.float32)
+    without = run_ranks(2, losses_with_transformers_own, folder, "stock", False)
+    assert run_ranks(2, losses_with_transformers_own, folder, "stock", True) == without
+    assert run_ranks(2, losses_with_transformers_own, folder, "streaming", True) == without
+
+
+@pytest.mark.usefixtures("async_io")
+@pytest.mark.parametrize("home", ["cpu", "nvme"])
+def test_with_offload(cluster: None, checkpoint: Callable[..., Path], tmp_path: Path, home: str) -> None:
+    folder = checkpoint("qwen3_moe", torch.float32)
+    zero: dict[str, Any] = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    if home == "nvme":
+        zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 2**20}}
+    config = expert_parallel(**zero)
+    assert run_ranks(4, losses, folder, config, "streaming", {}) == run_ranks(4, losses, folder, config, "stock", {})
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -251,6 +302,19 @@ def test_checkpoints_of_the_engine_are_saved_and_loaded(
     continued = run_ranks(4, train_and_save, folder, config, tmp_path / "saved")
     restored = run_ranks(4, restore_and_train, folder, config, tmp_path / "saved")
     assert restored == continued
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_saved_as_the_model_that_it_was(
+    cluster: None, checkpoint: Callable[..., Path], tmp_path: Path, name: str, world_size: int
+) -> None:
+    folder = checkpoint(name, torch.bfloat16)
+    found = run_ranks(world_size, save_twice, folder, expert_parallel(torch.bfloat16), tmp_path)
+    assert found == [[]] * world_size
+    assert different(tmp_path / "loaded", tmp_path / "stock") == []
+    changed = different(tmp_path / "trained", tmp_path / "stock")
+    assert changed and all(name.endswith(".safetensors") for name in changed)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,14 @@
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.memory import AnonymousMemory
@@ -161,3 +163,33 @@ def test_the_watch_does_not_count_tensors_without_memory() -> None:
         torch.empty(1).expand(2**40)
     assert watch.largest < MIB
     assert threading.Thread.run.__module__ == "threading"
+
+
+def _save_measured(folder: Path, target: Path) -> dict[str, int]:
+    import hf_zero_stream
+
+    model = _load(folder)
+    # The first save imports a good deal, and starts what it needs.
+    hf_zero_stream.save_pretrained(model, target / "first", max_shard_size="1GB")
+    report = hf_zero_stream.save_pretrained(model, target / "second", max_shard_size="1GB")
+    return {"growth": max(rank.anonymous_growth_peak for rank in report.ranks), "written": report.bytes_written}
+
+
+@pytest.mark.slow
+def test_saving_needs_no_memory_for_the_model(large_checkpoint: Path, tmp_path: Path) -> None:
+    found = run_ranks(WORLD_SIZE, _save_measured, large_checkpoint, tmp_path)[0]
+    stored = sum(path.stat().st_size for path in large_checkpoint.glob("*.safetensors"))
+    assert abs(found["written"] - stored) < MIB
+    # Stock gathers all of it on rank 0: see benchmarks/save.py.
+    assert found["growth"] < 48 * MIB
+    shutil.rmtree(tmp_path / "first")
+    saved, expected = _tensors(tmp_path / "second"), _tensors(large_checkpoint)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[name](), expected[name]()) for name in expected)
+    shutil.rmtree(tmp_path / "second")
+
+
+def _tensors(folder: Path) -> dict[str, Callable[[], torch.Tensor]]:
+    """Reads each tensor when it is called."""
+    files = [safe_open(path, "pt") for path in folder.glob("*.safetensors")]
+    return {name: partial(file.get_tensor, name) for file in files for name in file.keys()}

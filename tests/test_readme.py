@@ -87,15 +87,16 @@ def run_blocks(sources: list[str], ds_config: dict[str, Any]) -> list[int]:
     return streamed
 
 
-def test_code_runs(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+def test_code_runs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Every block, one after the other, on two ranks, with a tiny checkpoint in place of the large one."""
     sources = blocks("python")
     checkpoint = str(zoo_checkpoint("qwen3_moe"))
-    tiny = [source.replace(HUB_NAME, checkpoint) for source in sources]
+    tiny = [source.replace(HUB_NAME, checkpoint).replace('"trained', f'"{tmp_path}/trained') for source in sources]
     loads = [number for number, source in enumerate(sources) if ".from_pretrained(" in source]
     assert len(loads) >= 4
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     assert run_ranks(2, run_blocks, tiny, config) == [loads, loads]
+    assert {"trained", "trained-fp32"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_settings_table() -> None:

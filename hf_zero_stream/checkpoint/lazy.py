@@ -64,7 +64,8 @@ class LazyTensor(torch.Tensor):
     """A tensor without data: `view` says where its elements would come from.
 
     It reports device ``cpu``, its true shape, strides and dtype. It must never meet code that needs its values
-    outside of torch's dispatcher (``numpy()``, ``data_ptr()``).
+    outside of torch's dispatcher (``numpy()``). Its addresses are not of memory: they only tell, to code that looks
+    for tied tensors, which lazy tensors share a node.
     """
 
     _meta: torch.Tensor
@@ -115,6 +116,14 @@ class LazyTensor(torch.Tensor):
         """Its values, read now, in a new host tensor."""
         return self._materialise(self.view_of_node)
 
+    def data_ptr(self) -> int:
+        """As if each node had a memory of its own."""
+        return self.untyped_storage().data_ptr() + int(self._meta.storage_offset()) * self.dtype.itemsize
+
+    def untyped_storage(self) -> Any:
+        """What stands for the node's memory: it has a ``data_ptr()`` and a size."""
+        return _NodeStorage(self._node)
+
     @property
     def view_of_node(self) -> View:
         meta = self._meta
@@ -132,6 +141,20 @@ class LazyTensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
         return _run_on_meta(func, args, kwargs)
+
+
+class _NodeStorage:
+    """The ``UntypedStorage`` of a node, as far as code asks for it that must not read values."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def data_ptr(self) -> int:
+        # No storage is larger than 2**63, so those of two nodes cannot overlap; an empty one is at 0, as in torch.
+        return id(self._node) << 64 if self._node.numel else 0
+
+    def nbytes(self) -> int:
+        return self._node.numel * self._node.dtype.itemsize
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,7 +2,8 @@
 
 A node never holds the data of a checkpoint. It says where each of its elements comes from: a tensor in a shard, a
 copy of a view in another dtype, a concatenation of views, rows picked from a view, an exact elementwise function, or
-(the last resort) a function that needs its whole inputs. All offsets, sizes and strides are in elements, as in torch.
+(the last resort) a function that needs its whole inputs. When a model is saved, its parameters are the sources. All
+offsets, sizes and strides are in elements, as in torch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "Node",
     "Opaque",
     "Pointwise",
+    "Stored",
     "View",
 ]
 
@@ -77,6 +79,13 @@ class FileTensor(Node):
     """A tensor of a shard, as it lies there (row-major)."""
 
     entry: TensorEntry
+
+
+@dataclass(eq=False, slots=True)
+class Stored(Node):
+    """A parameter of a live model, flat, whose elements several ranks may hold between them."""
+
+    name: str
 
 
 @dataclass(eq=False, slots=True)

@@ -28,6 +28,7 @@ from torch import nn
 
 from .. import patching
 from ..errors import ConfigError, LoadError, UnsupportedError, VersionError
+from .original_experts import Origin, note_origin
 
 
 try:
@@ -111,11 +112,15 @@ def convert(
     if make_groups:
         place = place.with_group()
     with torch.no_grad():
-        values = [_take_values(model.get_submodule(spec.moe_module_name), spec, place) for spec in specs]
+        blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
+        shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
+        values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
         with torch.device("meta"), _recorders_found_by_name():
             auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
-        for spec, taken in zip(specs, values, strict=True):
-            _give_values(model.get_submodule(spec.moe_module_name), taken, place)
+        for spec, taken, of_block in zip(specs, values, shapes, strict=True):
+            layer = model.get_submodule(spec.moe_module_name)
+            _give_values(layer, taken, place)
+            note_origin(layer, Origin(spec, place.parts, place.part, of_block))
     if make_groups:
         _PREEMPTION.acquire()  # for good: nobody says when the model is initialised, or how often
 

@@ -29,6 +29,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.utils import groups
 from torch import nn
 
+from ..allocation import allocating
 from ..errors import UnsupportedError, VersionError
 from ..planning.plan import Target, partition_range
 from . import nvme
@@ -41,6 +42,7 @@ __all__ = [
     "is_partitioned",
     "local_device",
     "outside_zero_init",
+    "own_range",
     "partition_dtype",
     "partition_target",
     "partitions_equal",
@@ -72,6 +74,7 @@ class PartitionedInit(Init):
 
     def __init__(self, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
         self._swapped: dict[int, Any] = {}
+        self._converting: nn.Module | None = module
         swapping: dict[str, Any] = {}
         if nvme.uses_nvme(ds_config):
             swapping = {"remote_device": "nvme", "param_swapper": nvme.shared_swapper(ds_config)}
@@ -81,6 +84,7 @@ class PartitionedInit(Init):
             zero_param_parallel_group=_hpz_group(ds_config),
             **swapping,
         )
+        self._converting = None  # the parameters keep this object alive, and it shall not keep the model
         if self.param_swapper is not None:
             nvme.share_swapper(ds_config, self.param_swapper)
 
@@ -102,7 +106,7 @@ class PartitionedInit(Init):
     def _allocate_partition(self, param: Any) -> None:
         """The allocation that ``_partition_param`` would make, without the full parameter it would copy from."""
         aligned = param.aligned_size()
-        part, start, stop = _own_range(param)
+        part, start, stop = own_range(param)
         param.ds_numel_aligned = aligned
         if self.param_swapper is not None and nvme.expect_swap(param, part, self.param_swapper):
             self._swapped[id(param)] = param
@@ -110,15 +114,20 @@ class PartitionedInit(Init):
         remote = "cpu" if self.param_swapper is not None else self.remote_device
         device = self.local_device if param.ds_persist else torch.device(remote)
         pinned = device.type == "cpu" and self.pin_memory
-        partition = torch.empty(part, dtype=param.dtype, device=device)
-        if pinned:
-            partition = get_accelerator().pin_memory(partition)
+        with allocating(lambda: self._name_of(param), part * param.dtype.itemsize, device, dist.get_rank()):
+            partition = torch.empty(part, dtype=param.dtype, device=device)
+            if pinned:
+                partition = get_accelerator().pin_memory(partition)
         partition[stop - start :].zero_()
         partition.requires_grad = False
         param.ds_tensor = partition
         param.ds_tensor.ds_numel = part
         param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
         param.ds_tensor.final_location = None
+
+    def _name_of(self, param: Any) -> str:
+        named = self._converting.named_parameters() if self._converting is not None else ()
+        return next((name for name, other in named if other is param), "a parameter")
 
     def is_swapped(self, param: Any) -> bool:
         """Whether the partition of `param` goes to a swap file, and is filled by one of :meth:`swap_waves`."""
@@ -149,11 +158,11 @@ def _is_placeholder(param: torch.Tensor) -> bool:
 
 def partition_target(name: str, param: Any) -> Target:
     """The range of parameter `name` that belongs in this rank's ``param.ds_tensor``."""
-    part, start, stop = _own_range(param)
+    part, start, stop = own_range(param)
     return Target(name, param.dtype, part, start, stop)
 
 
-def _own_range(param: Any) -> tuple[int, int, int]:
+def own_range(param: Any) -> tuple[int, int, int]:
     """(elements of one partition, first own element, one past the last own) of a ZeRO-3 parameter."""
     group = param.ds_process_group
     return partition_range(param.ds_numel, dist.get_rank(group), dist.get_world_size(group))

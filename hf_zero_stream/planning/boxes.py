@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 
-__all__ = ["Axis", "Box", "Placed", "flat_range", "place", "simplify"]
+__all__ = ["Axis", "Box", "Placed", "flat_range", "place", "simplify", "within"]
 
 
 class Box(NamedTuple):
@@ -98,6 +98,46 @@ def flat_range(
         to += (last - first) * inner
     if tail:
         yield from row(last, 0, tail, to)
+
+
+def within(box: Box, start: int, stop: int) -> Iterator[Box]:
+    """The part of `box` whose buffer elements lie in ``[start, stop)``; its strides must not be negative.
+
+    At most ``2 * dims - 1`` boxes, unless dimensions of the buffer overlap.
+    """
+    order = sorted(range(len(box.sizes)), key=lambda d: -box.at_strides[d])
+    sizes, at_strides, to_strides = (
+        tuple(numbers[d] for d in order) for numbers in (box.sizes, box.at_strides, box.to_strides)
+    )
+    extents = [0] * (len(sizes) + 1)  # from the first element to the last, from this dimension inwards
+    for d in reversed(range(len(sizes))):
+        extents[d] = extents[d + 1] + (sizes[d] - 1) * at_strides[d]
+
+    def cut(dim: int, at: int, to: int) -> Iterator[Box]:
+        if at >= stop or at + extents[dim] < start:
+            return
+        if start <= at and at + extents[dim] < stop:
+            yield Box(sizes[dim:], at, at_strides[dim:], to, to_strides[dim:])
+            return
+        # The box does not fit, so it has a dimension here, and a stride: some rows fit, others are cut in turn.
+        size, stride, inner = sizes[dim], at_strides[dim], extents[dim + 1]
+        if stride == 0:
+            for row in range(size):
+                yield from cut(dim + 1, at, to + row * to_strides[dim])
+            return
+        first = min(size, max(0, -(-(start - at) // stride)))
+        last = max(first, min(size, (stop - 1 - inner - at) // stride + 1))
+        touching = max(0, (start - at - inner + stride - 1) // stride), min(size, (stop - 1 - at) // stride + 1)
+        for row in range(touching[0], min(first, touching[1])):
+            yield from cut(dim + 1, at + row * stride, to + row * to_strides[dim])
+        if first < last:
+            rows = (last - first, *sizes[dim + 1 :])
+            yield Box(rows, at + first * stride, at_strides[dim:], to + first * to_strides[dim], to_strides[dim:])
+        for row in range(max(last, touching[0]), touching[1]):
+            yield from cut(dim + 1, at + row * stride, to + row * to_strides[dim])
+
+    if all(sizes):
+        yield from cut(0, box.at, box.to)
 
 
 def place(box: Box, shape: Sequence[int]) -> Iterator[Placed]:

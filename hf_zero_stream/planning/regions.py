@@ -1,6 +1,7 @@
 """From a lazy tensor's flat range to regions: which elements of which source go where.
 
-A region is one box of copies out of a *leaf*: a tensor of a shard, values in host memory, or the result of a function.
+A region is one box of copies out of a *leaf*: a tensor of a shard, a parameter that is being saved, values in host
+memory, or the result of a function.
 Copies, casts, concatenations and gathers between the leaf and the lazy tensor are resolved away here.
 """
 
@@ -12,13 +13,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, Gather, HostTensor, Node, View
+from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, Gather, HostTensor, Node, Stored, View
 from .boxes import Axis, Box, Placed, flat_range, place, simplify
 
 
 __all__ = ["Leaf", "Region", "box_of_view", "regions_of_box", "regions_of_range"]
 
-Leaf = FileTensor | HostTensor | Computed
+Leaf = FileTensor | Stored | HostTensor | Computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) ->
             for placed in place(box, (len(index), *source.sizes[1:])):
                 for part in _cut_by_row(index, placed):
                     yield from regions_of_box(source.node, box_of_view(source, part), casts)
-        case FileTensor() | HostTensor() | Computed():
+        case FileTensor() | Stored() | HostTensor() | Computed():
             yield Region(node, box, casts)
         case _:
             raise AssertionError(f"unknown node {node!r}")

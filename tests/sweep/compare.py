@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import importlib
 import json
+import shutil
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,10 +24,14 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from tests.parity import differences, ds_config
+from tests.saving import different
 from tests.sweep.fixes import NO_LOADING_INFO
 
 
 __all__ = ["DTYPES", "JOBS", "run_batch"]
+
+SAVED_SHARD_SIZE = "100KB"
+"""Most tiny models then have several shards."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -82,6 +87,10 @@ def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, A
     with hf_zero_stream.streaming():
         streamed, info = _load(model_class, folder, dtype, ds_config=ds_config(dtype))
     found = [*_info_differences(info, plain_info), *differences(streamed, plain, dtype)]
+    for param in plain.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)  # DeepSpeed wants one dtype for all of them
+    found += _saved_differences(streamed, plain, folder)
     report = streamed.streaming_report.to_dict()
     del streamed
     gc.collect()
@@ -102,6 +111,40 @@ def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, A
         "read": sum(rank["bytes"]["read"] for rank in report["ranks"]),
         "needed": sum(rank["bytes"]["needed"] for rank in report["ranks"]),
     }
+
+
+def _saved_differences(streamed: Any, plain: Any, folder: Path) -> list[str]:
+    """Files that we save differently from what stock saves of the plain model, or an error that only one of us has."""
+    import hf_zero_stream
+
+    target = folder.with_name(f"saved {folder.name}")
+    errors: dict[str, str] = {}
+
+    def attempt(name: str, save: Callable[[], Any]) -> None:
+        try:
+            save()
+        except Exception as error:
+            errors[name] = f"{type(error).__name__}: {error}"
+        dist.barrier()
+
+    # Stock's on the main rank only; the others need to know whether it could.
+    attempt(
+        "stock", lambda: plain.save_pretrained(target / f"stock {dist.get_rank()}", max_shard_size=SAVED_SHARD_SIZE)
+    )
+    attempt(
+        "ours",
+        lambda: hf_zero_stream.save_pretrained(
+            streamed, target / "ours", max_shard_size=SAVED_SHARD_SIZE, chunk_bytes=2**14, progress=False
+        ),
+    )
+    if errors:
+        found = [] if len(errors) == 2 else [f"saving: {name}: {error}"[:400] for name, error in errors.items()]
+    else:
+        found = [f"saving: {name} differs" for name in different(target / "ours", target / "stock 0")]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(target, ignore_errors=True)
+    return found
 
 
 def _stock(case: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""What a rank holds of a model's parameters when they are saved: 16-bit partitions, fp32 masters, or replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.utils import safe_get_local_fp32_param
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
+from torch import nn
+
+from ..errors import UnsupportedError, VersionError
+from ..planning.plan import partition_range
+from . import nvme
+from .original_experts import expert_parts, part_name
+from .zero3 import own_range
+
+
+__all__ = ["Holding", "holdings"]
+
+_missing = [name for name in ("lp_fragment_address", "hp_fragment") if name not in tensor_fragment.__annotations__]
+_missing += [name for name in ("start", "numel") if name not in fragment_address.__annotations__]
+if _missing:
+    raise VersionError(
+        f"DeepSpeed's tensor fragments have no {', '.join(_missing)}; this version is not known to hf_zero_stream: "
+        "install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
+    )
+
+
+@dataclass(frozen=True)
+class Holding:
+    """A parameter that is being saved, and the flat elements of it that this rank holds and is to give.
+
+    Attributes:
+        shape: the whole parameter's.
+        dtype: dtype of the values that are held.
+        start: first element that this rank gives.
+        stop: one past the last; equal to `start` where it gives none.
+        everywhere: every rank holds all elements, and any of them could give any.
+        is_swapped: the values come out of a swap file each time they are opened.
+        open: a context with the flat values that are held; the first is element `start`, or 0 if held `everywhere`.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    start: int
+    stop: int
+    everywhere: bool
+    is_swapped: bool
+    open: Callable[[], AbstractContextManager[torch.Tensor]]
+
+
+def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
+    """What this rank holds of each parameter of `model`; names of one tied parameter have one and the same holding.
+
+    Under expert parallelism an expert parameter has a name for each part of the experts, of which a rank holds one.
+
+    Args:
+        masters: the fp32 values that an optimizer trains, where there are any, in place of the model's own.
+        rank: this rank.
+        world_size: number of ranks that save together.
+
+    Raises:
+        UnsupportedError: masters are wanted, and the optimizer does not say where they are.
+    """
+    found: dict[int, Holding] = {}
+    by_name: dict[str, Holding] = {}
+    parts = expert_parts(model)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if id(param) not in found:
+            of_param = (_master(name, param) if masters else None) or _own(param, rank, world_size)
+            found[id(param)] = of_param
+        origin = parts.get(id(param))
+        if origin is None:
+            by_name[name] = found[id(param)]
+            continue
+        for part in range(origin.parts):
+            own = found[id(param)]
+            by_name[part_name(name, part)] = own if part == origin.part else _others(own.shape, own.dtype)
+    return by_name
+
+
+def _others(shape: torch.Size, dtype: torch.dtype) -> Holding:
+    """What only other ranks hold."""
+    return Holding(shape, dtype, 0, 0, False, False, lambda: _ready(torch.empty(0, dtype=dtype)))
+
+
+def _own(param: Any, rank: int, world_size: int) -> Holding:
+    """The values that the model computes with."""
+    if not is_zero_param(param):
+        _, start, stop = partition_range(param.numel(), rank, world_size)
+        return Holding(
+            param.shape, param.dtype, start, stop, True, False, lambda: _ready(param.detach().contiguous().view(-1))
+        )
+    _, start, stop = own_range(param)
+
+    @contextmanager
+    def partition() -> Iterator[torch.Tensor]:
+        with nvme.partitions_in_memory([param]):
+            yield param.ds_tensor.detach().view(-1)[: stop - start]
+
+    shape, swapped = torch.Size(param.ds_shape), param.ds_tensor.final_location == "nvme"
+    return Holding(shape, param.dtype, start, stop, False, swapped, partition)
+
+
+def _master(name: str, param: Any) -> Holding | None:
+    """The fp32 values that an optimizer trains for `param`, or None if the model's own are all there is."""
+    if not param.requires_grad or param.dtype == torch.float32:
+        return None
+    if is_zero_param(param):
+        if getattr(param, "_z3_optimizer", None) is None:
+            return None
+        _, start, stop = own_range(param)
+
+        @contextmanager
+        def master() -> Iterator[torch.Tensor]:
+            yield safe_get_local_fp32_param(param).detach().view(-1)[: stop - start]
+
+        return Holding(torch.Size(param.ds_shape), torch.float32, start, stop, False, True, master)
+    if not hasattr(param, "_hp_mapping"):
+        return None
+    fragment = param._hp_mapping
+    if fragment is None:  # all of it is trained by other ranks
+        return _others(param.shape, torch.float32)
+    start = fragment.lp_fragment_address.start
+    stop = start + fragment.lp_fragment_address.numel
+    if fragment.hp_fragment is None or fragment.hp_fragment.numel() != stop - start:
+        raise UnsupportedError(
+            f"dtype=torch.float32: DeepSpeed does not say where the fp32 values of {name} are. Save in the model's "
+            "own dtype, or use DeepSpeed's own checkpoints."
+        )
+    hp_fragment = fragment.hp_fragment
+    return Holding(
+        param.shape, torch.float32, start, stop, False, False, lambda: _ready(hp_fragment.detach().view(-1))
+    )
+
+
+@contextmanager
+def _ready(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield values

@@ -1,0 +1,268 @@
+"""A checkpoint on disk into another one: other shards, dtype or layout; by the map of a load, in one pass.
+
+No model is built and no process group is needed, except that for another layout the model's class says what it is:
+then its code runs over tensors that carry only their layout.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+
+from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.lazy import LazyTensor, checkpoint_slices
+from ..checkpoint.nodes import View
+from ..checkpoint.soundness import shards_of
+from ..config import StreamingConfig
+from ..coordination import Coordinator
+from ..errors import ConfigError, UnsupportedError
+from ..memory import AnonymousMemory
+from ..planning.plan import Target
+from ..reading import Batch, Item, Reader
+from ..report import PhaseClock
+from ..seams.saving import NotedShard, lay_out_pretrained, note_dtype
+from .files import ShardFiles, reserve
+from .plan import ShardToWrite, shard_to_write
+from .publish import Publication
+
+
+__all__ = ["Converted", "convert"]
+
+CHUNK_BYTES = 64 * 2**20
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion has written.
+
+    Attributes:
+        files: the names of the shards.
+        tensors: their number.
+        bytes_read: from the source's shards, headers apart.
+        bytes_written: to the new ones, headers apart.
+        anonymous_growth_peak: most anonymous host memory, in bytes over what it was before.
+    """
+
+    files: tuple[str, ...]
+    tensors: int
+    bytes_read: int
+    bytes_written: int
+    anonymous_growth_peak: int
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    layout: Literal["same", "hub", "model"] = "same",
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> Converted:
+    """Write the checkpoint in folder `source` into folder `destination`, in bounded memory.
+
+    Args:
+        source: a folder with safetensors shards; it may be `destination`.
+        dtype: of the floating-point tensors; default: each keeps its own.
+        max_shard_size: of a file, in bytes, or as in ``"5GB"``.
+        layout: names and layouts of tensors: the ``"same"``; those of the ``"hub"``, as ``save_pretrained`` writes
+            them (one tensor per expert); or those of the ``"model"``, which need no conversion when loading.
+        trust_remote_code: for another layout, whether Python code in `source` may run.
+        progress: show a bar.
+
+    Raises:
+        CheckpointError, ReadError: `source` is not a sound checkpoint.
+        SaveError: `destination` cannot be written to; what was there before is still there.
+        UnsupportedError: the checkpoint is quantised, and another dtype would make it something else.
+    """
+    if layout not in ("same", "hub", "model"):
+        raise ConfigError(f'layout: expected "same", "hub" or "model"; got {layout!r}')
+    source = Path(source)
+    paths, weight_map = shards_of(source)
+    index = CheckpointIndex.from_files(paths)
+    if weight_map:
+        index.check_weight_map(weight_map)
+    if dtype is not None:
+        _refuse_quantised(source, index)
+    memory = AnonymousMemory()
+    reader = Reader(StreamingConfig(progress=progress), Coordinator(0, 1, alone=True), PhaseClock(), memory)
+    reader.use(index.shards)
+    publication = Publication.begin(Path(destination))
+    try:
+        with memory:
+            _copy_other_files(source, publication.temporary, dtype)
+            if layout == "same":
+                noted = _split(index, reader, publication.temporary, dtype, max_shard_size)
+            else:
+                noted = _in_layout(
+                    source, reader, publication.temporary, dtype, max_shard_size, layout, trust_remote_code
+                )
+            shards = [shard_to_write(shard) for shard in noted]
+            written = _write(shards, reader, publication.temporary)
+        publication.commit(WEIGHTS, INDEX)
+    except BaseException:
+        publication.abandon()
+        raise
+    finally:
+        reader.close()
+    return Converted(
+        tuple(shard.name for shard in shards),
+        sum(len(shard.views) for shard in shards),
+        reader.bytes_read,
+        written,
+        memory.growth_peak,
+    )
+
+
+def _refuse_quantised(source: Path, index: CheckpointIndex) -> None:
+    config = source / "config.json"
+    quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+    small = [entry.name for entry in index.tensors.values() if entry.dtype_name.startswith(("F8", "F4", "F6"))]
+    if quantised or small:
+        found = f"tensor {small[0]!r}" if small else "its config has a quantization_config"
+        raise UnsupportedError(
+            f"{source}: dtype: the checkpoint is quantised ({found}), and a cast of its numbers would not dequantise "
+            "it. Load it with a quantization_config with dequantize=True, and save that."
+        )
+
+
+def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """Config, tokenizer, code, licence: everything but weights."""
+    for path in sorted(source.iterdir()):
+        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
+            shutil.copyfile(path, folder / path.name)
+    if dtype is not None and (folder / "config.json").exists():
+        note_dtype(folder / "config.json", dtype)
+
+
+def _split(
+    index: CheckpointIndex, reader: Reader, folder: Path, dtype: torch.dtype | None, max_shard_size: int | str
+) -> list[NotedShard]:
+    """The same tensors, in order of the source's files."""
+    slices = checkpoint_slices(index, reader.materialise)
+    tensors = {name: piece[...] for name, piece in slices.items()}
+    if dtype is not None:
+        tensors = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
+        }
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    if split.is_sharded:
+        content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    metadata = index.shards[0].metadata if index.shards else {}
+    return [
+        NotedShard(name, {tensor: tensors[tensor] for tensor in names}, metadata)
+        for name, names in split.filename_to_tensors.items()
+    ]
+
+
+def _in_layout(
+    source: Path,
+    reader: Reader,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
+    layout: str,
+    trust_remote_code: bool,
+) -> list[NotedShard]:
+    """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
+    from ..integration import lazily_loaded
+    from ..load import Load  # imports deepspeed, which takes seconds
+
+    load = Load(StreamingConfig(), {}, Coordinator(0, 1, alone=True))
+    model, missing, tied = lazily_loaded(
+        str(source), load, lambda *found: found, trust_remote_code=trust_remote_code, local_files_only=True
+    )
+    reader.use(load.shards)
+    lost = sorted(missing - tied)
+    if lost:
+        raise UnsupportedError(
+            f"{source}: layout: the checkpoint has no values for {', '.join(lost[:8])} ({len(lost)} in all), so it is "
+            "not all of the model. Keep its layout, or load and save the model."
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    state_dict: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        if name not in tied:
+            cast = dtype is not None and isinstance(tensor, LazyTensor) and tensor.is_floating_point()
+            state_dict[name] = tensor.to(dtype) if cast else tensor
+    count = sum(param.numel() for name, param in parameters.items() if name not in tied)
+    return lay_out_pretrained(
+        model,
+        folder,
+        state_dict,
+        parameters,
+        count,
+        dtype,
+        max_shard_size=max_shard_size,
+        save_original_format=layout == "hub",
+    )
+
+
+def _write(shards: Sequence[ShardToWrite], reader: Reader, folder: Path) -> int:
+    for shard in shards:
+        reserve(folder / shard.name, shard.layout.header, shard.layout.size_bytes)
+    files = ShardFiles([folder / shard.name for shard in shards])
+    try:
+        batches = [_batch(pieces, files) for pieces in _pieces(shards)]
+        if batches:
+            reader.fill(batches, reader.plan([item for batch in batches for item in batch.items]))
+        files.sync()
+    finally:
+        files.close()
+    return files.bytes_written
+
+
+Piece = tuple[int, int, Item]
+"""(shard, byte position in it, what fills the bytes from there on)."""
+
+
+def _pieces(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
+    """All tensors in order of the new files, a chunk's worth at a time."""
+    chunk: list[Piece] = []
+    nbytes = 0
+    for number, shard in enumerate(shards):
+        for name, position in shard.layout.starts.items():
+            view = shard.views[name]
+            for item, offset in _ranges(name, view):
+                if chunk and nbytes + item[0].nbytes > CHUNK_BYTES:
+                    yield chunk
+                    chunk, nbytes = [], 0
+                chunk.append((number, position + offset, item))
+                nbytes += item[0].nbytes
+    if chunk:
+        yield chunk
+
+
+def _ranges(name: str, view: View) -> Iterator[tuple[Item, int]]:
+    dtype = view.node.dtype
+    limit = CHUNK_BYTES // dtype.itemsize
+    for start in range(0, view.numel, limit):
+        stop = min(view.numel, start + limit)
+        yield (Target(name, dtype, stop - start, start, stop), view), start * dtype.itemsize
+
+
+def _batch(pieces: Sequence[Piece], files: ShardFiles) -> Batch:
+    buffers: list[torch.Tensor] = []
+
+    def begin() -> Sequence[torch.Tensor]:
+        buffers.extend(torch.empty(target.numel, dtype=target.dtype) for _, _, (target, _) in pieces)
+        return buffers
+
+    def settle() -> None:
+        for (shard, position, _), buffer in zip(pieces, buffers, strict=True):
+            files.put(shard, position, [memoryview(buffer.view(torch.uint8).numpy())])
+        buffers.clear()
+
+    return Batch([item for _, _, item in pieces], begin, settle)

@@ -1,0 +1,306 @@
+"""Which rank writes which bytes of which shard: frozen data, the same on every rank but for what is its own.
+
+Three ways, the first that fits is taken for each tensor of a shard:
+
+- *runs*: elements that lie one after the other in a parameter and in the shard, as nearly all do. The rank that holds
+  them writes them, wherever they begin and end.
+- *segments*: another order of elements (transposed experts). A range of the shard is put together in a buffer by the
+  rank that holds all of it.
+- *rounds*: segments whose elements several ranks hold, in pieces too small to be written one by one. Ranks exchange
+  them first: in a round, no rank sends, or gets, more than a segment may have, or a single one.
+
+With a single writer everything that it does not hold goes through rounds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from ..checkpoint.layout import ShardLayout, lay_out_shard
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import Computed, HostTensor, Stored, View
+from ..planning.boxes import Box, within
+from ..planning.plan import materialise_reason
+from ..planning.regions import Region, regions_of_range
+from ..seams.saving import NotedShard
+
+
+__all__ = [
+    "Computation",
+    "Part",
+    "Round",
+    "Run",
+    "SavePlan",
+    "Segment",
+    "Share",
+    "ShardToWrite",
+    "make_save_plan",
+    "shard_to_write",
+    "whole_view",
+]
+
+
+class Share(NamedTuple):
+    """Elements ``[start, stop)`` of a parameter, which `rank` gives."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class ShardToWrite:
+    """One file of the checkpoint.
+
+    Attributes:
+        name: its file name.
+        layout: its header, and where each tensor begins.
+        views: what each tensor's elements are.
+    """
+
+    name: str
+    layout: ShardLayout
+    views: Mapping[str, View]
+
+
+def shard_to_write(noted: NotedShard) -> ShardToWrite:
+    """A file with the tensors that transformers would put into it."""
+    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in noted.tensors.items()}
+    views = {
+        name: tensor.view_of_node if isinstance(tensor, LazyTensor) else whole_view(tensor)
+        for name, tensor in noted.tensors.items()
+    }
+    return ShardToWrite(noted.name, lay_out_shard(described, noted.metadata), views)
+
+
+def whole_view(tensor: torch.Tensor) -> View:
+    """A tensor whose values are at hand."""
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return View.whole(HostTensor(flat.numel(), flat.dtype, flat), tuple(tensor.shape))
+
+
+class Run(NamedTuple):
+    """Elements ``[start, stop)`` of parameter `source`, written from byte `position` of a shard on."""
+
+    shard: int
+    position: int
+    source: str
+    start: int
+    stop: int
+    casts: tuple[torch.dtype, ...]
+
+
+class Part(NamedTuple):
+    """Elements of a segment that one rank holds: `box` goes from the parameter `source` to the segment."""
+
+    rank: int
+    source: str
+    box: Box
+    casts: tuple[torch.dtype, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """`numel` elements of a shard from byte `position` on.
+
+    Attributes:
+        shard: position of the shard among the files.
+        parts: what ranks hold of it.
+        constants: what is not a parameter's, and is the same on every rank: buffers of the model, padding.
+    """
+
+    shard: int
+    position: int
+    numel: int
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    constants: tuple[Region, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+Round = tuple[tuple[int, Segment], ...]
+"""(writer, segment) for each segment of a round."""
+
+
+class Computation(NamedTuple):
+    """A tensor that a function gives, for which its parameters are gathered one tensor at a time; rank 0 writes it."""
+
+    shard: int
+    position: int
+    name: str
+    view: View
+    reason: str
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one rank writes, and in which exchanges all take part.
+
+    Attributes:
+        runs: this rank's, in file order.
+        segments: those that this rank puts together alone, in file order.
+        rounds: exchanges, the same on every rank.
+        computations: the same on every rank.
+        bytes_written: by this rank.
+    """
+
+    runs: tuple[Run, ...]
+    segments: tuple[Segment, ...]
+    rounds: tuple[Round, ...]
+    computations: tuple[Computation, ...]
+    bytes_written: int
+
+
+def make_save_plan(
+    shards: Sequence[ShardToWrite],
+    shares: Mapping[str, Sequence[Share]],
+    *,
+    everywhere: Set[str],
+    rank: int,
+    world_size: int,
+    chunk_bytes: int,
+    single_writer: bool,
+) -> SavePlan:
+    """Plan what `rank` writes.
+
+    Args:
+        shards: the files of the checkpoint.
+        shares: who gives which elements of each parameter; in order of elements, and all of them.
+        everywhere: parameters that every rank holds in full, and could give.
+        chunk_bytes: largest segment.
+        single_writer: rank 0 writes everything.
+    """
+    runs: list[Run] = []
+    own: list[Segment] = []
+    exchanged: list[Segment] = []
+    computations: list[Computation] = []
+    nbytes = turn = 0
+    for number, shard in enumerate(shards):
+        for name, position in shard.layout.starts.items():
+            view = shard.views[name]
+            dtype = view.node.dtype
+            if view.numel == 0:
+                continue
+            regions = list(regions_of_range(view, 0, view.numel))
+            if any(isinstance(region.leaf, Computed) for region in regions):
+                reason = materialise_reason(view.node) or "a function gives its values"
+                computations.append(Computation(number, position, name, view, reason))
+                continue
+            if all(map(_is_run, regions)) and (not single_writer or _all_of(regions, shares) == {0}):
+                for region in regions:
+                    mine = list(_own_runs(region, shares, rank, number, position, dtype.itemsize))
+                    nbytes += sum(run.stop - run.start for run in mine) * dtype.itemsize
+                    runs.extend(mine)
+                continue
+            for segment in _segments(view, shares, number, position, max(1, chunk_bytes // dtype.itemsize)):
+                turn += 1
+                segment = _given_by_one(segment, everywhere, 0 if single_writer else turn % world_size)
+                holders = {part.rank for part in segment.parts} or {0}
+                writer = 0 if single_writer else min(holders)
+                if holders != {writer}:
+                    exchanged.append(segment)
+                elif writer == rank:
+                    own.append(segment)
+    rounds = tuple(_rounds(exchanged, world_size, chunk_bytes, single_writer))
+    nbytes += sum(segment.nbytes for segment in own)
+    nbytes += sum(segment.nbytes for of_round in rounds for writer, segment in of_round if writer == rank)
+    return SavePlan(tuple(runs), tuple(own), rounds, tuple(computations), nbytes)
+
+
+def _is_run(region: Region) -> bool:
+    box = region.box
+    contiguous = not box.sizes or (len(box.sizes) == 1 and box.at_strides[0] == box.to_strides[0] == 1)
+    return contiguous and isinstance(region.leaf, Stored)
+
+
+def _all_of(regions: Sequence[Region], shares: Mapping[str, Sequence[Share]]) -> set[int]:
+    return {share.rank for region in regions for share in shares[region.leaf.name]}  # type: ignore[union-attr]
+
+
+def _own_runs(
+    region: Region, shares: Mapping[str, Sequence[Share]], rank: int, shard: int, position: int, itemsize: int
+) -> Iterator[Run]:
+    assert isinstance(region.leaf, Stored)
+    box, name = region.box, region.leaf.name
+    first, last = box.at, box.at + box.numel
+    for share in _touching(shares[name], first, last):
+        begin, end = max(first, share.start), min(last, share.stop)
+        if share.rank == rank and begin < end:
+            at = position + (box.to + begin - first) * itemsize
+            yield Run(shard, at, name, begin, end, region.casts)
+
+
+def _segments(
+    view: View, shares: Mapping[str, Sequence[Share]], shard: int, position: int, limit: int
+) -> Iterator[Segment]:
+    dtype = view.node.dtype
+    for start in range(0, view.numel, limit):
+        stop = min(view.numel, start + limit)
+        parts: list[Part] = []
+        constants: list[Region] = []
+        for region in regions_of_range(view, start, stop):
+            if isinstance(region.leaf, HostTensor):
+                constants.append(region)
+                continue
+            assert isinstance(region.leaf, Stored)
+            box, name = region.box, region.leaf.name
+            last = box.at + sum((n - 1) * stride for n, stride in zip(box.sizes, box.at_strides, strict=True))
+            for share in _touching(shares[name], box.at, last + 1):
+                for cut in within(box, share.start, share.stop):
+                    parts.append(Part(share.rank, name, cut, region.casts))
+        at = position + start * dtype.itemsize
+        yield Segment(shard, at, stop - start, dtype, tuple(parts), tuple(constants))
+
+
+def _given_by_one(segment: Segment, everywhere: Set[str], turn: int) -> Segment:
+    """`segment` with all that every rank holds given by one: by one that gives other parts of it, else by `turn`."""
+    held = {part.rank for part in segment.parts if part.source not in everywhere}
+    giver = min(held, default=turn)
+    parts = tuple(part._replace(rank=giver) if part.source in everywhere else part for part in segment.parts)
+    return replace(segment, parts=parts)
+
+
+def _touching(shares: Sequence[Share], start: int, stop: int) -> Iterator[Share]:
+    """The shares that hold any of these elements."""
+    first = max(0, bisect_right(shares, start, key=lambda share: share.start) - 1)
+    for share in shares[first:]:
+        if share.start >= stop:
+            return
+        if share.stop > start:
+            yield share
+
+
+def _rounds(segments: Sequence[Segment], world_size: int, chunk_bytes: int, single_writer: bool) -> Iterator[Round]:
+    """Rounds in file order; a writer is one of those that hold the segment, if one of them has room."""
+    of_round: list[tuple[int, Segment]] = []
+    written: dict[int, int] = {}
+    sent: dict[int, int] = {}
+
+    def has_room(done: dict[int, int], rank: int, nbytes: int) -> bool:
+        return done.get(rank, 0) + nbytes <= chunk_bytes or rank not in done
+
+    for segment in segments:
+        leaving: dict[int, int] = {}
+        for part in segment.parts:
+            leaving[part.rank] = leaving.get(part.rank, 0) + part.box.numel * segment.dtype.itemsize
+        holders = sorted(leaving, key=lambda rank: (-leaving[rank], rank))
+        candidates = (0,) if single_writer else (*holders, *range(world_size))
+        writer = next((rank for rank in candidates if has_room(written, rank, segment.nbytes)), None)
+        if writer is None or not all(has_room(sent, rank, nbytes) for rank, nbytes in leaving.items()):
+            yield tuple(of_round)
+            of_round, written, sent = [], {}, {}
+            writer = candidates[0]
+        of_round.append((writer, segment))
+        written[writer] = written.get(writer, 0) + segment.nbytes
+        for rank, nbytes in leaving.items():
+            sent[rank] = sent.get(rank, 0) + nbytes
+    if of_round:
+        yield tuple(of_round)

@@ -1,0 +1,156 @@
+"""Files appear under their final names only when all of them are complete, and what was there before stays till then.
+
+Everything is written into a folder of its own inside the final one. Then a list of the renames to come is written
+there, and from that moment on the save has happened: if the process dies while it renames, the next one to save or to
+stream from the folder finishes the list. Shards go first, the index last; an older index is taken away before, so
+that in the moments between nobody reads an old index with new shards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+
+from ..errors import SaveError
+
+
+__all__ = ["Publication", "finish_interrupted"]
+
+PREFIX = ".hf_zero_stream-saving-"
+_LIST = "renames.json"
+_SHARD = re.compile(r"(.*?)-\d{5}-of-\d{5}")
+
+
+class Publication:
+    """A save into `folder` that is being prepared; made on one rank.
+
+    Attributes:
+        folder: the final folder.
+        temporary: where files are written first.
+    """
+
+    def __init__(self, folder: Path, temporary: Path) -> None:
+        self.folder = folder
+        self.temporary = temporary
+
+    @classmethod
+    def begin(cls, folder: Path) -> Publication:
+        """Make the temporary folder, after what earlier saves have left was finished or removed.
+
+        Raises:
+            SaveError: the folder cannot be written to.
+        """
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise SaveError(f"{folder}: expected a folder to save into, found a file.")
+            folder.mkdir(parents=True, exist_ok=True)
+            finish_interrupted(folder)
+            for left in folder.glob(f"{PREFIX}*"):
+                shutil.rmtree(left)
+            temporary = folder / f"{PREFIX}{uuid.uuid4().hex[:12]}"
+            temporary.mkdir()
+        except OSError as error:
+            if isinstance(error, SaveError):
+                raise
+            raise SaveError(f"{folder}: cannot be written to: {error.strerror or error}.") from error
+        return cls(folder, temporary)
+
+    def abandon(self) -> None:
+        """Remove everything that has been written, unless files have begun to get their final names."""
+        if not (self.temporary / _LIST).exists():
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def commit(self, weights_name: str, index_name: str) -> None:
+        """Give all files their final names, and remove the shards of an earlier save that are not replaced.
+
+        Args:
+            weights_name: the name of an unsharded checkpoint, for instance ``model.safetensors``.
+            index_name: that of a sharded one's index, for instance ``model.safetensors.index.json``.
+
+        Raises:
+            SaveError: a file cannot be renamed; what is missing is done by the next save or load.
+        """
+        try:
+            names = sorted(entry.name for entry in self.temporary.iterdir())
+            outdated = self._outdated(weights_name, index_name, set(names))
+            # The index is what makes shards a checkpoint: the old one goes first, the new one comes last.
+            order = {"renames": sorted(names, key=lambda name: (name == index_name, name)), "removes": outdated}
+            if index_name in names or index_name in outdated:
+                order["removes_first"] = [index_name]
+            for name in names:
+                _sync(self.temporary / name)
+            _write_durably(self.temporary / _LIST, json.dumps(order).encode())
+            _carry_out(self.folder, self.temporary)
+        except OSError as error:
+            raise SaveError(
+                f"{self.folder}: cannot give files their final names: {error.strerror or error}. They are complete in "
+                f"{self.temporary.name}; saving again, or streaming from the folder, finishes it."
+            ) from error
+
+    def _outdated(self, weights_name: str, index_name: str, names: set[str]) -> list[str]:
+        """Weights of an earlier save that the new one does not replace."""
+        stem = weights_name.removesuffix(".safetensors")
+        found = []
+        for entry in self.folder.iterdir():
+            shard = entry.name.startswith(stem) and _SHARD.fullmatch(entry.name.removesuffix(".safetensors"))
+            if entry.is_file() and entry.name not in names and (shard or entry.name in (weights_name, index_name)):
+                found.append(entry.name)
+        return sorted(found)
+
+
+def finish_interrupted(folder: Path) -> list[str]:
+    """Finish saves into `folder` that were complete, but died while files got their final names.
+
+    Returns:
+        The names of the files that were still to be renamed.
+    """
+    finished: list[str] = []
+    for temporary in sorted(folder.glob(f"{PREFIX}*")):
+        if (temporary / _LIST).exists():
+            finished.extend(_carry_out(folder, temporary))
+    return finished
+
+
+def _carry_out(folder: Path, temporary: Path) -> list[str]:
+    """Do what the list in `temporary` says and has not been done, then remove it."""
+    order = json.loads((temporary / _LIST).read_bytes())
+    pending = [name for name in order["renames"] if (temporary / name).exists()]
+    if pending:
+        for name in order.get("removes_first", ()):
+            (folder / name).unlink(missing_ok=True)
+        _sync(folder)
+    for name in pending:
+        target = folder / name
+        if (temporary / name).is_dir():
+            shutil.copytree(temporary / name, target, dirs_exist_ok=True)
+            shutil.rmtree(temporary / name)
+        else:
+            os.replace(temporary / name, target)
+    for name in order["removes"]:
+        (folder / name).unlink(missing_ok=True)
+    _sync(folder)
+    (temporary / _LIST).unlink()
+    shutil.rmtree(temporary)
+    return pending
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    draft = path.with_suffix(".draft")
+    with open(draft, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(draft, path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,382 @@
+"""``save_pretrained``: a partitioned model into the folder that transformers would write for the whole one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import View
+from ..coordination import Coordinator
+from ..errors import ConfigError, SaveError, UnsupportedError
+from ..liveness import default_store
+from ..memory import AnonymousMemory, collector_paused
+from ..partition import stored, zero3
+from ..partition.original_experts import with_original_experts
+from ..progress import progress_bar
+from ..report import PhaseClock
+from ..seams.saving import NotedShard, index_name, lay_out_pretrained
+from .files import Comparison, ShardFiles, reserve
+from .parameters import Parameters
+from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write, whole_view
+from .publish import Publication
+from .report import PHASES, SaveReport, SavingRank
+from .write import Sink, execute_save
+
+
+__all__ = ["LayOut", "Save", "lazy_state_dict", "save_pretrained"]
+
+logger = logging.get_logger(__name__)
+T = TypeVar("T")
+
+CHUNK_BYTES = 16 * 2**20
+
+ARRIVAL_S = 600.0
+"""How long the first rank waits for the last one to begin a save."""
+
+_begun = 0
+"""Saves that all ranks have begun together, by which they know the next one."""
+
+LayOut = Callable[[Path, Parameters], list[NotedShard]]
+"""Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
+
+_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
+
+
+def save_pretrained(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | str | None = None,
+    write_from: Literal["all", "rank0"] = "all",
+    verify: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: bool = True,
+    **kwargs: Any,
+) -> SaveReport:
+    """Save a model under DeepSpeed as transformers' ``save_pretrained`` saves the whole of it; nothing is gathered.
+
+    Every rank must call it, and writes the bytes that it holds. The folder is the one that transformers writes: the
+    same shards with the same bytes, index, config and generation config, with the names and layouts of the checkpoint
+    that the model came from. Works before and after ``deepspeed.initialize``, with every ZeRO stage and without any.
+
+    Files appear under their final names when all are complete; whatever fails, an earlier checkpoint there stays.
+
+    Args:
+        model: the model, or the engine, or what ``accelerator.prepare`` made of it.
+        folder: where to save; seen by all ranks, unless rank 0 writes alone.
+        max_shard_size: of a file, in bytes, or as in ``"5GB"``.
+        dtype: of the floating-point weights; default: the model's own. ``torch.float32`` takes the fp32 values that
+            the optimizer trains, where there are any.
+        write_from: ``"all"`` ranks write, or ``"rank0"`` does, to which the others send theirs in chunks.
+        verify: compare what is in the files with what the ranks hold before the files get their names.
+        chunk_bytes: memory of this size, a few times over, is what a rank needs to exchange elements with others.
+        progress: show a bar on the first rank of each host.
+        kwargs: anything else that transformers' ``save_pretrained`` takes, for instance ``variant``.
+
+    Returns:
+        What every rank did; the same on all of them.
+
+    Raises:
+        SaveError: on all ranks, if a file cannot be written on any.
+        ConfigError, UnsupportedError: an argument has a value that is not known, or cannot be honoured.
+
+    Example:
+        >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
+    """
+    save = Save(model, Path(folder), dtype=_dtype(dtype), write_from=write_from, chunk_bytes=chunk_bytes)
+    return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
+
+
+class Save:
+    """One save, which all ranks carry out together; see :func:`save_pretrained`."""
+
+    def __init__(
+        self,
+        model: Any,
+        folder: Path,
+        *,
+        dtype: torch.dtype | None = None,
+        write_from: str = "all",
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        if write_from not in ("all", "rank0"):
+            raise ConfigError(f'write_from: expected "all" or "rank0"; got {write_from!r}')
+        if chunk_bytes < 1:
+            raise ConfigError(f"chunk_bytes: expected a size in bytes, at least 1; got {chunk_bytes!r}")
+        unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
+        if not isinstance(unwrapped, PreTrainedModel):
+            raise UnsupportedError(
+                f"save_pretrained: expected a transformers model or an engine around one; got {type(unwrapped)}. "
+                "A PEFT model saves its adapters itself, and they are not large."
+            )
+        self._model: PreTrainedModel = unwrapped
+        self._folder = folder
+        self._dtype = dtype
+        self._single_writer = write_from == "rank0"
+        self._chunk_bytes = chunk_bytes
+        self._coordinator = Coordinator.of_default_group() if dist.is_initialized() else Coordinator(0, 1, alone=True)
+        self._clock = PhaseClock(PHASES)
+        self._memory = AnonymousMemory()
+
+    def pretrained(
+        self,
+        *,
+        state_dict: Mapping[str, Any] | None = None,
+        verify: bool = False,
+        progress: bool = True,
+        **kwargs: Any,
+    ) -> SaveReport:
+        """Save what transformers' ``save_pretrained`` would.
+
+        Args:
+            state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
+            kwargs: for transformers' function.
+        """
+        _refuse(kwargs)
+
+        def lay_out(folder: Path, parameters: Parameters) -> list[NotedShard]:
+            entries = state_dict
+            if entries is None:
+                entries = lazy_state_dict(self._model, parameters.lazy, parameters.gather, self._dtype)
+            count = sum(holding.shape.numel() for holding in parameters.holdings.values())
+            return lay_out_pretrained(self._model, folder, dict(entries), entries, count, self._dtype, **kwargs)
+
+        return self.run(lay_out, index_name(kwargs.get("variant")), verify=verify, progress=progress)
+
+    def run(self, lay_out: LayOut, index_name: str, *, verify: bool = False, progress: bool = True) -> SaveReport:
+        """Save what `lay_out` lays out, and publish it; all ranks must call it."""
+        _await_ranks(self._coordinator)
+        with self._coordinator.watched():
+            return self._run(lay_out, index_name, verify, progress)
+
+    def _run(self, lay_out: LayOut, index_name: str, verify: bool, progress: bool) -> SaveReport:
+        publication: Publication | None = None
+        try:
+            with self._memory, self._clock("total"), collector_paused(), torch.no_grad(), torch.inference_mode(False):
+                publication = self._coordinator.share(lambda: Publication.begin(self._folder))
+                with self._clock("plan"):
+                    parameters, shards, plan = self._planned(publication, lay_out)
+                paths = [publication.temporary / shard.name for shard in shards]
+                self._write(plan, parameters, paths, progress)
+                if verify:
+                    self._verify(plan, parameters, paths, progress)
+                with self._clock("publish"):
+                    weights = _SUFFIX.sub("", shards[0].name)
+                    self._on_main(lambda: publication.commit(weights, index_name))
+        except BaseException as error:
+            failure = self._coordinator.report(error)
+            if publication is not None and self._coordinator.is_main:
+                publication.abandon()
+            raise failure from (None if failure is error else error)
+        return self._report(plan, shards, verify)
+
+    # ------------------------------------------------------------------------------------------------------- phases
+
+    def _planned(self, publication: Publication, lay_out: LayOut) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
+        coordinator = self._coordinator
+        holdings = self._together(
+            lambda: stored.holdings(
+                self._model,
+                masters=self._dtype == torch.float32,
+                rank=coordinator.rank,
+                world_size=coordinator.world_size,
+            )
+        )
+        parameters = Parameters(holdings, coordinator, single_writer=self._single_writer)
+        shards = self._together(lambda: self._shards(publication, parameters, lay_out))
+        plan = self._together(
+            lambda: make_save_plan(
+                shards,
+                parameters.shares,
+                everywhere={name for name, holding in parameters.holdings.items() if holding.everywhere},
+                rank=coordinator.rank,
+                world_size=coordinator.world_size,
+                chunk_bytes=self._chunk_bytes,
+                single_writer=self._single_writer,
+            )
+        )
+        digests = coordinator.exchange(hashlib.sha256(b"".join(shard.layout.header for shard in shards)).hexdigest())
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            raise SaveError(
+                f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
+            )
+
+        def reserve_all() -> None:
+            for shard in shards:
+                reserve(publication.temporary / shard.name, shard.layout.header, shard.layout.size_bytes)
+
+        self._on_main(reserve_all)
+        return parameters, shards, plan
+
+    def _shards(self, publication: Publication, parameters: Parameters, lay_out: LayOut) -> list[ShardToWrite]:
+        """The files to write; on rank 0 everything else gets into the temporary folder."""
+        with tempfile.TemporaryDirectory() as elsewhere, _quiet(self._coordinator.is_main):
+            noted = lay_out(publication.temporary if self._coordinator.is_main else Path(elsewhere), parameters)
+        return [shard_to_write(shard) for shard in noted]
+
+    def _write(self, plan: SavePlan, parameters: Parameters, paths: Sequence[Path], progress: bool) -> None:
+        files = ShardFiles(paths)
+        try:
+            with self._clock("write"):
+                self._execute(plan, parameters, files, "Writing weights", progress)
+            with self._clock("sync"):
+                self._together(files.sync)
+        finally:
+            files.close()
+
+    def _verify(self, plan: SavePlan, parameters: Parameters, paths: Sequence[Path], progress: bool) -> None:
+        comparison = Comparison(paths)
+        try:
+            with self._clock("verify"):
+                self._execute(plan, parameters, comparison, "Verifying weights", progress)
+        finally:
+            comparison.close()
+
+    def _execute(self, plan: SavePlan, parameters: Parameters, sink: Sink, description: str, progress: bool) -> None:
+        with progress_bar(plan.bytes_written, description, progress) as bar:
+            execute_save(
+                plan,
+                parameters,
+                sink,
+                self._coordinator,
+                threads=_threads(),
+                on_bytes=bar.update,
+            )
+        self._memory.sample()
+
+    def _report(self, plan: SavePlan, shards: Sequence[ShardToWrite], verified: bool) -> SaveReport:
+        mine = SavingRank(
+            rank=self._coordinator.rank,
+            seconds=self._clock.seconds,
+            bytes_written=plan.bytes_written,
+            rounds=len(plan.rounds),
+            anonymous_growth_peak=self._memory.growth_peak,
+        )
+        ranks = tuple(SavingRank(**entry) for entry in self._coordinator.exchange(asdict(mine)))
+        report = SaveReport(
+            folder=str(self._folder),
+            files=tuple(shard.name for shard in shards),
+            ranks=ranks,
+            verified=verified,
+            materialised={computation.name: computation.reason for computation in plan.computations},
+        )
+        if self._coordinator.is_main:
+            logger.info(report.summary())
+        return report
+
+    # -------------------------------------------------------------------------------------------------- agreements
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """What `work` returns; raises on all ranks if it does on any."""
+        error: BaseException | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+        self._coordinator.agree(error)
+        return result
+
+    def _on_main(self, work: Callable[[], Any]) -> None:
+        """`work` on rank 0; raises on all ranks if it does there."""
+        self._together(work if self._coordinator.is_main else lambda: None)
+
+
+def _await_ranks(coordinator: Coordinator) -> None:
+    """Return once all ranks are here. A rank that saves alone must hear of it, and not wait in a collective."""
+    global _begun
+    if coordinator.is_alone:
+        return
+    store, deadline = default_store(), time.monotonic() + ARRIVAL_S
+    key = f"hf_zero_stream/save/{_begun}"
+    store.add(key, 1)
+    while (arrived := store.add(key, 0)) < coordinator.world_size:
+        if time.monotonic() > deadline:
+            store.add(key, -1)  # another time it may be different
+            raise SaveError(
+                f"Only {arrived} of {coordinator.world_size} ranks came to save within {ARRIVAL_S:.0f} seconds. All "
+                "of them must call save_pretrained, because each writes its own part: take it out of "
+                "`if accelerator.is_main_process:` and the like."
+            )
+        time.sleep(0.002)
+    _begun += 1
+
+
+def lazy_state_dict(
+    model: nn.Module,
+    parameters: Mapping[str, LazyTensor],
+    materialise: Callable[[View], torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """``model.state_dict()`` with lazy tensors, those of floating point in `dtype`."""
+
+    def lazy(name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # A buffer is everyone's.
+        tensor = parameters[name] if name in parameters else LazyTensor.of(whole_view(value), materialise)
+        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+    entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
+    cast = {name: lazy(name, value) for name, value in parameters.items()}
+    return with_original_experts(model, entries, cast)
+
+
+def _refuse(kwargs: dict[str, Any]) -> None:
+    if kwargs.pop("push_to_hub", False):
+        raise UnsupportedError(
+            "push_to_hub=True: save first, then upload the folder from one rank: "
+            "huggingface_hub.upload_folder(repo_id=..., folder_path=...)."
+        )
+    if kwargs.pop("distributed_checkpoint", False):
+        raise UnsupportedError(
+            "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
+        )
+    kwargs.pop("safe_serialization", None)
+    kwargs.pop("is_main_process", None)
+    kwargs.pop("save_function", None)
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f'dtype: expected a floating-point torch dtype or its name ("float32"); got {dtype!r}')
+    return dtype
+
+
+def _threads() -> int:
+    """Writers into the page cache are bound by memory bandwidth: this rank's share of the host's cores, at most 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // max(1, zero3.ranks_on_this_host())))
+
+
+@contextmanager
+def _quiet(is_main: bool) -> Iterator[None]:
+    """transformers shows no bar for shards that it only lays out, and warns on rank 0 of what it does on all."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    if not is_main:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()

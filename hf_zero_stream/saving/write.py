@@ -1,0 +1,245 @@
+"""Carries out a save plan: values from memory, through a bounded buffer where they must, to their places in files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from ..coordination import Coordinator
+from ..engine.workers import share_out
+from ..errors import PeerError
+from ..messages import collective_device
+from .files import IOV_MAX
+from .parameters import Opened, Parameters, opened
+from .plan import Part, Round, Run, SavePlan, Segment
+
+
+__all__ = ["Sink", "execute_save"]
+
+WRITE_BYTES = 8 * 2**20
+"""Largest single write, and the size of the buffer that casts and device copies go through."""
+
+
+class Sink(Protocol):
+    """Where bytes go: the files themselves, or a comparison with what is in them."""
+
+    def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
+        """Take `buffers`, one after the other, for byte `position` of a shard on."""
+
+
+def execute_save(
+    plan: SavePlan,
+    parameters: Parameters,
+    sink: Sink,
+    coordinator: Coordinator,
+    *,
+    threads: int,
+    on_bytes: Callable[[int], None],
+) -> None:
+    """Give `sink` all bytes that this rank writes; all ranks must call it with the same `rounds`.
+
+    Args:
+        threads: how many threads write at once.
+        on_bytes: called with the number of bytes after each write.
+
+    Raises:
+        SaveError: on all ranks, if a file could not be written on any.
+        PeerError: another rank died.
+    """
+    errors: list[BaseException] = []
+
+    @contextmanager
+    def noting_errors() -> Iterator[None]:
+        try:
+            yield
+        except PeerError:
+            raise  # no exchange will come to an end any more
+        except BaseException as error:
+            errors.append(error)
+
+    def agreed() -> None:
+        coordinator.agree(errors[0] if errors else None)
+
+    with noting_errors():
+        _write_alone(plan, parameters, sink, threads, on_bytes)
+    agreed()
+    for of_round in plan.rounds:
+        # Whatever happens here, the others wait in the next round for what this rank holds.
+        with noting_errors(), opened(parameters.holdings) as values:
+            for segment, buffer in _exchange(of_round, values, coordinator):
+                sink.put(segment.shard, segment.position, [_bytes_of(buffer)])
+                on_bytes(segment.nbytes)
+    if plan.rounds:
+        agreed()
+    for computation in plan.computations:
+        gathered = parameters.gather(computation.view)
+        with noting_errors():
+            if coordinator.is_main:
+                sink.put(computation.shard, computation.position, [_bytes_of(gathered)])
+    if plan.computations:
+        agreed()
+
+
+def _write_alone(
+    plan: SavePlan, parameters: Parameters, sink: Sink, threads: int, on_bytes: Callable[[int], None]
+) -> None:
+    swapped = {name for name, holding in parameters.holdings.items() if holding.is_swapped}
+    in_memory = [run for run in plan.runs if run.source not in swapped]
+    # One swap file after the other: reading each once matters more than the order in the shards.
+    from_files = sorted((run for run in plan.runs if run.source in swapped), key=lambda run: run.source)
+
+    def work(items: Iterator[Sequence[Run] | Segment]) -> None:
+        with opened(parameters.holdings) as values:
+            for item in items:
+                if isinstance(item, Segment):
+                    buffer = _assemble(item, values)
+                    sink.put(item.shard, item.position, [_bytes_of(buffer)])
+                    on_bytes(item.nbytes)
+                else:
+                    _write_runs(item, values, sink, on_bytes)
+
+    # A swap file is read into buffers of DeepSpeed's, of which there are few: by one thread, one after the other.
+    parallel: list[Sequence[Run] | Segment] = [*_neighbours(in_memory)]
+    in_turn: list[Sequence[Run] | Segment] = [[run] for run in from_files]
+    for segment in plan.segments:
+        (in_turn if any(part.source in swapped for part in segment.parts) else parallel).append(segment)
+    share_out(parallel, work, threads)
+    work(iter(in_turn))
+
+
+def _neighbours(runs: Sequence[Run]) -> Iterator[list[Run]]:
+    """Runs that follow each other in a shard, a single write's worth at a time."""
+    group: list[Run] = []
+    nbytes = 0
+    for run in sorted(runs):
+        if group and (nbytes >= WRITE_BYTES or len(group) >= IOV_MAX or run.shard != group[0].shard):
+            yield group
+            group, nbytes = [], 0
+        group.append(run)
+        nbytes += (run.stop - run.start) * 4
+    if group:
+        yield group
+
+
+def _write_runs(runs: Sequence[Run], values: Opened, sink: Sink, on_bytes: Callable[[int], None]) -> None:
+    """Write runs of one shard; those that follow each other, and are in host memory as they are wanted, at once."""
+    buffers: list[memoryview] = []
+    start = stop = 0
+
+    def flush() -> None:
+        nonlocal buffers, start
+        if buffers:
+            sink.put(runs[0].shard, start, buffers)
+            on_bytes(stop - start)
+        buffers = []
+
+    for run in runs:
+        held, first = values.values(run.source)
+        for begin in range(run.start, run.stop, WRITE_BYTES // 8):
+            piece = held[begin - first : min(run.stop, begin + WRITE_BYTES // 8) - first]
+            data = _bytes_of(_cast(piece, run.casts))
+            position = run.position + (begin - run.start) * (len(data) // piece.numel())
+            if position != stop or len(buffers) == IOV_MAX or stop - start >= WRITE_BYTES:
+                flush()
+                start = stop = position
+            buffers.append(data)
+            stop += len(data)
+    flush()
+
+
+def _assemble(segment: Segment, values: Opened) -> torch.Tensor:
+    """The elements of a segment all of which this rank holds; flat, in host memory."""
+    device = torch.device("cpu")
+    for part in segment.parts:
+        device = values.values(part.source)[0].device
+    buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
+    _put_constants(segment, buffer)
+    for part in segment.parts:
+        _view(buffer, part).copy_(_take(part, values))
+    return buffer
+
+
+def _exchange(of_round: Round, values: Opened, coordinator: Coordinator) -> Iterator[tuple[Segment, torch.Tensor]]:
+    """Send what this rank holds of the segments to their writers; those that this rank writes, one after the other.
+
+    An error of this rank's is raised once the others have got what they wait for.
+    """
+    device, rank, world_size = collective_device(), coordinator.rank, coordinator.world_size
+    outgoing: list[list[tuple[Part, Segment]]] = [[] for _ in range(world_size)]
+    incoming: list[list[tuple[Part, Segment]]] = [[] for _ in range(world_size)]
+    for writer, segment in of_round:
+        for part in segment.parts:
+            if part.rank == rank != writer:
+                outgoing[writer].append((part, segment))
+            elif part.rank != rank == writer:
+                incoming[part.rank].append((part, segment))
+    send = torch.empty(sum(map(_nbytes, outgoing)), dtype=torch.uint8, device=device)
+    error: Exception | None = None
+    try:
+        position = 0
+        for part, segment in (entry for to_peer in outgoing for entry in to_peer):
+            nbytes = part.box.numel * segment.dtype.itemsize
+            send[position : position + nbytes].copy_(_take(part, values).reshape(-1).view(torch.uint8))
+            position += nbytes
+    except Exception as caught:
+        error = caught
+    received = torch.empty(sum(map(_nbytes, incoming)), dtype=torch.uint8, device=device)
+    sizes = list(map(_nbytes, incoming)), list(map(_nbytes, outgoing))
+    coordinator.wait(dist.all_to_all_single(received, send, *sizes, async_op=True))
+    if error is not None:
+        raise error
+    starts = [0, *accumulate(map(_nbytes, incoming))]  # where what comes from each peer begins
+    for writer, segment in of_round:
+        if writer != rank:
+            continue
+        buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
+        _put_constants(segment, buffer)
+        for part in segment.parts:
+            if part.rank == rank:
+                _view(buffer, part).copy_(_take(part, values))
+                continue
+            begin = starts[part.rank]
+            starts[part.rank] += part.box.numel * segment.dtype.itemsize
+            # Parts begin anywhere among the bytes, and a view in another dtype wants them aligned.
+            arrived = received[begin : starts[part.rank]].clone().view(segment.dtype)
+            _view(buffer, part).copy_(arrived.view(part.box.sizes))
+        yield segment, buffer
+
+
+def _nbytes(parts: Sequence[tuple[Part, Segment]]) -> int:
+    return sum(part.box.numel * segment.dtype.itemsize for part, segment in parts)
+
+
+def _take(part: Part, values: Opened) -> torch.Tensor:
+    """The elements of a part that this rank holds, cast, in the shape of its box."""
+    held, first = values.values(part.source)
+    box = part.box
+    return _cast(held[box.at - first :].as_strided(box.sizes, box.at_strides), part.casts)
+
+
+def _view(buffer: torch.Tensor, part: Part) -> torch.Tensor:
+    return buffer[part.box.to :].as_strided(part.box.sizes, part.box.to_strides)
+
+
+def _put_constants(segment: Segment, buffer: torch.Tensor) -> None:
+    for region in segment.constants:
+        box = region.box
+        values = region.leaf.tensor[box.at :].as_strided(box.sizes, box.at_strides)  # type: ignore[union-attr]
+        buffer[box.to :].as_strided(box.sizes, box.to_strides).copy_(_cast(values, region.casts))
+
+
+def _cast(values: torch.Tensor, casts: Sequence[torch.dtype]) -> torch.Tensor:
+    for dtype in casts:
+        values = values.to(dtype)
+    return values
+
+
+def _bytes_of(values: torch.Tensor) -> memoryview:
+    """The bytes of a tensor, in row-major order; no copy if they lie so in host memory already."""
+    flat = values.detach().cpu().contiguous().view(-1)
+    return memoryview(flat.view(torch.uint8).numpy())

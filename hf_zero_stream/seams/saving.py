@@ -1,0 +1,127 @@
+"""The seams of ``save_pretrained``: transformers decides what is saved under which name in which shard, we write it.
+
+transformers' own function runs in a temporary folder, with a state dict of lazy tensors. It reverses its renames and
+conversions over them, splits them into shards and writes config, generation config, custom code and index; only the
+function with which it would write a shard is replaced by one that notes what it is given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel, modeling_utils
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+
+from .. import patching
+from ..errors import VersionError
+
+
+__all__ = ["NotedShard", "index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
+
+if "safe_save_file" not in vars(modeling_utils):
+    raise VersionError(
+        f"transformers {transformers.__version__} has no modeling_utils.safe_save_file; this version is not known to "
+        "hf_zero_stream: install transformers>=5.1,<6 or a newer hf_zero_stream."
+    )
+
+
+@dataclass(frozen=True)
+class NotedShard:
+    """What transformers would have written into one file."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+
+
+_noted: ContextVar[list[NotedShard] | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
+
+
+def _save_file(original: Callable[..., Any], tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
+    noted = _noted.get()
+    if noted is None:
+        return original(tensors, filename, metadata=metadata, **kwargs)
+    noted.append(NotedShard(Path(filename).name, tensors, metadata or {}))
+    return None
+
+
+def is_noting() -> bool:
+    """Whether this thread is inside :func:`lay_out_pretrained`, where ``save_pretrained`` is transformers' own."""
+    return _noted.get() is not None
+
+
+_patches = patching.Patches({(modeling_utils, "safe_save_file"): patching.function(_save_file)})
+
+
+def lay_out_pretrained(
+    model: PreTrainedModel,
+    folder: Path,
+    state_dict: dict[str, Any],
+    parameters: Mapping[str, torch.Tensor],
+    num_parameters: int,
+    dtype: torch.dtype | None,
+    **kwargs: Any,
+) -> list[NotedShard]:
+    """Have ``model.save_pretrained`` write everything but the shards into `folder`, and return those.
+
+    Args:
+        state_dict: every entry of the model's state dict, lazy.
+        parameters: lazy tensors with the shapes of the model's parameters, which partitioned ones do not show.
+        num_parameters: number of elements of all parameters, for the index.
+        dtype: written to the config as the dtype of the weights; default: the model's own.
+        kwargs: for ``save_pretrained``.
+    """
+    noted: list[NotedShard] = []
+
+    def parameter(name: str) -> Any:
+        return parameters[name] if name in parameters else type(model).get_parameter(model, name)
+
+    token = _noted.set(noted)
+    _patches.acquire()
+    try:
+        with _instead(
+            model,
+            num_parameters=lambda *_, **__: num_parameters,
+            should_save_on_this_rank=lambda *_: True,
+            get_parameter=parameter,
+        ):
+            PreTrainedModel.save_pretrained(model, folder, is_main_process=True, state_dict=state_dict, **kwargs)
+    finally:
+        _patches.release()
+        _noted.reset(token)
+    if dtype is not None:
+        note_dtype(folder / "config.json", dtype)
+    return noted
+
+
+def index_name(variant: str | None) -> str:
+    """The file name of a sharded checkpoint's index."""
+    return modeling_utils._add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
+
+
+@contextmanager
+def _instead(model: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
+    """`model` has these in place of its class's methods."""
+    vars(model).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(model)[name]
+
+
+def note_dtype(path: Path, dtype: torch.dtype) -> None:
+    """Have a ``config.json`` say that the weights are of `dtype`."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # the name of earlier versions
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

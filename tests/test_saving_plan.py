@@ -1,0 +1,152 @@
+"""Save plans on integers: every element goes to its place, once, from a rank that holds it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hf_zero_stream.checkpoint.layout import ShardLayout
+from hf_zero_stream.checkpoint.lazy import LazyTensor
+from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
+from hf_zero_stream.errors import SaveError
+from hf_zero_stream.planning.boxes import Box
+from hf_zero_stream.planning.plan import partition_range
+from hf_zero_stream.saving import write
+from hf_zero_stream.saving.parameters import Opened, cover
+from hf_zero_stream.saving.plan import ShardToWrite, Share, make_save_plan
+
+
+Conversion = Callable[[LazyTensor], torch.Tensor]
+
+CONVERSIONS: dict[str, Conversion] = {
+    "as it is": lambda tensor: tensor,
+    "one expert": lambda tensor: tensor[1],
+    "half of each": lambda tensor: tensor.chunk(2, dim=1)[1].contiguous(),
+    "transposed": lambda tensor: tensor.transpose(1, 2).contiguous(),
+    "one expert transposed": lambda tensor: tensor[2].t().contiguous(),
+    "interleaved": lambda tensor: tensor[:, ::2].contiguous(),
+    "joined with padding": lambda tensor: torch.nn.functional.pad(tensor, (0, 0, 1, 2)),
+    "joined with itself": lambda tensor: torch.cat([tensor, tensor[1:]], dim=0),
+    "permuted twice": lambda tensor: tensor.permute(2, 0, 1).contiguous().permute(1, 2, 0).contiguous(),
+    "cast": lambda tensor: tensor.to(torch.float64).transpose(0, 1).contiguous(),
+}
+
+
+class Memory:
+    """A sink that keeps what it is given, and that nothing is given twice."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.data = bytearray(nbytes)
+        self.written = bytearray(nbytes)
+
+    def put(self, shard: int, position: int, buffers: list[memoryview]) -> None:
+        for buffer in buffers:
+            assert not any(self.written[position : position + len(buffer)])
+            self.data[position : position + len(buffer)] = buffer
+            self.written[position : position + len(buffer)] = b"\1" * len(buffer)
+            position += len(buffer)
+
+
+class Held:
+    """What a rank holds, as a holding gives it."""
+
+    is_swapped = False
+
+    def __init__(self, values: torch.Tensor, start: int, stop: int, everywhere: bool) -> None:
+        self.start, self.everywhere = start, everywhere
+        self._values = values if everywhere else values[start:stop]
+
+    @contextmanager
+    def open(self) -> Iterator[torch.Tensor]:
+        yield self._values
+
+
+def exchanged(of_round: object, values: list[Opened], world_size: int) -> Iterator[tuple[object, torch.Tensor]]:
+    """What an exchange between all ranks gives their writers; each rank takes only from what it holds."""
+    for writer, segment in of_round:  # type: ignore[attr-defined]
+        buffer = torch.empty(segment.numel, dtype=segment.dtype)
+        write._put_constants(segment, buffer)
+        for part in segment.parts:
+            write._view(buffer, part).copy_(write._take(part, values[part.rank]))
+        yield segment, buffer
+
+
+@pytest.mark.parametrize("single_writer", [False, True])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["partitioned", "replicated"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 64])
+@pytest.mark.parametrize("conversion", CONVERSIONS.values(), ids=CONVERSIONS)
+def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bool, single_writer: bool) -> None:
+    full = torch.arange(4 * 6 * 5, dtype=torch.float32).view(4, 6, 5)
+    lazy = conversion(LazyTensor.of(View.whole(Stored(full.numel(), full.dtype, "p"), (4, 6, 5)), None))
+    expected = conversion(full)  # type: ignore[arg-type]
+    start, nbytes = 24, expected.numel() * expected.element_size()
+    layout = ShardLayout(b"", {"tensor": start}, start + nbytes)
+    shard = ShardToWrite("file", layout, {"tensor": lazy.view_of_node})
+    ranges = [partition_range(full.numel(), rank, world_size)[1:] for rank in range(world_size)]
+    shares = {"p": cover("p", full.numel(), ranges)}
+    if everywhere and single_writer:
+        shares = {"p": (Share(0, 0, full.numel()),)}
+    values = [
+        Opened({"p": Held(full.view(-1), *own, everywhere)})  # type: ignore[dict-item]
+        for own in ranges
+    ]
+    memory, written = Memory(start + nbytes), 0
+    for rank in range(world_size):
+        plan = make_save_plan(
+            [shard],
+            shares,
+            everywhere={"p"} if everywhere else set(),
+            rank=rank,
+            world_size=world_size,
+            chunk_bytes=64,
+            single_writer=single_writer,
+        )
+        written += plan.bytes_written
+        write._write_runs(plan.runs, values[rank], memory, lambda nbytes: None)  # type: ignore[arg-type]
+        for segment in plan.segments:
+            buffer = write._assemble(segment, values[rank])
+            memory.put(0, segment.position, [write._bytes_of(buffer)])
+        assert not single_writer or rank == 0 or not (plan.runs or plan.segments)
+    for of_round in plan.rounds:
+        assert not everywhere, "nobody needs to be asked for what everybody has"
+        for rank in range(world_size):
+            got = sum(segment.nbytes for writer, segment in of_round if writer == rank)
+            assert got <= 64 or sum(writer == rank for writer, _ in of_round) == 1
+        for segment, buffer in exchanged(of_round, values, world_size):
+            memory.put(0, segment.position, [write._bytes_of(buffer)])  # type: ignore[attr-defined]
+    assert bytes(memory.data[start:]) == expected.contiguous().numpy().tobytes()
+    assert all(memory.written[start:]) and written == nbytes
+
+
+def test_ranges_that_overlap_or_come_in_any_order() -> None:
+    generator = random.Random(3)
+    for _ in range(300):
+        held = [tuple(sorted(generator.choices(range(31), k=2))) for _ in range(12)] + [(0, 7), (7, 30)]
+        generator.shuffle(held)
+        shares = cover("p", 30, held)  # type: ignore[arg-type]
+        assert [element for share in shares for element in range(share.start, share.stop)] == list(range(30))
+        assert all(held[share.rank][0] <= share.start and share.stop <= held[share.rank][1] for share in shares)
+
+
+def test_an_element_that_nobody_holds() -> None:
+    with pytest.raises(SaveError, match="q_proj: .* nobody holds number 7"):
+        cover("q_proj", 12, [(0, 7), (8, 12)])
+
+
+def test_constants_are_everybodys() -> None:
+    """A buffer of the model: rank 0 writes it."""
+    values = torch.arange(6.0)
+    view = View.whole(HostTensor(6, values.dtype, values), (6,))
+    shard = ShardToWrite("file", ShardLayout(b"", {"buffer": 0}, 24), {"buffer": view})
+    plans = [
+        make_save_plan([shard], {}, everywhere=set(), rank=rank, world_size=2, chunk_bytes=64, single_writer=False)
+        for rank in range(2)
+    ]
+    (segment,) = plans[0].segments
+    assert plans[1].segments == () and plans[0].rounds == ()
+    assert write._assemble(segment, Opened({})).tolist() == values.tolist()
+    assert segment.constants[0].box == Box((6,), 0, (1,), 0, (1,))
