@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench, checkpoints
+from benchmarks import bench, checkpoints, save
 from benchmarks.figures import same_bits, summarise
 from tests.cluster import run_ranks
 from tests.parity import load_and_compare
@@ -40,6 +40,16 @@ def test_bench_measures_every_arm(tmp_path: Path) -> None:
     assert sum(rank["report"]["bytes"]["read"] for rank in ours["ranks"]) == pytest.approx(total, rel=0.05)
     for rank in ours["ranks"]:
         assert rank["rchar_bytes"] >= rank["report"]["bytes"]["read"]
+
+
+@pytest.mark.slow
+def test_saving_is_measured_for_every_arm(tmp_path: Path) -> None:
+    results_file = tmp_path / "save.json"
+    assert save.main(["--gigabytes", "0.02", "--repeats", "1", "--json", str(results_file)]) == 0
+    results = json.loads(results_file.read_text())["2"]
+    assert results.keys() == {"stock", "ours", "raw"}
+    for runs in results.values():
+        assert all(run["seconds"] >= run["until_written"] > 0 for run in runs)
 
 
 @pytest.mark.parametrize("kind", checkpoints.KINDS)

@@ -94,7 +94,8 @@ def lay_out_pretrained(
             should_save_on_this_rank=lambda *_: True,
             get_parameter=parameter,
         ):
-            PreTrainedModel.save_pretrained(model, folder, is_main_process=True, state_dict=state_dict, **kwargs)
+            # Its class may have its own, which does more.
+            model.save_pretrained(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     finally:
         _patches.release()
         _noted.reset(token)
