@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from tests.cluster import run_ranks
-from tests.parity import ds_config
+from tests.parity import ds_config, three_losses
 from tests.saving import different, save_loaded, save_stock, save_trained
-from tests.zoo import ZOO
+from tests.zoo import ZOO, make_moe_checkpoint
 
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -119,8 +120,6 @@ def test_after_training(
 
 @pytest.mark.usefixtures("async_io")
 def test_from_swap_files(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    from tests.zoo import make_moe_checkpoint
-
     checkpoint = make_moe_checkpoint(tmp_path / "moe", 4e7, num_layers=4, num_experts=32)
     offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "swap"), "buffer_size": 2**23}}
     found = run_ranks(2, save_swapped, checkpoint, tmp_path, ds_config(BF16, **offload))
@@ -140,3 +139,40 @@ def save_swapped(checkpoint: Path, folder: Path, config: dict[str, Any]) -> int:
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, ds_config=config)
     hf_zero_stream.save_pretrained(model, folder / "ours", max_shard_size="20MB")
     return sum(param.ds_tensor.final_location == "nvme" for param in model.parameters())
+
+
+def save_trained_from_swap_files(checkpoint: Path, folder: Path, config: dict[str, Any]) -> list[str]:
+    """Names of parameters that are not saved as DeepSpeed itself gives them, in 16 bit and in fp32."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import hf_zero_stream
+
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, ds_config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    three_losses(engine, inputs)
+    hf_zero_stream.save_pretrained(engine, folder / "bf16", save_original_format=False, verify=True)
+    hf_zero_stream.save_pretrained(engine, folder / "fp32", save_original_format=False, dtype=FP32)
+    saved = {dtype: load_file(folder / dtype / "model.safetensors") for dtype in ("bf16", "fp32")}
+    found = []
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            if not torch.equal(param.data, saved["bf16"][name]):
+                found.append(f"{name} in 16 bit")
+        if not torch.equal(safe_get_full_fp32_param(param), saved["fp32"][name]):
+            found.append(f"{name} in fp32")
+    return found
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    ids = torch.arange(32).view(2, 16) * 37 % 1000
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.usefixtures("async_io")
+def test_from_swap_files_after_training(cluster: None, tmp_path: Path) -> None:
+    checkpoint = make_moe_checkpoint(tmp_path / "moe", 4e7, num_layers=4, num_experts=32)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "swap"), "buffer_size": 2**23}
+    zero = {"offload_param": nvme, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}}
+    found = run_ranks(2, save_trained_from_swap_files, checkpoint, tmp_path, ds_config(BF16, **zero))
+    assert found == [[], []]

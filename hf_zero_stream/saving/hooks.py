@@ -27,6 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..coordination import Coordinator
 from ..errors import UnsupportedError
 from ..seams.saving import NotedShard, is_noting
 
@@ -132,9 +133,13 @@ def _trainer_save_model(
 ) -> Any:
     if not is_active.get() or not _shares_its_model(getattr(self, "deepspeed", None)):
         return original(self, output_dir, _internal_call=_internal_call)
+    error: BaseException | None = None
     with _putting_off() as calls:
-        original(self, output_dir, _internal_call=True)
-    _save_what_was_put_off(self.deepspeed, calls)
+        try:
+            original(self, output_dir, _internal_call=True)
+        except Exception as caught:
+            error = caught
+    _save_what_was_put_off(self.deepspeed, calls, error)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
     return None
@@ -150,14 +155,17 @@ def _putting_off() -> Iterator[list[dict[str, Any]]]:
         _put_off.reset(token)
 
 
-def _save_what_was_put_off(engine: Any, calls: list[dict[str, Any]]) -> None:
+def _save_what_was_put_off(engine: Any, calls: list[dict[str, Any]], error: BaseException | None) -> None:
     """All ranks save what rank 0 was asked to save; its state dict is the whole, or it would not be the Trainer's."""
-    described = [{key: call[key] for key in call if key not in ("model", "state_dict")} for call in calls]
-    box = [described]
-    if dist.get_world_size() > 1:
-        dist.broadcast_object_list(box, src=0)
-    for call in box[0]:
-        _save(engine, **{**call, "folder": os.path.abspath(call["folder"])})
+    described = [
+        {
+            **{key: call[key] for key in call if key not in ("model", "state_dict")},
+            "folder": os.path.abspath(call["folder"]),
+        }
+        for call in calls
+    ]
+    for call in Coordinator.of_default_group().exchange(described, error)[0]:
+        _save(engine, **call)
 
 
 REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,7 +41,7 @@ __all__ = [
     "ShardToWrite",
     "make_save_plan",
     "shard_to_write",
-    "whole_view",
+    "view_of",
 ]
 
 
@@ -71,17 +71,30 @@ class ShardToWrite:
 def shard_to_write(noted: NotedShard) -> ShardToWrite:
     """A file with the tensors that transformers would put into it."""
     described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in noted.tensors.items()}
+    memories: dict[Any, HostTensor] = {}
     views = {
-        name: tensor.view_of_node if isinstance(tensor, LazyTensor) else whole_view(tensor)
+        name: tensor.view_of_node if isinstance(tensor, LazyTensor) else view_of(tensor, memories)
         for name, tensor in noted.tensors.items()
     }
     return ShardToWrite(noted.name, lay_out_shard(described, noted.metadata), views)
 
 
-def whole_view(tensor: torch.Tensor) -> View:
-    """A tensor whose values are at hand."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return View.whole(HostTensor(flat.numel(), flat.dtype, flat), tuple(tensor.shape))
+def view_of(tensor: torch.Tensor, memories: dict[Any, HostTensor]) -> View:
+    """A tensor whose values are at hand; one node for all that share a memory, which goes on in `memories`.
+
+    transformers puts tensors that share a memory into one shard, and saves the same ones only once.
+    """
+    storage = tensor.untyped_storage()
+    key: Any = (storage.data_ptr(), tensor.dtype)
+    if storage.data_ptr() == 0 or storage.nbytes() % tensor.dtype.itemsize:
+        key = id(tensor)  # no memory, or none of that dtype alone
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        memories[key] = HostTensor(flat.numel(), flat.dtype, flat)
+        return View.whole(memories[key], tuple(tensor.shape))
+    if key not in memories:
+        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage).cpu()
+        memories[key] = HostTensor(flat.numel(), flat.dtype, flat)
+    return View(memories[key], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
 class Run(NamedTuple):

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import View
+from ..checkpoint.nodes import HostTensor, View
 from ..coordination import Coordinator
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..liveness import default_store
@@ -33,7 +33,7 @@ from ..report import PhaseClock
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
 from .files import Comparison, ShardFiles, reserve
 from .parameters import Parameters
-from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write, whole_view
+from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write, view_of
 from .publish import Publication
 from .report import PHASES, SaveReport, SavingRank
 from .write import Sink, execute_save
@@ -326,12 +326,13 @@ def lazy_state_dict(
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """``model.state_dict()`` with lazy tensors, those of floating point in `dtype`."""
+    memories: dict[Any, HostTensor] = {}
 
     def lazy(name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         # A buffer is everyone's.
-        tensor = parameters[name] if name in parameters else LazyTensor.of(whole_view(value), materialise)
+        tensor = parameters[name] if name in parameters else LazyTensor.of(view_of(value, memories), materialise)
         return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
     entries = {name: lazy(name, value) for name, value in model.state_dict().items()}

@@ -184,7 +184,8 @@ def _exchange(of_round: Round, values: Opened, coordinator: Coordinator) -> Iter
         position = 0
         for part, segment in (entry for to_peer in outgoing for entry in to_peer):
             nbytes = part.box.numel * segment.dtype.itemsize
-            send[position : position + nbytes].copy_(_take(part, values).reshape(-1).view(torch.uint8))
+            taken = _take(part, values).contiguous().view(-1)
+            send[position : position + nbytes].copy_(taken.view(torch.uint8))
             position += nbytes
     except Exception as caught:
         error = caught
