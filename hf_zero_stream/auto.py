@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ADDED_SENTENCE = (
     "Under DeepSpeed ZeRO-3 each rank reads from the checkpoint only the bytes of the partitions it owns; elsewhere "
-    "several ranks share the reading. Everything else is as in [`{parent}`]."
+    "several ranks share the reading; everything else is as in [`{parent}`]."
 )
 
 
