@@ -57,13 +57,14 @@ def test_every_mapping_of_transformers() -> None:
         [(r"(?P<n>\d+)\.x\.(?P=n)\.", "twice."), (r"layers", "blocks")],
         [(r"layers\.1", "second"), (r"x\.2", "y"), (r"layers.(\d+).x", r"l\1")],
         [(r"a.b", "dot"), (r"layers\.(\d+)", r"h.\1")],
+        [(r"(?<=x)a\d", "b")],  # the same text may come earlier, where it does not match
     ],
 )
 def test_patterns_that_tell_digits_apart(patterns: list[tuple[str, str]]) -> None:
     transforms = [WeightRenaming(source, target) for source, target in patterns]
     keys = [
         template.format(first, second)
-        for template in ("layers.{0}.x.{1}.w", "conv{0}.weight", "conv{0}.{1}", "a{0}b.{1}", "größe.layers.{0}.{1}")
+        for template in ("layers.{0}.x.{1}.w", "conv{0}.weight", "conv{0}.{1}", "a{0}b.{1}", "größe.layers.{0}.{1}", "a{0}.xa{1}")
         for first in NUMBERS
         for second in NUMBERS
     ]

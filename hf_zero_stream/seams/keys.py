@@ -9,9 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import core_model_loading
+from transformers.core_model_loading import WeightTransform
 
 from .. import patching
 from .session import Session
@@ -40,36 +41,77 @@ class RenamingChain:
         self._transforms = transforms
         self._table = _template_table(transforms)
         self._first: dict[tuple[int, bytes], int] = {}
-
-    def first_match(self, key: str, begin: int) -> int:
-        """Position of the first transform from `begin` on that may rename `key`; their number if none does."""
-        template = begin, key.encode().translate(self._table)
-        found = self._first.get(template)
-        if found is None:
-            found = begin
-            while found < len(self._transforms) and not _may_rename(self._transforms[found], key):
-                found += 1
-            self._first[template] = found
-        return found
+        self._renamings: dict[tuple[int, bytes], _Renaming] = {}
 
     def apply_all(self, key: str) -> str:
         """`key` renamed by each transform that matches, in turn."""
-        position = self.first_match(key, 0)
+        position = self._first_match(key, 0)
         while position < len(self._transforms):
-            key, _ = self._transforms[position].rename_source_key(key)
-            position = self.first_match(key, position + 1)
+            key, _ = self._rename(key, position)
+            position = self._first_match(key, position + 1)
         return key
 
     def apply_first(self, key: str) -> tuple[str, str | None]:
         """`key` renamed by the first transform that matches, and which of its source patterns did."""
         pattern = None
-        position = self.first_match(key, 0)
+        position = self._first_match(key, 0)
         while pattern is None and position < len(self._transforms):
-            key, pattern = self._transforms[position].rename_source_key(key)
+            key, pattern = self._rename(key, position)
             position += 1
             if pattern is None:  # some match, and still leave the key alone, depending on the keys before it
-                position = self.first_match(key, position)
+                position = self._first_match(key, position)
         return key, pattern
+
+    def _template(self, key: str) -> bytes:
+        return key.encode().translate(self._table)
+
+    def _first_match(self, key: str, begin: int) -> int:
+        """Position of the first transform from `begin` on that may rename `key`; their number if none does."""
+        kind = begin, self._template(key)
+        found = self._first.get(kind)
+        if found is None:
+            found = begin
+            while found < len(self._transforms) and not _may_rename(self._transforms[found], key):
+                found += 1
+            self._first[kind] = found
+        return found
+
+    def _rename(self, key: str, position: int) -> tuple[str, str | None]:
+        """What the transform at `position` makes of `key`, which it may match."""
+        kind = position, self._template(key)
+        known = self._renamings.get(kind)
+        if known is not None and key.find(key[known.start : known.stop]) == known.start:
+            return key[: known.start] + known.replacement + key[known.stop :], known.pattern
+        transform = self._transforms[position]
+        renamed, pattern = transform.rename_source_key(key)
+        if pattern is not None and type(transform).rename_source_key is WeightTransform.rename_source_key:
+            learned = _learn(transform, key, pattern)
+            if learned is not None and key[: learned.start] + learned.replacement + key[learned.stop :] == renamed:
+                self._renamings[kind] = learned
+        return renamed, pattern
+
+
+class _Renaming(NamedTuple):
+    """What a transform does to all keys of a template: ``key[start:stop]`` is replaced.
+
+    transformers replaces the first place in the key that reads like what matched. In another key of the template that
+    may be an earlier one, so it must be looked for each time.
+    """
+
+    start: int
+    stop: int
+    replacement: str
+    pattern: str
+
+
+def _learn(transform: Any, key: str, pattern: str) -> _Renaming | None:
+    """The renaming of `key` by `transform`; None if what it puts in depends on the key."""
+    replacement = transform.target_patterns[0]
+    if "\\" in replacement:  # a group of what matched
+        return None
+    prefix, _, match = transform._scoped_match(key)
+    begin = len(prefix or "")
+    return _Renaming(begin + match.start(), begin + match.end(), replacement, pattern)
 
 
 def _may_rename(transform: Any, key: str) -> bool:
