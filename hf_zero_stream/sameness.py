@@ -122,19 +122,17 @@ def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def _sources(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+    """For each tensor, the first and the last one of the checkpoint that it is made of: to walk all takes too long."""
     for name, tensor in tensors:
-        if not isinstance(tensor, LazyTensor):
-            continue
-        yield name
-        pending: list[View] = [tensor.view_of_node]
-        seen: set[int] = set()
-        while pending:
-            node = pending.pop().node
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            yield node.entry.name if isinstance(node, FileTensor) else type(node).__name__
-            pending.extend(node.inputs())
+        if isinstance(tensor, LazyTensor):
+            yield from (name, *(_leaf(tensor.view_of_node, end) for end in (0, -1)))
+
+
+def _leaf(view: View, end: int) -> str:
+    node = view.node
+    while inputs := list(node.inputs()):
+        node = inputs[end].node
+    return node.entry.name if isinstance(node, FileTensor) else type(node).__name__
 
 
 def _digest(*texts: str) -> str:
