@@ -58,6 +58,8 @@ class Retries:
     ) -> T:
         """What `function` returns, in the end.
 
+        The first try costs nothing: there is one for every read.
+
         Args:
             before_retry: called with the error before `function` is called again.
             cause_of: which error to look at, where `function` raises one of its own from it.
@@ -65,6 +67,19 @@ class Retries:
         Raises:
             BaseException: the last error of `function`.
         """
+
+        failures: list[BaseException] = []
+        try:
+            return function()
+        except BaseException as error:
+            if not _is_transient(cause_of(error)):
+                raise
+            failures.append(error)
+
+        def try_on() -> T:
+            if failures:
+                raise failures.pop()
+            return function()
 
         def note(state: tenacity.RetryCallState) -> None:
             with self._lock:
@@ -79,7 +94,7 @@ class Retries:
             wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             before_sleep=note,
             reraise=True,
-        )(function)
+        )(try_on)
 
 
 def _is_transient(error: BaseException | None) -> bool:
