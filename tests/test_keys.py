@@ -62,9 +62,10 @@ def test_every_mapping_of_transformers() -> None:
 )
 def test_patterns_that_tell_digits_apart(patterns: list[tuple[str, str]]) -> None:
     transforms = [WeightRenaming(source, target) for source, target in patterns]
+    templates = ("layers.{0}.x.{1}.w", "conv{0}.weight", "conv{0}.{1}", "a{0}b.{1}", "größe.layers.{0}.{1}")
     keys = [
         template.format(first, second)
-        for template in ("layers.{0}.x.{1}.w", "conv{0}.weight", "conv{0}.{1}", "a{0}b.{1}", "größe.layers.{0}.{1}", "a{0}.xa{1}")
+        for template in (*templates, "a{0}.xa{1}")
         for first in NUMBERS
         for second in NUMBERS
     ]
