@@ -1,31 +1,24 @@
 """Puts the page cache into a known state: with all of a checkpoint in it, or nothing."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
+from hf_zero_stream.cli import page_cache
 
-CHUNK_BYTES = 8 << 20
 
-
-def warm(paths: Iterable[Path]) -> str:
+def warm(paths: Sequence[Path]) -> str:
     """Read every file once. Returns how the state was reached."""
-    buffer = bytearray(CHUNK_BYTES)
-    for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+    page_cache.fill(paths)
     return "read once before"
 
 
-def cold(paths: Iterable[Path]) -> str:
+def cold(paths: Sequence[Path]) -> str:
     """Drop the page cache, or these files from it where that is not permitted. Returns which of them it was."""
     os.sync()  # pages not yet written back cannot be dropped
     try:
         Path("/proc/sys/vm/drop_caches").write_text("1\n")
         return "drop_caches"
     except OSError:
-        for path in paths:
-            with open(path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        page_cache.drop(paths)
         return "posix_fadvise"

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from . import page_cache
 from .output import CheckpointArgument, Format, FormatOption, RevisionOption, bytes_text, emit, quiet, table
 from .settings import Dtype, zero3_config
 
@@ -21,7 +22,6 @@ from .settings import Dtype, zero3_config
 EXAMPLE = "hf-zero-stream bench Qwen/Qwen3-0.6B --nproc 2"
 
 ARMS = ("stock", "streaming")
-_CHUNK_BYTES = 8 << 20
 _MOST_LISTED = 2
 
 
@@ -72,7 +72,7 @@ def run(
 
 def _run_arm(arm: str, folder: Path, shards: list[str], nproc: int, cache: Cache, results: Path) -> dict[str, Any]:
     """Start the ranks of one load; returns their figures together, or the error of the first that failed."""
-    (_drop if cache is Cache.cold else _read)(shards)
+    (page_cache.drop if cache is Cache.cold else page_cache.fill)(shards)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     rank = ["-m", "hf_zero_stream.cli.bench_rank", arm, str(folder), str(results / "config.json"), str(results)]
     done = subprocess.run(
@@ -116,18 +116,3 @@ def _texts(value: float | list[int]) -> str:
     if len(value) <= _MOST_LISTED:
         return ", ".join(map(bytes_text, value))
     return f"{bytes_text(min(value))} to {bytes_text(max(value))}"
-
-
-def _read(shards: list[str]) -> None:
-    buffer = bytearray(_CHUNK_BYTES)
-    for shard in shards:
-        with open(shard, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
-def _drop(shards: list[str]) -> None:
-    os.sync()  # what is not written yet cannot be dropped
-    for shard in shards:
-        with open(shard, "rb") as file:
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
