@@ -56,13 +56,13 @@ class StreamingConfig:
     request_bytes: int = 0
     """Largest single positional read, in bytes; a longer span is split, so that several threads share it.
 
-    0 chooses 8 MiB from a local disk and 4 MiB over a network.
+    0 chooses 2 MiB from a local disk, 4 MiB over a network and 8 MiB with `direct_io`.
     """
 
     reader_threads: int = 0
     """Threads that read, per rank; 0 chooses.
 
-    From a local disk: the cores per local rank, at most 8. Over a network: 32 per host, 4 to 16 per rank. All of them
+    From a local disk: the cores per local rank, 2 to 8. Over a network: 32 per host, 4 to 16 per rank. All of them
     have staging buffers, so `staging_bytes` bounds their number too.
     """
 

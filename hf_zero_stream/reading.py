@@ -118,7 +118,7 @@ class Reader:
         folders = {os.path.dirname(os.path.realpath(shard.path)) for shard in shards}
         self._on_network = any(map(is_on_network, folders))
         self._request_bytes = choose_request_bytes(
-            self._config.request_bytes, self._config.staging_bytes, self._on_network
+            self._config.request_bytes, self._config.staging_bytes, self._on_network, self._config.direct_io
         )
         # What does not fit into memory would only push its own beginning out of the page cache, and all else first.
         fits = sum(shard.size_bytes for shard in shards) < total_memory_bytes()
@@ -218,7 +218,6 @@ class Reader:
             self._config.staging_bytes // max(1, self._request_bytes * buffers_per_lane(zero3.local_device())),
             zero3.ranks_on_this_host(),
             self._on_network,
-            self._config.direct_io,
         )
 
     def _fill(self, batches: Sequence[Batch], plan: LoadPlan) -> None:

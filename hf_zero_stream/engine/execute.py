@@ -152,10 +152,10 @@ def _work(
 
 def _populate(read: Read, destinations: Sequence[torch.Tensor], pages: HugePages) -> None:
     for piece in read.pieces:
-        destination = destinations[piece.target]
-        if destination.device.type == "cpu" and piece.box.to_strides == (1,):
+        destination, box = destinations[piece.target], piece.box
+        if destination.device.type == "cpu" and box.numel == box.to_extent:  # in any order, but without holes
             itemsize = destination.element_size()
-            pages.populate(destination.data_ptr() + piece.box.to * itemsize, piece.box.sizes[0] * itemsize)
+            pages.populate(destination.data_ptr() + box.to * itemsize, box.numel * itemsize)
 
 
 def _in_place(
