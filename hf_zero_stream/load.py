@@ -122,10 +122,8 @@ class Load:
         def slice_of(name: str, tensor: torch.Tensor) -> CheckpointSlice | torch.Tensor:
             if _is_extra_state(name):
                 return tensor
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            node = HostTensor(flat.numel(), flat.dtype, flat)
             dtype_name = _DTYPE_NAMES.get(tensor.dtype, "")
-            return CheckpointSlice(node, tuple(tensor.shape), dtype_name, self._reader.materialise)
+            return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._reader.materialise)
 
         self._reader.use(())
         return {
@@ -312,8 +310,7 @@ def source_of(tensor: torch.Tensor) -> View | None:
         return tensor.view_of_node
     if tensor.is_meta:
         return None
-    flat = tensor.detach().contiguous().view(-1)  # a conversion op made real values
-    return View.whole(HostTensor(flat.numel(), flat.dtype, flat, "an op made it from values"), tuple(tensor.shape))
+    return View.whole(HostTensor.of(tensor, "a conversion op made it from values"), tuple(tensor.shape))
 
 
 def _explained(error: BaseException, rank: int) -> BaseException:

@@ -211,7 +211,7 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
         # A result without an input's laziness would hide that this parameter was materialised.
         if not isinstance(value, torch.Tensor) or func._schema.is_mutable:
             return value
-        node = HostTensor(value.numel(), value.dtype, value.contiguous().view(-1), f"{func} depends on values")
+        node = HostTensor.of(value, f"{func} depends on values")
         return LazyTensor.of(View.whole(node, tuple(value.shape)), materialise)
 
     def to_value(value: Any) -> Any:
@@ -291,7 +291,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
             if amount:
                 sizes = (*result.shape[:dim], amount, *result.shape[dim + 1 :])
                 # One element, seen again and again.
-                view = View(HostTensor(1, filler.dtype, filler), sizes, (0,) * len(sizes))
+                view = View(HostTensor.of(filler), sizes, (0,) * len(sizes))
                 parts.insert(at and len(parts), LazyTensor.of(view, source._materialise))
         result = _cat(aten.cat.default, (parts, dim), {}) if len(parts) > 1 else result
     return result
@@ -315,8 +315,7 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, LazyTensor):
             return (value.expand(sizes) if value.dim() else value).view_of_node
         if isinstance(value, torch.Tensor) and value.dim():
-            flat = value.contiguous().view(-1)
-            return View.whole(HostTensor(value.numel(), value.dtype, flat), tuple(value.shape))
+            return View.whole(HostTensor.of(value), tuple(value.shape))
         return value
 
     if any(isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != sizes for value in args):

@@ -98,6 +98,12 @@ class HostTensor(Node):
     tensor: torch.Tensor
     reason: str = ""
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor, reason: str = "") -> HostTensor:
+        """The values of `tensor`, row-major; copied only where they are not, or are on another device."""
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        return cls(flat.numel(), flat.dtype, flat, reason)
+
 
 @dataclass(eq=False, slots=True)
 class Copy(Node):

@@ -15,13 +15,21 @@ from .index import Shard
 from .retries import Retries
 
 
-__all__ = ["Identity", "ShardFiles"]
+__all__ = ["IOV_MAX", "Identity", "ShardFiles", "advance"]
 
 IOV_MAX = 1024
-"""Most buffers that one ``preadv`` takes on Linux."""
+"""Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
 
 DIRECT_ALIGNMENT = 4096
 """What O_DIRECT wants file positions, lengths and addresses to be multiples of; enough for every common device."""
+
+
+def advance(pending: list[memoryview], count: int) -> None:
+    """Take the first `count` bytes off `pending`, after a read or write that did only these."""
+    while pending and count >= len(pending[0]):
+        count -= len(pending.pop(0))
+    if count:
+        pending[0] = pending[0][count:]
 
 
 class Identity(NamedTuple):
@@ -207,10 +215,7 @@ class ShardFiles:
             if count == 0:
                 raise self._failure(shard, position, pending, None)
             position += count
-            while pending and count >= len(pending[0]):
-                count -= len(pending.pop(0))
-            if count:
-                pending[0] = pending[0][count:]
+            advance(pending, count)
 
     def _read_direct(self, shard: int, start: int, length: int, buffers: Sequence[memoryview]) -> None:
         """Read the aligned range around ``[start, start + length)`` and copy the buffers' parts out of it."""

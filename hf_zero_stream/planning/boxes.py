@@ -29,6 +29,21 @@ class Box(NamedTuple):
     def numel(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def is_run(self) -> bool:
+        """Whether elements that follow each other in the buffer do so in the destination, too, without holes."""
+        return not self.sizes or (len(self.sizes) == 1 and self.at_strides[0] == self.to_strides[0] == 1)
+
+    @property
+    def at_extent(self) -> int:
+        """Elements of the buffer from the first to the last that the box touches."""
+        return _extent(self.sizes, self.at_strides)
+
+    @property
+    def to_extent(self) -> int:
+        """The same of the destination."""
+        return _extent(self.sizes, self.to_strides)
+
 
 class Axis(NamedTuple):
     """One dimension of a placed box: `size` steps of `step` along dimension `dim` of the buffer (-1: it stays)."""
@@ -199,6 +214,10 @@ def _part(box: Box, position: int, begin: int, end: int) -> Box:
     at = box.at + begin * box.at_strides[position]
     to = box.to + begin * box.to_strides[position]
     return Box(sizes, at, box.at_strides, to, box.to_strides)
+
+
+def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def _row_major(sizes: Sequence[int]) -> list[int]:

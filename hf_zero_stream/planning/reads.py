@@ -51,10 +51,7 @@ class Piece(NamedTuple):
     @property
     def is_run(self) -> bool:
         """Whether bytes can go to the destination as they come: contiguous at both ends and no cast."""
-        box = self.box
-        return not self.casts and (
-            not box.sizes or (len(box.sizes) == 1 and box.at_strides[0] == 1 and box.to_strides[0] == 1)
-        )
+        return self.box.is_run and not self.casts
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +96,8 @@ def pieces_of_region(region: Region, target: int, request_bytes: int, seek_bytes
     )
     for part in _parts(box, limit, seek_bytes // itemsize):
         start = leaf.entry.start + part.at * itemsize
-        stop = start + _extent(part) * itemsize
+        stop = start + part.at_extent * itemsize
         yield Piece(leaf.entry.shard, start, stop, target, part._replace(at=0), leaf.dtype, region.casts)
-
-
-def _extent(box: Box) -> int:
-    """Elements from the first to the last that the box touches."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(box.sizes, box.at_strides, strict=True))
 
 
 def _parts(box: Box, limit: int, hole: int) -> Iterator[Box]:
@@ -113,7 +105,7 @@ def _parts(box: Box, limit: int, hole: int) -> Iterator[Box]:
     if not box.sizes:
         yield box
         return
-    inner = _extent(Box(box.sizes[1:], 0, box.at_strides[1:], 0, box.to_strides[1:]))
+    inner = Box(box.sizes[1:], 0, box.at_strides[1:], 0, box.to_strides[1:]).at_extent
     size, stride = box.sizes[0], box.at_strides[0]
     if stride - inner > hole or inner > limit:
         count = 1  # row by row: the hole behind each row is dearer than a seek, or a row alone is too long
@@ -134,7 +126,7 @@ def _parts(box: Box, limit: int, hole: int) -> Iterator[Box]:
 def _gapless(box: Box, limit: int, hole: int) -> Iterator[Box]:
     """`box`, unless one of its inner dimensions has holes dearer than a seek: then row by row."""
     for d in range(1, len(box.sizes)):
-        inner = _extent(Box(box.sizes[d + 1 :], 0, box.at_strides[d + 1 :], 0, box.to_strides[d + 1 :]))
+        inner = Box(box.sizes[d + 1 :], 0, box.at_strides[d + 1 :], 0, box.to_strides[d + 1 :]).at_extent
         if box.at_strides[d] - inner > hole:
             for k in range(box.sizes[0]):
                 row = Box(
