@@ -44,11 +44,13 @@ class Coordinator:
 
     @classmethod
     def of_default_group(cls) -> Coordinator:
-        """All ranks of torch's default process group, which must be initialised.
+        """All ranks of torch's default process group; without one, this process alone.
 
         In a *fake* group, which stands for ranks beyond this machine, collectives deliver nothing: then each rank is
         alone.
         """
+        if not dist.is_initialized():
+            return cls(0, 1, alone=True)
         world_size = dist.get_world_size()
         return cls(dist.get_rank(), world_size, alone=world_size == 1 or dist.get_backend() == "fake")
 
@@ -103,14 +105,21 @@ class Coordinator:
         """What `produce` returns on rank 0, on every rank; an agreement as well."""
         if self.is_alone:
             return produce()
-        value, error = None, None
-        if self.is_main:
-            try:
-                value = produce()
-            except Exception as caught:
-                error = caught
+        return broadcast_object(self.on_main(produce), 0, self.wait)
+
+    def on_main(self, work: Callable[[], T]) -> T | None:
+        """`work` on rank 0, and what it returns there; an agreement as well."""
+        return self.together(lambda: work() if self.is_main else None)
+
+    def together(self, work: Callable[[], T]) -> T:
+        """What `work` returns here, once it has on all ranks; an agreement."""
+        error: BaseException | None = None
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
         self.agree(error)
-        return broadcast_object(value, 0, self.wait)
+        return result
 
     def report(self, error: BaseException) -> BaseException:
         """Bring `error` to the next agreement, unless an agreement raised it; returns what this rank should raise."""

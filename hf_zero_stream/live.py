@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
@@ -70,7 +69,7 @@ def load_into(
             "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load it "
             "anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
         )
-    coordinator = Coordinator.of_default_group() if dist.is_initialized() else Coordinator(0, 1, alone=True)
+    coordinator = Coordinator.of_default_group()
     with coordinator.watched():
         try:
             finish_saves_into(path, coordinator)
