@@ -51,6 +51,16 @@ def test_every_architecture(
             assert max(written) <= 1.1 * sum(written) / world_size, "every rank should write its share"
 
 
+def test_in_another_dtype(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Tied weights stay tied when they are cast."""
+    checkpoints = [zoo_checkpoint(name, BF16) for name in ZOO]
+    for name, checkpoint in zip(ZOO, checkpoints, strict=True):
+        save_stock(name, checkpoint, tmp_path / "stock" / name, BF16, cast=FP32)
+    run_ranks(2, save_with, list(ZOO), checkpoints, tmp_path / "ours", {"dtype": FP32})
+    for name in ZOO:
+        assert different(tmp_path / "ours" / name, tmp_path / "stock" / name) == [], name
+
+
 def save_with(names: list[str], checkpoints: list[Path], folder: Path, kwargs: dict[str, Any]) -> Any:
     # Chunks of a few elements, so that there are many of them.
     return save_loaded(names, checkpoints, folder, ds_config(BF16), chunk_bytes=4096, verify=True, **kwargs)

@@ -74,15 +74,15 @@ def inject(fault: str, files: Any) -> Callable[[], None]:
         os.pwritev = at_some_point
         return lambda: setattr(os, "pwritev", write)
     if fault == "a bit flips":
-        put = files.ShardFiles.put
+        put = files.ShardWriter.put
 
         def flipped(self: Any, shard: int, position: int, buffers: Any) -> None:
             first = bytearray(buffers[0])
             first[0] ^= 16
             put(self, shard, position, [memoryview(first), *buffers[1:]])
 
-        files.ShardFiles.put = flipped
-        return lambda: setattr(files.ShardFiles, "put", put)
+        files.ShardWriter.put = flipped
+        return lambda: setattr(files.ShardWriter, "put", put)
     assert fault == "sync: i/o error"
     sync = os.fsync
 
@@ -120,7 +120,7 @@ def save_with_a_death(checkpoint: Path, folder: Path) -> None:
     model = streamed(checkpoint)
     hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE)
     if dist.get_rank() == 1:
-        files.ShardFiles.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        files.ShardWriter.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE, dtype=torch.float32)
 
 

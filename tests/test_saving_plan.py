@@ -71,7 +71,7 @@ def exchanged(of_round: object, values: list[Opened], world_size: int) -> Iterat
         buffer = torch.empty(segment.numel, dtype=segment.dtype)
         write._put_constants(segment, buffer)
         for part in segment.parts:
-            write._view(buffer, part).copy_(write._take(part, values[part.rank]))
+            write._place(write._take(part, values[part.rank]), part.box, buffer)
         yield segment, buffer
 
 

@@ -29,7 +29,7 @@ from ..planning.plan import Target
 from ..reading import Batch, Item, Reader
 from ..report import PhaseClock
 from ..seams.saving import NotedShard, lay_out_pretrained, note_dtype
-from .files import ShardFiles, reserve
+from .files import ShardWriter, reserve
 from .plan import ShardToWrite, shard_to_write
 from .publish import Publication
 
@@ -213,7 +213,7 @@ def _in_layout(
 def _write(shards: Sequence[ShardToWrite], reader: Reader, folder: Path) -> int:
     for shard in shards:
         reserve(folder / shard.name, shard.layout.header, shard.layout.size_bytes)
-    files = ShardFiles([folder / shard.name for shard in shards])
+    files = ShardWriter([folder / shard.name for shard in shards])
     try:
         batches = [_batch(pieces, files) for pieces in _pieces(shards)]
         if batches:
@@ -253,7 +253,7 @@ def _ranges(name: str, view: View) -> Iterator[tuple[Item, int]]:
         yield (Target(name, dtype, stop - start, start, stop), view), start * dtype.itemsize
 
 
-def _batch(pieces: Sequence[Piece], files: ShardFiles) -> Batch:
+def _batch(pieces: Sequence[Piece], files: ShardWriter) -> Batch:
     buffers: list[torch.Tensor] = []
 
     def begin() -> Sequence[torch.Tensor]:

@@ -7,13 +7,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..checkpoint.source import IOV_MAX, advance
 from ..errors import SaveError
 
 
-__all__ = ["IOV_MAX", "Comparison", "ShardFiles", "reserve"]
-
-IOV_MAX = 1024
-"""Most buffers that one ``pwritev`` takes on Linux."""
+__all__ = ["Comparison", "ShardWriter", "reserve"]
 
 
 def reserve(path: Path, header: bytes, size_bytes: int) -> None:
@@ -78,7 +76,7 @@ class _Files:
         )
 
 
-class ShardFiles(_Files):
+class ShardWriter(_Files):
     """Positional writes; see :class:`.write.Sink`.
 
     Args:
@@ -102,10 +100,7 @@ class ShardFiles(_Files):
             while pending:
                 written = os.pwritev(handle, pending[:IOV_MAX], position)
                 position += written
-                while pending and written >= len(pending[0]):
-                    written -= len(pending.pop(0))
-                if written:
-                    pending[0] = pending[0][written:]
+                advance(pending, written)
         except OSError as error:
             raise self._error(shard, position, sum(map(len, pending)), error.strerror or str(error)) from error
         with self._lock:

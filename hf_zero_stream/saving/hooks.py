@@ -38,7 +38,6 @@ is_active: ContextVar[bool] = ContextVar("hf_zero_stream_saves", default=False)
 """Whether this thread is inside ``streaming()``."""
 
 _put_off: ContextVar[list[dict[str, Any]] | None] = ContextVar("hf_zero_stream_put_off_saves", default=None)
-_SIZES = ("max_shard_size",)
 _SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
 
 
@@ -104,8 +103,9 @@ def _save_model(
     original: Callable[..., Any], self: Accelerator, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """accelerate's function saves weights and no config, under the model's own names."""
-    arguments = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs).arguments
-    if not is_active.get() or not _shares_its_model(model) or arguments.get("safe_serialization") is False:
+    call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
+    call.apply_defaults()
+    if not is_active.get() or not _shares_its_model(model) or not call.arguments["safe_serialization"]:
         return original(self, model, save_directory, *args, **kwargs)
     from .save import Save, lazy_state_dict
 
@@ -119,7 +119,7 @@ def _save_model(
         )
         try:
             # Its look for parameters that are not there finds none: ZeRO-3's have no elements, but a device.
-            original(self, model, folder, **{name: arguments[name] for name in arguments if name in _SIZES})
+            original(self, model, folder, call.arguments["max_shard_size"])
         finally:
             del vars(self)["get_state_dict"], vars(self)["save"]
         return noted

@@ -22,7 +22,7 @@ from ..partition.stored import Holding
 from .plan import Share
 
 
-__all__ = ["Opened", "Parameters", "cover", "lazy_parameters", "opened"]
+__all__ = ["Opened", "Parameters", "cover", "in_dtype", "lazy_parameters", "opened"]
 
 
 class Parameters:
@@ -31,34 +31,36 @@ class Parameters:
     Args:
         holdings: what this rank holds, by name; names of one tied parameter have one and the same.
         coordinator: the ranks that save together.
+        dtype: what those of floating point are saved in; default: as they are held.
         single_writer: rank 0 gives what every rank holds.
 
     Raises:
         SaveError: on all ranks, if elements of a parameter are held by nobody.
     """
 
-    def __init__(self, holdings: Mapping[str, Holding], coordinator: Coordinator, *, single_writer: bool) -> None:
+    def __init__(
+        self,
+        holdings: Mapping[str, Holding],
+        coordinator: Coordinator,
+        *,
+        dtype: torch.dtype | None,
+        single_writer: bool,
+    ) -> None:
         self._coordinator = coordinator
-        self.lazy = lazy_parameters(holdings, self.gather)
-        """A lazy tensor for each name; those of one parameter share a node."""
+        self.lazy = lazy_parameters(holdings, self.gather, dtype)
+        """A lazy tensor for each name; names of one parameter have one and the same."""
         self.holdings = {name: holdings[name] for name in _first_names(holdings).values()}
         """What this rank holds, by the first name of each parameter."""
         self.shares = self._agree_on_shares(single_writer)
         """Who gives which elements, by the first name of each parameter."""
 
     def _agree_on_shares(self, single_writer: bool) -> dict[str, tuple[Share, ...]]:
-        mine = [
-            (0, holding.shape.numel()) if single_writer and holding.everywhere else (holding.start, holding.stop)
-            for holding in self.holdings.values()
-        ]
-        if single_writer and not self._coordinator.is_main:
-            mine = [
-                (0, 0) if holding.everywhere else own
-                for own, holding in zip(mine, self.holdings.values(), strict=True)
-            ]
-        everyone = self._coordinator.exchange(mine)
-        if self._coordinator.is_alone:  # a fake group: nobody else is there
-            everyone = [mine]
+        def given(holding: Holding) -> tuple[int, int]:
+            if single_writer and holding.everywhere:
+                return 0, holding.shape.numel() if self._coordinator.is_main else 0
+            return holding.start, holding.stop
+
+        everyone = self._coordinator.exchange([given(holding) for holding in self.holdings.values()])
         return {
             name: cover(name, holding.shape.numel(), [of_rank[position] for of_rank in everyone])
             for position, (name, holding) in enumerate(self.holdings.items())
@@ -106,18 +108,24 @@ class Parameters:
 
 
 def lazy_parameters(
-    holdings: Mapping[str, Holding], materialise: Callable[[View], torch.Tensor]
-) -> dict[str, LazyTensor]:
-    """A lazy tensor for each name, whose node has the first name of its parameter."""
-    first_names = _first_names(holdings)
-    nodes = {
-        number: Stored(holdings[name].shape.numel(), holdings[name].dtype, name)
-        for number, name in first_names.items()
-    }
-    return {
-        name: LazyTensor.of(View.whole(nodes[id(holding)], tuple(holding.shape)), materialise)
-        for name, holding in holdings.items()
-    }
+    holdings: Mapping[str, Holding], materialise: Callable[[View], torch.Tensor], dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """A lazy tensor for each name, cast to `dtype` if it is of floating point.
+
+    Names of one parameter have the same lazy tensor, also if it is a cast: transformers must see that they are tied.
+    """
+
+    def lazy(name: str, holding: Holding) -> torch.Tensor:
+        node = Stored(holding.shape.numel(), holding.dtype, name)
+        return in_dtype(LazyTensor.of(View.whole(node, tuple(holding.shape)), materialise), dtype)
+
+    by_parameter = {number: lazy(name, holdings[name]) for number, name in _first_names(holdings).items()}
+    return {name: by_parameter[id(holding)] for name, holding in holdings.items()}
+
+
+def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """`tensor`, cast if it is of floating point and a dtype is asked for."""
+    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _first_names(holdings: Mapping[str, Holding]) -> dict[int, str]:

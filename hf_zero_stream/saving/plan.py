@@ -88,12 +88,10 @@ def view_of(tensor: torch.Tensor, memories: dict[Any, HostTensor]) -> View:
     key: Any = (storage.data_ptr(), tensor.dtype)
     if storage.data_ptr() == 0 or storage.nbytes() % tensor.dtype.itemsize:
         key = id(tensor)  # no memory, or none of that dtype alone
-        flat = tensor.detach().cpu().contiguous().view(-1)
-        memories[key] = HostTensor(flat.numel(), flat.dtype, flat)
+        memories[key] = HostTensor.of(tensor)
         return View.whole(memories[key], tuple(tensor.shape))
     if key not in memories:
-        flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage).cpu()
-        memories[key] = HostTensor(flat.numel(), flat.dtype, flat)
+        memories[key] = HostTensor.of(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage))
     return View(memories[key], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
@@ -207,7 +205,7 @@ def make_save_plan(
                 reason = materialise_reason(view.node) or "a function gives its values"
                 computations.append(Computation(number, position, name, view, reason))
                 continue
-            if all(map(_is_run, regions)) and (not single_writer or _all_of(regions, shares) == {0}):
+            if all(map(_is_stored_run, regions)) and (not single_writer or _all_of(regions, shares) == {0}):
                 for region in regions:
                     mine = list(_own_runs(region, shares, rank, number, position, dtype.itemsize))
                     nbytes += sum(run.stop - run.start for run in mine) * dtype.itemsize
@@ -228,10 +226,8 @@ def make_save_plan(
     return SavePlan(tuple(runs), tuple(own), rounds, tuple(computations), nbytes)
 
 
-def _is_run(region: Region) -> bool:
-    box = region.box
-    contiguous = not box.sizes or (len(box.sizes) == 1 and box.at_strides[0] == box.to_strides[0] == 1)
-    return contiguous and isinstance(region.leaf, Stored)
+def _is_stored_run(region: Region) -> bool:
+    return region.box.is_run and isinstance(region.leaf, Stored)
 
 
 def _all_of(regions: Sequence[Region], shares: Mapping[str, Sequence[Share]]) -> set[int]:
@@ -265,8 +261,7 @@ def _segments(
                 continue
             assert isinstance(region.leaf, Stored)
             box, name = region.box, region.leaf.name
-            last = box.at + sum((n - 1) * stride for n, stride in zip(box.sizes, box.at_strides, strict=True))
-            for share in _touching(shares[name], box.at, last + 1):
+            for share in _touching(shares[name], box.at, box.at + box.at_extent):
                 for cut in within(box, share.start, share.stop):
                     parts.append(Part(share.rank, name, cut, region.casts))
         at = position + start * dtype.itemsize

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import PreTrainedModel
@@ -31,8 +30,8 @@ from ..partition.original_experts import with_original_experts
 from ..progress import progress_bar
 from ..report import PhaseClock
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
-from .files import Comparison, ShardFiles, reserve
-from .parameters import Parameters
+from .files import Comparison, ShardWriter, reserve
+from .parameters import Parameters, in_dtype
 from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write, view_of
 from .publish import Publication
 from .report import PHASES, SaveReport, SavingRank
@@ -42,7 +41,6 @@ from .write import Sink, execute_save
 __all__ = ["LayOut", "Save", "lazy_state_dict", "save_pretrained"]
 
 logger = logging.get_logger(__name__)
-T = TypeVar("T")
 
 CHUNK_BYTES = 16 * 2**20
 
@@ -131,7 +129,7 @@ class Save:
         self._dtype = dtype
         self._single_writer = write_from == "rank0"
         self._chunk_bytes = chunk_bytes
-        self._coordinator = Coordinator.of_default_group() if dist.is_initialized() else Coordinator(0, 1, alone=True)
+        self._coordinator = Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
         self._memory = AnonymousMemory()
 
@@ -179,7 +177,7 @@ class Save:
                     self._verify(plan, parameters, paths, progress)
                 with self._clock("publish"):
                     weights = _SUFFIX.sub("", shards[0].name)
-                    self._on_main(lambda: publication.commit(weights, index_name))
+                    self._coordinator.on_main(lambda: publication.commit(weights, index_name))
         except BaseException as error:
             failure = self._coordinator.report(error)
             if publication is not None and self._coordinator.is_main:
@@ -191,7 +189,7 @@ class Save:
 
     def _planned(self, publication: Publication, lay_out: LayOut) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
         coordinator = self._coordinator
-        holdings = self._together(
+        holdings = coordinator.together(
             lambda: stored.holdings(
                 self._model,
                 masters=self._dtype == torch.float32,
@@ -199,9 +197,9 @@ class Save:
                 world_size=coordinator.world_size,
             )
         )
-        parameters = Parameters(holdings, coordinator, single_writer=self._single_writer)
-        shards = self._together(lambda: self._shards(publication, parameters, lay_out))
-        plan = self._together(
+        parameters = Parameters(holdings, coordinator, dtype=self._dtype, single_writer=self._single_writer)
+        shards = coordinator.together(lambda: self._shards(publication, parameters, lay_out))
+        plan = coordinator.together(
             lambda: make_save_plan(
                 shards,
                 parameters.shares,
@@ -223,7 +221,7 @@ class Save:
             for shard in shards:
                 reserve(publication.temporary / shard.name, shard.layout.header, shard.layout.size_bytes)
 
-        self._on_main(reserve_all)
+        coordinator.on_main(reserve_all)
         return parameters, shards, plan
 
     def _shards(self, publication: Publication, parameters: Parameters, lay_out: LayOut) -> list[ShardToWrite]:
@@ -233,12 +231,12 @@ class Save:
         return [shard_to_write(shard) for shard in noted]
 
     def _write(self, plan: SavePlan, parameters: Parameters, paths: Sequence[Path], progress: bool) -> None:
-        files = ShardFiles(paths)
+        files = ShardWriter(paths)
         try:
             with self._clock("write"):
                 self._execute(plan, parameters, files, "Writing weights", progress)
             with self._clock("sync"):
-                self._together(files.sync)
+                self._coordinator.together(files.sync)
         finally:
             files.close()
 
@@ -282,22 +280,6 @@ class Save:
             logger.info(report.summary())
         return report
 
-    # -------------------------------------------------------------------------------------------------- agreements
-
-    def _together(self, work: Callable[[], T]) -> T:
-        """What `work` returns; raises on all ranks if it does on any."""
-        error: BaseException | None = None
-        try:
-            result = work()
-        except Exception as caught:
-            error = caught
-        self._coordinator.agree(error)
-        return result
-
-    def _on_main(self, work: Callable[[], Any]) -> None:
-        """`work` on rank 0; raises on all ranks if it does there."""
-        self._together(work if self._coordinator.is_main else lambda: None)
-
 
 def _await_ranks(coordinator: Coordinator) -> None:
     """Return once all ranks are here. A rank that saves alone must hear of it, and not wait in a collective."""
@@ -321,23 +303,21 @@ def _await_ranks(coordinator: Coordinator) -> None:
 
 def lazy_state_dict(
     model: nn.Module,
-    parameters: Mapping[str, LazyTensor],
+    parameters: Mapping[str, torch.Tensor],
     materialise: Callable[[View], torch.Tensor],
     dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """``model.state_dict()`` with lazy tensors, those of floating point in `dtype`."""
+    """``model.state_dict()`` with lazy tensors: `parameters`, and buffers in `dtype` if they are of floating point."""
     memories: dict[Any, HostTensor] = {}
 
     def lazy(name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+        if name in parameters or not isinstance(value, torch.Tensor):
+            return parameters.get(name, value)
         # A buffer is everyone's.
-        tensor = parameters[name] if name in parameters else LazyTensor.of(view_of(value, memories), materialise)
-        return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+        return in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
 
     entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
-    cast = {name: lazy(name, value) for name, value in parameters.items()}
-    return with_original_experts(model, entries, cast)
+    return with_original_experts(model, entries, parameters)
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import Protocol
@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ..checkpoint.source import IOV_MAX
 from ..coordination import Coordinator
 from ..engine.workers import share_out
 from ..errors import PeerError
 from ..messages import collective_device
-from .files import IOV_MAX
+from ..planning.boxes import Box
 from .parameters import Opened, Parameters, opened
 from .plan import Part, Round, Run, SavePlan, Segment
 
@@ -113,43 +114,52 @@ def _write_alone(
 
 
 def _neighbours(runs: Sequence[Run]) -> Iterator[list[Run]]:
-    """Runs that follow each other in a shard, a single write's worth at a time."""
+    """Runs of the same shard, about a single write's worth at a time."""
     group: list[Run] = []
-    nbytes = 0
     for run in sorted(runs):
-        if group and (nbytes >= WRITE_BYTES or len(group) >= IOV_MAX or run.shard != group[0].shard):
+        if group and (
+            run.shard != group[0].shard or run.position - group[0].position >= WRITE_BYTES or len(group) >= IOV_MAX
+        ):
             yield group
-            group, nbytes = [], 0
+            group = []
         group.append(run)
-        nbytes += (run.stop - run.start) * 4
     if group:
         yield group
 
 
 def _write_runs(runs: Sequence[Run], values: Opened, sink: Sink, on_bytes: Callable[[int], None]) -> None:
     """Write runs of one shard; those that follow each other, and are in host memory as they are wanted, at once."""
-    buffers: list[memoryview] = []
-    start = stop = 0
+    for position, buffers in _adjacent(_pieces(runs, values)):
+        sink.put(runs[0].shard, position, buffers)
+        on_bytes(sum(map(len, buffers)))
 
-    def flush() -> None:
-        nonlocal buffers, start
-        if buffers:
-            sink.put(runs[0].shard, start, buffers)
-            on_bytes(stop - start)
-        buffers = []
 
+def _pieces(runs: Sequence[Run], values: Opened) -> Iterator[tuple[int, memoryview]]:
+    """The bytes of runs and their positions, at most a buffer's worth each."""
+    count = WRITE_BYTES // 8
     for run in runs:
         held, first = values.values(run.source)
-        for begin in range(run.start, run.stop, WRITE_BYTES // 8):
-            piece = held[begin - first : min(run.stop, begin + WRITE_BYTES // 8) - first]
-            data = _bytes_of(_cast(piece, run.casts))
-            position = run.position + (begin - run.start) * (len(data) // piece.numel())
-            if position != stop or len(buffers) == IOV_MAX or stop - start >= WRITE_BYTES:
-                flush()
-                start = stop = position
-            buffers.append(data)
-            stop += len(data)
-    flush()
+        position = run.position
+        for begin in range(run.start, run.stop, count):
+            data = _bytes_of(_cast(held[begin - first : min(run.stop, begin + count) - first], run.casts))
+            yield position, data
+            position += len(data)
+
+
+def _adjacent(pieces: Iterable[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
+    """Pieces that follow each other put together, a single write's worth at a time, and the position of the first."""
+    buffers: list[memoryview] = []
+    start = stop = 0
+    for position, data in pieces:
+        if buffers and (position != stop or len(buffers) == IOV_MAX or stop - start >= WRITE_BYTES):
+            yield start, buffers
+            buffers = []
+        if not buffers:
+            start = position
+        buffers.append(data)
+        stop = position + len(data)
+    if buffers:
+        yield start, buffers
 
 
 def _assemble(segment: Segment, values: Opened) -> torch.Tensor:
@@ -160,7 +170,7 @@ def _assemble(segment: Segment, values: Opened) -> torch.Tensor:
     buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
     _put_constants(segment, buffer)
     for part in segment.parts:
-        _view(buffer, part).copy_(_take(part, values))
+        _place(_take(part, values), part.box, buffer)
     return buffer
 
 
@@ -202,13 +212,13 @@ def _exchange(of_round: Round, values: Opened, coordinator: Coordinator) -> Iter
         _put_constants(segment, buffer)
         for part in segment.parts:
             if part.rank == rank:
-                _view(buffer, part).copy_(_take(part, values))
+                _place(_take(part, values), part.box, buffer)
                 continue
             begin = starts[part.rank]
             starts[part.rank] += part.box.numel * segment.dtype.itemsize
             # Parts begin anywhere among the bytes, and a view in another dtype wants them aligned.
             arrived = received[begin : starts[part.rank]].clone().view(segment.dtype)
-            _view(buffer, part).copy_(arrived.view(part.box.sizes))
+            _place(arrived.view(part.box.sizes), part.box, buffer)
         yield segment, buffer
 
 
@@ -223,15 +233,16 @@ def _take(part: Part, values: Opened) -> torch.Tensor:
     return _cast(held[box.at - first :].as_strided(box.sizes, box.at_strides), part.casts)
 
 
-def _view(buffer: torch.Tensor, part: Part) -> torch.Tensor:
-    return buffer[part.box.to :].as_strided(part.box.sizes, part.box.to_strides)
+def _place(values: torch.Tensor, box: Box, buffer: torch.Tensor) -> None:
+    """Put values in the shape of `box` where it wants them."""
+    buffer[box.to :].as_strided(box.sizes, box.to_strides).copy_(values)
 
 
 def _put_constants(segment: Segment, buffer: torch.Tensor) -> None:
     for region in segment.constants:
         box = region.box
         values = region.leaf.tensor[box.at :].as_strided(box.sizes, box.at_strides)  # type: ignore[union-attr]
-        buffer[box.to :].as_strided(box.sizes, box.to_strides).copy_(_cast(values, region.casts))
+        _place(_cast(values, region.casts), box, buffer)
 
 
 def _cast(values: torch.Tensor, casts: Sequence[torch.dtype]) -> torch.Tensor:
