@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
@@ -13,14 +11,13 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
+from .folding import fold
 from .report import PHASES, LoadReport, RankReport
 
 
 __all__ = ["render_table"]
 
 _MOST_RANK_ROWS = 8
-
-_NUMBER = re.compile(r"(?:^|(?<=\.))(\d+)(?=\.|$)")
 
 
 class _Column(NamedTuple):
@@ -40,7 +37,7 @@ def render_table(report: LoadReport) -> str:
         blocks.append("\n".join(fallbacks))
     if report.recast:
         heading = f"Recast parameters ({len(report.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
-        blocks.append("\n".join([heading, *(f"  {name}" for name in _fold(report.recast))]))
+        blocks.append("\n".join([heading, *(f"  {name}" for name in _folded(report.recast))]))
     return "\n\n".join(blocks)
 
 
@@ -168,34 +165,12 @@ def _materialised_lines(report: LoadReport) -> list[str]:
     lines = []
     for (reason, on_ranks), names in names_of.items():
         where = "" if len(on_ranks) == len(report.ranks) else f" (on {len(on_ranks)} of {len(report.ranks)} ranks)"
-        lines += [f"  {name}: {reason}{where}" for name in _fold(names)]
+        lines += [f"  {name}: {reason}{where}" for name in _folded(names)]
     if lines:
         count = len({name for _, name in ranks_of})
         lines.insert(0, f"Materialised parameters ({count}), whose sources were read whole:")
     return lines
 
 
-def _fold(names: Iterable[str]) -> list[str]:
-    """Writes names that differ only in numbers as one, `layers.{0...47}.mlp`, if every combination is there."""
-    families: dict[tuple[str, ...], list[list[str]]] = {}
-    for name in names:
-        pieces = _NUMBER.split(name)
-        families.setdefault(tuple(pieces[::2]), []).append(pieces)
-
-    folded = []
-    for members in families.values():
-        # One tuple of alternatives per piece; text has one alternative, a number has those that occur.
-        alternatives = [sorted(set(piece), key=lambda text: (len(text), text)) for piece in zip(*members)]
-        if math.prod(map(len, alternatives)) == len(members):
-            folded.append("".join(map(_set_text, alternatives)))
-        else:
-            folded += ["".join(pieces) for pieces in members]
-    return folded
-
-
-def _set_text(alternatives: Sequence[str]) -> str:
-    if len(alternatives) == 1:
-        return alternatives[0]
-    if int(alternatives[-1]) - int(alternatives[0]) == len(alternatives) - 1:
-        return f"{{{alternatives[0]}...{alternatives[-1]}}}"
-    return f"{{{', '.join(alternatives)}}}"
+def _folded(names: Iterable[str]) -> list[str]:
+    return [family.name for family in fold((name, ()) for name in names)]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from .folding import fold
+from ..folding import fold
 from .output import (
     CheckpointArgument,
     DequantizeOption,
