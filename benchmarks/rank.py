@@ -1,6 +1,7 @@
 """The body of one rank: set up, meet the others, load, and write the figures down. Started by `benchmarks.launch`."""
 
 import json
+import mmap
 import os
 import re
 import sys
@@ -58,10 +59,13 @@ def _touch_memory(nbytes: int) -> None:
     """Use memory and give it back, so that every arm finds free pages in the same state.
 
     The host of a virtual machine takes back pages that were free for some seconds. Their next first use can cost more
-    than reading the checkpoint, and would be charged to the arms whose ranks take longest to start.
+    than reading the checkpoint, and would be charged to the arms whose ranks take longest to start. In huge pages,
+    since those are what a host takes: a small page that was free may never have been given back.
     """
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    torch.empty(min(nbytes, available // (2 * dist.get_world_size())), dtype=torch.uint8).fill_(1)
+    with mmap.mmap(-1, min(nbytes, available // (2 * dist.get_world_size())), flags=mmap.MAP_PRIVATE) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
 
 
 def _reset_peak_resident() -> bool:
