@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from hf_zero_stream.engine.workers import share_out
 
@@ -21,6 +22,20 @@ def test_each_item_comes_once() -> None:
     share_out(range(1000), done.extend, 4)
     assert sorted(done) == list(range(1000))
     assert helpers() == []
+
+
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_all_have_the_callers_grad_mode(with_grad: bool) -> None:
+    """torch refuses to write to views made without gradients while they are on."""
+    all_here, modes = threading.Barrier(3, timeout=30), []
+
+    def work(items: Iterator[int]) -> None:
+        all_here.wait()
+        modes.append(torch.is_grad_enabled())
+
+    with torch.set_grad_enabled(with_grad):
+        share_out([], work, 3)
+    assert modes == [with_grad] * 3
 
 
 def test_an_error_ends_the_others() -> None:

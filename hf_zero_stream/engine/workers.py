@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
+import torch
+
 
 __all__ = ["share_out"]
 
@@ -15,13 +17,15 @@ Item = TypeVar("Item")
 def share_out(items: Iterable[Item], work: Callable[[Iterator[Item]], None], threads: int) -> None:
     """Run ``work(iterator)`` in `threads` threads, one of them the caller's; each item comes out of one iterator.
 
-    Once one has failed, the other iterators end. No thread runs on when this returns or raises, also on Ctrl-C.
+    Once one has failed, the other iterators end. No thread runs on when this returns or raises, also on Ctrl-C. All
+    have the caller's grad mode, which torch keeps for each thread.
 
     Raises:
         BaseException: the first error of any thread.
     """
     pending, lock, failed = iter(items), threading.Lock(), threading.Event()
     errors: list[BaseException] = []
+    with_grad = torch.is_grad_enabled()
 
     def next_items() -> Iterator[Item]:
         while not failed.is_set():
@@ -34,7 +38,8 @@ def share_out(items: Iterable[Item], work: Callable[[Iterator[Item]], None], thr
 
     def run() -> None:
         try:
-            work(next_items())
+            with torch.set_grad_enabled(with_grad):
+                work(next_items())
         except BaseException as error:
             errors.append(error)
             failed.set()
