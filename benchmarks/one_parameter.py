@@ -60,8 +60,8 @@ def measure(arm: str, folder: str, device: str) -> dict[str, Any]:
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    import hf_zero_stream
-    import hf_zero_stream.load  # noqa: F401 - otherwise imported by the first load, which is measured
+    import hf_zero_stream.integration  # otherwise imported by the first load, which is measured, as is the next one
+    import hf_zero_stream.load  # noqa: F401
     from hf_zero_stream.memory import AnonymousMemory
 
     deepspeed.init_distributed("gloo")
