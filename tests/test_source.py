@@ -108,15 +108,3 @@ def test_handles_are_reused_and_closed(shard: Shard) -> None:
             files.read_into(0, start, [memoryview(bytearray(1))])
         assert len(os.listdir("/proc/self/fd")) == before + 1
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_prefetch_is_only_advice(shard: Shard, tmp_path: Path) -> None:
-    """It neither fails nor counts; the read that follows says what is wrong."""
-    missing = Shard(str(tmp_path / "missing.safetensors"), SIZE, 8, {})
-    with ShardFiles([shard, missing]) as files:
-        files.prefetch(0, 0, SIZE)
-        files.prefetch(0, SIZE, 2 * SIZE)
-        files.prefetch(1, 0, SIZE)
-        assert files.bytes_read == files.reads == 0
-        with pytest.raises(ReadError, match="missing.safetensors"):
-            files.read_into(1, 0, [memoryview(bytearray(1))])

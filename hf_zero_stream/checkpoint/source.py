@@ -185,15 +185,6 @@ class ShardFiles:
             "two versions. Wait until whoever writes it is done, then load again."
         )
 
-    def prefetch(self, shard: int, start: int, stop: int) -> None:
-        """Have these bytes brought into the page cache meanwhile: advice, which never fails."""
-        if self._direct_io:
-            return
-        try:
-            os.posix_fadvise(self._handle(shard), start, stop - start, os.POSIX_FADV_WILLNEED)
-        except (OSError, CheckpointError, ReadError):
-            pass  # reading them will say what is wrong
-
     def _read_some(self, shard: int, buffers: list[memoryview], position: int) -> int:
         """One ``preadv``, again if it failed for a passing reason; by a new handle if the old one is stale."""
 

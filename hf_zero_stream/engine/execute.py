@@ -2,14 +2,14 @@
 
 Each thread takes the next read in file order. Where the destination is in host memory and wants the bytes as they
 come, they are read in place; otherwise they go through the thread's staging buffer. Positional reads and large copies
-release the GIL.
+release the GIL, and while one thread copies another waits for the storage. Nothing is asked for in advance: upon such
+advice (``POSIX_FADV_WILLNEED``) Linux caches a file in single pages, which costs more time than it saves.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,9 +25,6 @@ from .workers import share_out
 
 
 __all__ = ["ReadTimes", "execute_reads"]
-
-PREFETCH_BYTES = 32 * 2**20
-"""How far the disk may run ahead of the reader threads of a rank: it should never wait for them."""
 
 
 @dataclass
@@ -94,23 +91,9 @@ def execute_reads(
         _work(reads, destinations, writable, files, Lane.to(device, nbytes), pages, times, on_bytes)
 
     began = time.perf_counter()
-    share_out(_prefetched(in_turn, files), work, threads)
+    share_out(in_turn, work, threads)
     times.scale_to(time.perf_counter() - began)
     return times
-
-
-def _prefetched(reads: Iterable[Read], files: ShardFiles) -> Iterator[Read]:
-    """`reads`, with those that come next on their way into the page cache."""
-    ahead: deque[Read] = deque()
-    nbytes = 0
-    for read in reads:
-        files.prefetch(read.shard, read.start, read.stop)
-        ahead.append(read)
-        nbytes += read.length
-        while nbytes > PREFETCH_BYTES:
-            nbytes -= ahead[0].length
-            yield ahead.popleft()
-    yield from ahead
 
 
 def _work(

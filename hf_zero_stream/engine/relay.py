@@ -54,9 +54,6 @@ class RelayedFiles(ShardFiles):
                     position += len(part)
                     self.bytes_read += len(part)
 
-    def prefetch(self, shard: int, start: int, stop: int) -> None:
-        """Nothing: this rank may not see the files."""
-
     def _ask(self, shard: int, start: int, part: memoryview) -> None:
         dist.send(torch.tensor([shard, start, len(part)]), self._reader, self._group)
         status = torch.empty(1, dtype=torch.int64)
