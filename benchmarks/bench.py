@@ -98,12 +98,9 @@ def main(arguments: list[str] | None = None) -> int:
     runs = run_all(checkpoint, settings, console)
     summary = summarise(runs)
     equal = same_bits(runs)
-    cold_by = {rank["cache_state"] for run in runs if run["cache"] == "cold" for rank in run.get("ranks", ())} - {None}
     print_tables(summary, console)
     if equal is not None:
         console.print("stock and ours hold the same bits" if equal else "stock and ours hold DIFFERENT bits")
-    if cold_by:
-        console.print(f"cold by {', '.join(sorted(cold_by))}")
     if settings.json:
         results = {
             "date": date.today().isoformat(),
@@ -115,7 +112,6 @@ def main(arguments: list[str] | None = None) -> int:
                 "dtype": checkpoint.dtype,
             },
             "repeats": settings.repeats,
-            "cold_by": sorted(cold_by),
             "same_bits": equal,
             "summary": summary,
             "runs": runs,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import page_cache
 from benchmarks.arms import ARMS, MODEL_ARMS, Task, digest, owned_bytes
+from hf_zero_stream.cli import page_cache
 from hf_zero_stream.memory import AnonymousMemory
 
 
@@ -21,9 +21,8 @@ def measure(task: Task) -> dict[str, Any]:
     """Load once, with all ranks; returns this rank's figures: seconds and bytes."""
     work = ARMS[task.arm](task)
     dist.barrier()
-    state = None
     if dist.get_rank() == 0:
-        state = page_cache.cold(task.shards) if task.cache == "cold" else page_cache.warm(task.shards)
+        (page_cache.drop if task.cache == "cold" else page_cache.fill)(task.shards)
     dist.barrier()
     _touch_memory(2 * sum(path.stat().st_size for path in task.shards) // dist.get_world_size())
     modules_before = len(sys.modules)
@@ -46,7 +45,6 @@ def measure(task: Task) -> dict[str, Any]:
         "rchar_bytes": io_after["rchar"] - io_before["rchar"],
         "storage_read_bytes": io_after["read_bytes"] - io_before["read_bytes"],
         "modules_imported": len(sys.modules) - modules_before,
-        "cache_state": state,
     }
     if task.arm in MODEL_ARMS:
         figures["digest"] = digest(loaded)
