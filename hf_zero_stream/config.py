@@ -62,7 +62,7 @@ class StreamingConfig:
     reader_threads: int = 0
     """Threads that read, per rank; 0 chooses.
 
-    From a local disk: the cores per local rank, 2 to 8. Over a network: 32 per host, 4 to 16 per rank. All of them
+    From a local disk: the cores per local rank, 4 to 8. Over a network: 32 per host, 4 to 16 per rank. All of them
     have staging buffers, so `staging_bytes` bounds their number too.
     """
 

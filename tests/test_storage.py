@@ -50,7 +50,7 @@ def test_this_host_has_an_answer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "on_network", "threads"),
-    [(2, 2, False, 2), (64, 8, False, 8), (32, 8, False, 4), (64, 1, False, 8), (2, 1, True, 16), (64, 8, True, 4)],
+    [(2, 2, False, 4), (64, 8, False, 8), (32, 8, False, 4), (64, 1, False, 8), (2, 1, True, 16), (64, 8, True, 4)],
 )
 def test_threads(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, on_network: bool, threads: int) -> None:
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda pid: set(range(cores)))

@@ -24,8 +24,9 @@ def choose_request_bytes(wanted: int, staging_bytes: int, on_network: bool, dire
 def choose_threads(wanted: int, buffers: int, ranks_on_host: int, on_network: bool) -> int:
     """`wanted`, or if that is 0 by the storage; in any case no more than `buffers`, which all have one.
 
-    From a local disk: the rank's share of the host's cores; at least 2, so that one copies, or has fresh memory made,
-    while another waits for the disk; at most 8, because copies out of the page cache are bound by memory bandwidth.
+    From a local disk: the rank's share of the host's cores; at least 4, so that the disk has several requests at hand
+    while one copies or has fresh memory made; at most 8, because copies out of the page cache are bound by memory
+    bandwidth.
     Over a network: the rank's share of `STREAMS_PER_HOST`, at least 4 and at most 16, whatever the cores: they wait.
     """
     ranks_on_host = max(1, ranks_on_host)
@@ -33,5 +34,5 @@ def choose_threads(wanted: int, buffers: int, ranks_on_host: int, on_network: bo
         wanted = min(16, max(4, STREAMS_PER_HOST // ranks_on_host))
     elif not wanted:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        wanted = min(8, max(2, cores // ranks_on_host))
+        wanted = min(8, max(4, cores // ranks_on_host))
     return max(1, min(wanted, buffers))
