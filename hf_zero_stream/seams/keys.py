@@ -45,29 +45,32 @@ class RenamingChain:
 
     def apply_all(self, key: str) -> str:
         """`key` renamed by each transform that matches, in turn."""
-        position = self._first_match(key, 0)
+        template = self._template(key)
+        position = self._first_match(key, template, 0)
         while position < len(self._transforms):
-            key, _ = self._rename(key, position)
-            position = self._first_match(key, position + 1)
+            key, _ = self._rename(key, template, position)
+            template = self._template(key)
+            position = self._first_match(key, template, position + 1)
         return key
 
     def apply_first(self, key: str) -> tuple[str, str | None]:
         """`key` renamed by the first transform that matches, and which of its source patterns did."""
+        template = self._template(key)
         pattern = None
-        position = self._first_match(key, 0)
+        position = self._first_match(key, template, 0)
         while pattern is None and position < len(self._transforms):
-            key, pattern = self._rename(key, position)
+            key, pattern = self._rename(key, template, position)
             position += 1
             if pattern is None:  # some match, and still leave the key alone, depending on the keys before it
-                position = self._first_match(key, position)
+                position = self._first_match(key, template, position)
         return key, pattern
 
     def _template(self, key: str) -> bytes:
         return key.encode().translate(self._table)
 
-    def _first_match(self, key: str, begin: int) -> int:
+    def _first_match(self, key: str, template: bytes, begin: int) -> int:
         """Position of the first transform from `begin` on that may rename `key`; their number if none does."""
-        kind = begin, self._template(key)
+        kind = begin, template
         found = self._first.get(kind)
         if found is None:
             found = begin
@@ -76,17 +79,17 @@ class RenamingChain:
             self._first[kind] = found
         return found
 
-    def _rename(self, key: str, position: int) -> tuple[str, str | None]:
+    def _rename(self, key: str, template: bytes, position: int) -> tuple[str, str | None]:
         """What the transform at `position` makes of `key`, which it may match."""
-        kind = position, self._template(key)
+        kind = position, template
         known = self._renamings.get(kind)
         if known is not None and key.find(key[known.start : known.stop]) == known.start:
-            return key[: known.start] + known.replacement + key[known.stop :], known.pattern
+            return known.apply(key), known.pattern
         transform = self._transforms[position]
         renamed, pattern = transform.rename_source_key(key)
         if pattern is not None and type(transform).rename_source_key is WeightTransform.rename_source_key:
             learned = _learn(transform, key, pattern)
-            if learned is not None and key[: learned.start] + learned.replacement + key[learned.stop :] == renamed:
+            if learned is not None and learned.apply(key) == renamed:
                 self._renamings[kind] = learned
         return renamed, pattern
 
@@ -102,6 +105,9 @@ class _Renaming(NamedTuple):
     stop: int
     replacement: str
     pattern: str
+
+    def apply(self, key: str) -> str:
+        return key[: self.start] + self.replacement + key[self.stop :]
 
 
 def _learn(transform: Any, key: str, pattern: str) -> _Renaming | None:
