@@ -13,7 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 
-__all__ = ["Axis", "Box", "Placed", "flat_range", "place", "simplify", "within"]
+__all__ = ["Axis", "Box", "Placed", "extent", "flat_range", "place", "simplify", "within"]
 
 
 class Box(NamedTuple):
@@ -37,12 +37,12 @@ class Box(NamedTuple):
     @property
     def at_extent(self) -> int:
         """Elements of the buffer from the first to the last that the box touches."""
-        return _extent(self.sizes, self.at_strides)
+        return extent(self.sizes, self.at_strides)
 
     @property
     def to_extent(self) -> int:
         """The same of the destination."""
-        return _extent(self.sizes, self.to_strides)
+        return extent(self.sizes, self.to_strides)
 
 
 class Axis(NamedTuple):
@@ -216,7 +216,8 @@ def _part(box: Box, position: int, begin: int, end: int) -> Box:
     return Box(sizes, at, box.at_strides, to, box.to_strides)
 
 
-def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first to the last of a view with these sizes and strides, which must not be negative."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 

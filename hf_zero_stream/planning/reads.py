@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoint.nodes import FileTensor
-from .boxes import Box
+from .boxes import Box, extent
 from .regions import Region
 
 
@@ -105,7 +105,7 @@ def _parts(box: Box, limit: int, hole: int) -> Iterator[Box]:
     if not box.sizes:
         yield box
         return
-    inner = Box(box.sizes[1:], 0, box.at_strides[1:], 0, box.to_strides[1:]).at_extent
+    inner = extent(box.sizes[1:], box.at_strides[1:])
     size, stride = box.sizes[0], box.at_strides[0]
     if stride - inner > hole or inner > limit:
         count = 1  # row by row: the hole behind each row is dearer than a seek, or a row alone is too long
@@ -126,7 +126,7 @@ def _parts(box: Box, limit: int, hole: int) -> Iterator[Box]:
 def _gapless(box: Box, limit: int, hole: int) -> Iterator[Box]:
     """`box`, unless one of its inner dimensions has holes dearer than a seek: then row by row."""
     for d in range(1, len(box.sizes)):
-        inner = Box(box.sizes[d + 1 :], 0, box.at_strides[d + 1 :], 0, box.to_strides[d + 1 :]).at_extent
+        inner = extent(box.sizes[d + 1 :], box.at_strides[d + 1 :])
         if box.at_strides[d] - inner > hole:
             for k in range(box.sizes[0]):
                 row = Box(
