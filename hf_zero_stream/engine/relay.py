@@ -41,11 +41,14 @@ class RelayedFiles(ShardFiles):
         self._group = group
         self._chunk_bytes = chunk_bytes
         self._conversation = threading.Lock()
+        self._refusal: ReadError | None = None
 
     def read_into(self, shard: int, start: int, buffers: Sequence[memoryview]) -> None:
         """See :meth:`ShardFiles.read_into`; raises ReadError too if the reader could not read."""
         position = start
         with self._conversation:  # requests and answers of two threads must not mix
+            if self._refusal is not None:
+                raise self._refusal  # the reader would try for seconds again, once for each thread that waits here
             self.reads += 1
             for buffer in buffers:
                 for begin in range(0, len(buffer), self._chunk_bytes):
@@ -59,10 +62,11 @@ class RelayedFiles(ShardFiles):
         status = torch.empty(1, dtype=torch.int64)
         dist.recv(status, self._reader, self._group)
         if status.item():
-            raise ReadError(
+            self._refusal = ReadError(
                 f"{self._shards[shard].path}: rank {self._reader}, which reads for this rank, cannot read bytes "
                 f"{start} to {start + len(part)}; its own error says why."
             )
+            raise self._refusal
         dist.recv(torch.frombuffer(part, dtype=torch.uint8), self._reader, self._group)
 
     def finish(self) -> None:
