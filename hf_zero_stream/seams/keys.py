@@ -62,6 +62,7 @@ class RenamingChain:
             key, pattern = self._rename(key, template, position)
             position += 1
             if pattern is None:  # some match, and still leave the key alone, depending on the keys before it
+                template = self._template(key)  # one that is not transformers' own may have renamed it all the same
                 position = self._first_match(key, template, position)
         return key, pattern
 
