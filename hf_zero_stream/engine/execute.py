@@ -3,7 +3,8 @@
 Each thread takes the next read in file order. Where the destination is in host memory and wants the bytes as they
 come, they are read in place; otherwise they go through the thread's staging buffer. Positional reads and large copies
 release the GIL, and while one thread copies another waits for the storage. Nothing is asked for in advance: upon such
-advice (``POSIX_FADV_WILLNEED``) Linux caches a file in single pages, which costs more time than it saves.
+advice (``POSIX_FADV_WILLNEED``) Linux caches a file in single pages (``force_page_cache_ra`` in mm/readahead.c), which
+costs more time than it saves.
 """
 
 from __future__ import annotations
