@@ -1,7 +1,7 @@
 """One streaming load from its checkpoint's headers to filled partitions; knows neither transformers nor patches.
 
-The integration calls, in this order: :meth:`Load.open`, :meth:`Load.place` once the model's parameters and buffers are
-lazy, and :meth:`Load.finish`.
+The integration calls, in this order: :meth:`Load.read_ahead`, :meth:`Load.open`, :meth:`Load.place` once the model's
+parameters and buffers are lazy, and :meth:`Load.finish`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,10 @@ class Load:
         self._reader.close()
 
     # ------------------------------------------------------------------------------------------------- open
+
+    def read_ahead(self, files: Sequence[str]) -> None:
+        """Begin to bring safetensors shards into the page cache where that is of use; a second call does nothing."""
+        self._reader.read_ahead(files)
 
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -20,6 +21,7 @@ from .engine.compute import Evaluator
 from .engine.execute import execute_reads
 from .engine.lanes import buffers_per_lane
 from .engine.lookup import Lookup
+from .engine.read_ahead import ReadAhead
 from .engine.relay import RelayedFiles, serve
 from .engine.streams import choose_request_bytes, choose_threads
 from .engine.workers import share_out
@@ -85,11 +87,13 @@ class Reader:
         self._on_network = False
         self._request_bytes = 0
         self._verifier: Verifier | None = None
+        self._ahead: ReadAhead | None = None
         self.retries = Retries(config.read_retries)
         self._use_files(ShardFiles(()))
 
     def close(self) -> None:
         """Release file handles."""
+        self._stop_reading_ahead()
         self._files.close()
 
     @property
@@ -107,6 +111,24 @@ class Reader:
         """What was verified."""
         return self._verifier.result if self._verifier else Verification(how=self._config.verify)
 
+    def read_ahead(self, paths: Sequence[str]) -> None:
+        """Begin to bring files into the page cache, if the ranks of this host will read all of them, and through it.
+
+        Over a network each rank reads its own bytes only: many streams are faster there than one long run.
+        """
+        shares = zero3.ranks_on_this_host()
+        through_cache = self._config.read_from == "all" and not self._config.direct_io
+        if self._ahead is not None or shares != self._coordinator.world_size or not through_cache:
+            return
+        with suppress(OSError, RuntimeError):  # whatever cannot be read, the reads will say so
+            if _fit_into_memory(map(os.path.getsize, paths)) and not _are_on_network(paths):
+                self._ahead = ReadAhead(paths, zero3.local_rank(), shares)
+
+    def _stop_reading_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
+            self._ahead = None
+
     def use(self, shards: tuple[Shard, ...], identities: Sequence[Identity] = ()) -> None:
         """Read from `shards` from now on.
 
@@ -114,19 +136,15 @@ class Reader:
             identities: what the files were when this rank read their headers, if it did.
         """
         self.shards = shards
-        # The hub's cache is made of links, and its files may lie elsewhere.
-        folders = {os.path.dirname(os.path.realpath(shard.path)) for shard in shards}
-        self._on_network = any(map(is_on_network, folders))
+        self._on_network = _are_on_network(shard.path for shard in shards)
         self._request_bytes = choose_request_bytes(
             self._config.request_bytes, self._config.staging_bytes, self._on_network, self._config.direct_io
         )
-        # What does not fit into memory would only push its own beginning out of the page cache, and all else first.
-        fits = sum(shard.size_bytes for shard in shards) < total_memory_bytes()
         self._use_files(
             ShardFiles(
                 shards,
                 direct_io=self._config.direct_io,
-                keep_cached=fits,
+                keep_cached=_fit_into_memory(shard.size_bytes for shard in shards),
                 retries=self.retries,
                 identities=identities,
             )
@@ -220,13 +238,23 @@ class Reader:
             self._on_network,
         )
 
+    def _keep_reading_ahead(self, batches: Sequence[Batch], plan: LoadPlan) -> None:
+        """Stop, unless the reads to come go once through nearly all of the files: partitions are of equal size."""
+        if self._ahead is not None:
+            needed = plan.cost.bytes_read * self._coordinator.world_size
+            if len(batches) > 1 or needed < 0.9 * self._ahead.total_bytes:
+                self._stop_reading_ahead()
+
     def _fill(self, batches: Sequence[Batch], plan: LoadPlan) -> None:
         threads = self._threads()
+        self._keep_reading_ahead(batches, plan)
         kept: list[tuple[Sequence[Item], Sequence[torch.Tensor]]] = []
         with progress_bar(plan.cost.bytes_read, "Streaming weights", self._config.progress) as bar:
 
             def on_bytes(nbytes: int) -> None:
                 bar.update(nbytes)
+                if self._ahead is not None:
+                    self._ahead.reached(self.bytes_read / max(1, plan.cost.bytes_read))
                 self._coordinator.check()  # no need to read on for ranks that are not there any more
 
             for batch in batches:
@@ -282,7 +310,8 @@ class Reader:
             destinations,
             self._files,
             threads=threads,
-            begin=zero3.local_rank() / zero3.ranks_on_this_host(),
+            # Ranks that read ahead together go through the files together.
+            begin=0.0 if self._ahead else zero3.local_rank() / zero3.ranks_on_this_host(),
             on_bytes=on_bytes,
         )
         self.staging_bytes = max(self.staging_bytes, times.staging_bytes)
@@ -293,3 +322,13 @@ class Reader:
         with self._clock("convert"):
             self._evaluator.place(plan, destinations, threads, on_bytes)
         self._memory.sample()
+
+
+def _are_on_network(paths: Iterable[str]) -> bool:
+    # The hub's cache is made of links, and its files may lie elsewhere.
+    return any(map(is_on_network, {os.path.dirname(os.path.realpath(path)) for path in paths}))
+
+
+def _fit_into_memory(sizes: Iterable[int]) -> bool:
+    """What does not would only push its own beginning out of the page cache, and all else first."""
+    return sum(sizes) < total_memory_bytes()

@@ -2,9 +2,8 @@
 
 Each thread takes the next read in file order. Where the destination is in host memory and wants the bytes as they
 come, they are read in place; otherwise they go through the thread's staging buffer. Positional reads and large copies
-release the GIL, and while one thread copies another waits for the storage. Nothing is asked for in advance: upon such
-advice (``POSIX_FADV_WILLNEED``) Linux caches a file in single pages (``force_page_cache_ra`` in mm/readahead.c), which
-costs more time than it saves.
+release the GIL, and while one thread copies another waits for the storage. These threads ask for nothing in advance:
+see :mod:`read_ahead`, and why ``POSIX_FADV_WILLNEED`` is not the way there.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def execute_reads(
         destinations: one flat tensor for each target of the plan, of its dtype and at least ``stop - start`` long.
         threads: reader threads; with 1 the calling thread reads.
         begin: which part of the reads to begin with, in [0, 1): ranks of a host that begin at different places do not
-            all wait for the same file.
+            all wait for the same file. Those that read ahead together all begin with 0.
         on_bytes: called with the number of bytes after each read.
 
     Raises:

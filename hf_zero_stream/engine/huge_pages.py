@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import sys
 import time
 from collections.abc import Iterable
-from functools import cache
 
 import torch
 
+from .madvise import MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
+
 
 __all__ = ["HugePages"]
-
-# From <linux/mman.h>; Python's mmap module has no names for them.
-MADV_HUGEPAGE = 14
-MADV_NOHUGEPAGE = 15
-MADV_POPULATE_WRITE = 23
 
 HUGE_PAGE_BYTES = 2 * 2**20
 SMALL_PAGES_BYTES_PER_SECOND = 2e9
@@ -57,7 +51,7 @@ class HugePages:
             return
         # Time in which other threads run is not the pages'.
         before = time.thread_time()
-        _advise(address, nbytes, MADV_POPULATE_WRITE)
+        advise(address, nbytes, MADV_POPULATE_WRITE)
         gained = nbytes / SMALL_PAGES_BYTES_PER_SECOND - (time.thread_time() - before)
         self._credit = min(CREDIT_SECONDS, self._credit + gained)
         if self._credit <= 0:
@@ -65,15 +59,4 @@ class HugePages:
 
     def _advise_all(self, advice: int) -> None:
         for destination in self._destinations:
-            _advise(destination.data_ptr(), destination.nbytes, advice)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> None:
-    """``madvise`` for the pages that hold any of these bytes."""
-    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
-    _c_library().madvise(ctypes.c_void_p(begin), ctypes.c_size_t(address + nbytes - begin), advice)
-
-
-@cache
-def _c_library() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
+            advise(destination.data_ptr(), destination.nbytes, advice)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -79,7 +79,7 @@ def _load_pretrained_model(
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     session.model = model
     load = session.load
-    slices = _open(load, state_dict, checkpoint_files, load_config)
+    slices = _open(session, state_dict, checkpoint_files, load_config)
     with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer):
         dtype = load.home.dtype(load_config.dtype)
         if dtype is not None:
@@ -122,13 +122,20 @@ def _get_checkpoint_shard_files(
     original: Callable[..., Any], name: Any, index_filename: str, *args: Any, **kwargs: Any
 ) -> Any:
     """The index is checked before transformers parses it and looks for the files that it names."""
-    if Session.current() is None:
+    session = Session.current()
+    if session is None:
         return original(name, index_filename, *args, **kwargs)
     read_index_file(index_filename)
     found = original(name, index_filename, *args, **kwargs)
     # Files of the hub are where huggingface_hub put them; in a folder they are where somebody's archive put them.
     check_files([index_filename, *found[0]], name if os.path.isdir(name) else None)
+    _read_ahead(session, found[0])  # while the model is built
     return found
+
+
+def _read_ahead(session: Session, files: Sequence[str]) -> None:
+    if session.instead_of_placing is None and all(file.endswith(".safetensors") for file in files):
+        session.load.read_ahead(files)
 
 
 def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +153,8 @@ def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwar
     return values
 
 
-def _open(load: Any, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Mapping[str, Any]:
+def _open(session: Session, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Mapping[str, Any]:
+    load = session.load
     if state_dict is not None:
         return load.open_values(mapped_gguf_values(state_dict))
     if not checkpoint_files:
@@ -154,6 +162,7 @@ def _open(load: Any, state_dict: Any, checkpoint_files: Any, load_config: Any) -
     if load_config.sharded_metadata is None:
         check_files(checkpoint_files)
     if checkpoint_files[0].endswith(".safetensors"):
+        _read_ahead(session, checkpoint_files)
         return load.open(checkpoint_files, (load_config.sharded_metadata or {}).get("weight_map"))
     logger.info("The checkpoint is not in safetensors: hf_zero_stream reads it through torch.load's memory map.")
     values: dict[str, torch.Tensor] = {}

@@ -1,0 +1,28 @@
+"""Advice to the system about memory (``madvise(2)``) that Python's mmap module cannot give."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from functools import cache
+
+
+__all__ = ["MADV_HUGEPAGE", "MADV_NOHUGEPAGE", "MADV_POPULATE_READ", "MADV_POPULATE_WRITE", "advise"]
+
+# From <linux/mman.h>; the last two since Linux 5.14.
+MADV_HUGEPAGE = 14
+MADV_NOHUGEPAGE = 15
+MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """``madvise`` for the pages that hold any of these bytes, without the GIL; whether the system took it."""
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.c_size_t(address + nbytes - begin)
+    return bool(_c_library().madvise(ctypes.c_void_p(begin), length, advice) == 0)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
