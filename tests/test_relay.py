@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import transformers
 
 from hf_zero_stream.config import CHUNK_ALIAS
 from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.commands import run_command
 from tests.parity import differences, ds_config
 
 
@@ -90,6 +92,38 @@ def test_one_rank_of_each_host_reads(cluster: None, zoo_checkpoint: Callable[...
     results = run_ranks(4, load_with_local_readers, zoo_checkpoint("qwen3_moe"))
     assert all(result["differences"] == [] for result in results)
     assert [bool(result["opened"]) for result in results] == [True, False, True, False]
+
+
+SCRIPT = """
+import os
+import sys
+
+import deepspeed
+import torch
+from hf_zero_stream import StreamingAutoModelForCausalLM
+
+deepspeed.init_distributed("gloo")
+opened = []
+real_open = os.open
+os.open = lambda path, *rest, **kwargs: opened.append(str(path)) or real_open(path, *rest, **kwargs)
+zero = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+config = {**zero, "hf_zero_stream": {"read_from": "local_rank0"}}
+model = StreamingAutoModelForCausalLM.from_pretrained(sys.argv[-1], ds_config=config)
+reads = any(path.endswith(".safetensors") for path in opened)
+print(f"rank {torch.distributed.get_rank()} of {model.streaming_report.world_size}: reads={reads}", flush=True)
+"""
+
+
+def test_under_the_deepspeed_launcher(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """It announces how many ranks a host has in a variable of its own."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = f"deepspeed --num_accelerators 2 --master_port {port} script.py {zoo_checkpoint('llama')}"
+    printed = run_command(words, tmp_path)
+    assert "rank 0 of 2: reads=True" in printed
+    assert "rank 1 of 2: reads=False" in printed
 
 
 def load_with_a_failing_reader(folder: Path) -> Any:

@@ -250,9 +250,13 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+"""Variables of torchrun and accelerate, of the deepspeed launcher, of Open MPI and of Hydra (MPICH, Intel MPI)."""
+
+
 def ranks_on_this_host() -> int:
     """Ranks that share this host's cores, as the launcher announces them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1"))
 
 
 def reset_device_peak() -> None:
