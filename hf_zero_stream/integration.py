@@ -54,8 +54,8 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
     with one rank calls are exactly transformers' own.
 
     Args:
-        config: our settings; default: from the environment and from the section ``"hf_zero_stream"`` of the DeepSpeed
-            config (see :meth:`StreamingConfig.resolve`).
+        config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from
+            the section ``"hf_zero_stream"`` of the DeepSpeed config (see :meth:`StreamingConfig.resolve`).
 
     Example:
         >>> with hf_zero_stream.streaming():
@@ -70,7 +70,9 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
     def __enter__(self) -> streaming:
         _patches.acquire()
         trainer_patches.acquire()
-        _configs.set((*_configs.get(), self.config))
+        around = _configs.get()
+        inherited = around[-1] if around else None
+        _configs.set((*around, inherited if self.config is None else self.config))
         is_active.set(True)
         return self
 

@@ -47,6 +47,23 @@ def test_nested_and_reentered() -> None:
     assert not is_patched()
 
 
+def test_settings_hold_inside_what_has_none_of_its_own() -> None:
+    """Such as the Streaming classes, which open a streaming() themselves."""
+
+    def retries() -> int | None:
+        settings = integration._configs.get()[-1]
+        return settings and settings.read_retries
+
+    with streaming(StreamingConfig(read_retries=7)):
+        with streaming():
+            assert retries() == 7
+            with streaming(StreamingConfig(read_retries=3)):
+                assert retries() == 3
+        assert retries() == 7
+    with streaming():
+        assert retries() is None
+
+
 def test_restored_after_an_exception() -> None:
     with pytest.raises(KeyError), streaming():
         raise KeyError
