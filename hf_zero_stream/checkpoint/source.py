@@ -7,6 +7,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ IOV_MAX = 1024
 
 DIRECT_ALIGNMENT = 4096
 """What O_DIRECT wants file positions, lengths and addresses to be multiples of; enough for every common device."""
+
+HUGE_PAGE_BYTES = 2 * 2**20
 
 
 def advance(pending: list[memoryview], count: int) -> None:
@@ -230,10 +233,18 @@ class ShardFiles:
             position += len(buffer)
 
     def _aligned_buffer(self, nbytes: int) -> memoryview:
-        """This thread's page-aligned buffer of at least `nbytes`."""
+        """This thread's page-aligned buffer of at least `nbytes`.
+
+        In huge pages if they are to be had: a request to the device lists the pages that it fills, and has no room for
+        as many as 8 MiB are of 4 KiB each.
+        """
         buffer = getattr(self._aligned, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
-            buffer = self._aligned.buffer = memoryview(mmap.mmap(-1, nbytes))
+            length = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+            memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with suppress(AttributeError, OSError):  # not on Linux, or a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            buffer = self._aligned.buffer = memoryview(memory)
         return buffer
 
     def _failure(
