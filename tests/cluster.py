@@ -13,6 +13,7 @@ import multiprocessing.util
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -86,6 +87,13 @@ def run_ranks_expecting_errors(
 ) -> list[Outcome]:
     """Like `run_ranks`, but errors are part of the result, and no rank is killed before the time limit."""
     return _run(world_size, fn, args, timeout, None)
+
+
+def free_port() -> int:
+    """A TCP port of this host that nobody listens to."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @functools.cache

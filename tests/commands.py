@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.cluster import ENVIRONMENT, ROOT
+from tests.cluster import ENVIRONMENT, ROOT, free_port
 
 
 def command_environment() -> dict[str, str]:
@@ -36,6 +36,8 @@ def run_command(command: str, folder: Path, *, replace: Mapping[str, str] = {}, 
         words[2:2] = ["--main_process_port", "0"]  # other tests may be launching at the same time
     elif words[0] == "torchrun":
         words[1:1] = ["--standalone"]
+    elif words[0] == "deepspeed":
+        words[1:1] = ["--master_port", str(free_port())]
     done = subprocess.run(
         words,
         cwd=folder,

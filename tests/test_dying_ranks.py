@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from tests.cluster import Outcome, run_ranks, run_ranks_expecting_errors
+from tests.cluster import Outcome, free_port, run_ranks, run_ranks_expecting_errors
 from tests.parity import ds_config
 
 
@@ -226,10 +225,7 @@ def watch_with_own_store(port: int) -> str:
 
 
 def test_the_store_dies_with_rank_0(cluster: None) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    _, *survivors = run_ranks_expecting_errors(3, watch_with_own_store, port, timeout=60)
+    _, *survivors = run_ranks_expecting_errors(3, watch_with_own_store, free_port(), timeout=60)
     for outcome in survivors:
         assert outcome.error_type is None, outcome.traceback
         assert "rank 0 has died" in outcome.value
