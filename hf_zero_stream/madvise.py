@@ -1,4 +1,4 @@
-"""Advice to the system about memory (``madvise(2)``) that Python's mmap module cannot give."""
+"""Huge pages, and advice to the system about memory (``madvise(2)``) that Python's mmap module cannot give."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import mmap
 from functools import cache
 
 
-__all__ = ["MADV_HUGEPAGE", "MADV_NOHUGEPAGE", "MADV_POPULATE_READ", "MADV_POPULATE_WRITE", "advise"]
+__all__ = [
+    "HUGE_PAGE_BYTES",
+    "MADV_HUGEPAGE",
+    "MADV_NOHUGEPAGE",
+    "MADV_POPULATE_READ",
+    "MADV_POPULATE_WRITE",
+    "advise",
+]
+
+HUGE_PAGE_BYTES = 2 * 2**20
 
 # From <linux/mman.h>; the last two since Linux 5.14.
 MADV_HUGEPAGE = 14

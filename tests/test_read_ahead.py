@@ -10,10 +10,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch.distributed as dist
+import transformers
 
 from hf_zero_stream import reading
 from hf_zero_stream.cli import page_cache
@@ -126,20 +127,26 @@ def test_what_fails_is_left_to_the_reads(cold_files: list[str], monkeypatch: pyt
 
 
 class Recorded(ReadAhead):
-    """Remembers what was asked for in this process."""
+    """Remembers what it was asked for, and whether it was stopped."""
 
-    asked: list[tuple[tuple[str, ...], int, int]] = []
+    made: ClassVar[list[Recorded]] = []
 
     def __init__(self, paths: Sequence[str], share: int, shares: int) -> None:
-        self.asked.append((tuple(paths), share, shares))
+        self.asked = (tuple(paths), share, shares)
+        self.is_kept = True
+        self.made.append(self)
         super().__init__(paths, share, shares)
+
+    def stop(self) -> None:
+        self.is_kept = False
+        super().stop()
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[str, ...], int, int]]]:
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
     monkeypatch.setattr(reading, "ReadAhead", Recorded)
-    Recorded.asked.clear()
-    yield Recorded.asked
+    Recorded.made.clear()
+    yield Recorded.made
     assert ahead_threads() == []
 
 
@@ -158,7 +165,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[tuple[str, ...
 def test_only_where_it_is_of_use(
     cold_files: list[str],
     monkeypatch: pytest.MonkeyPatch,
-    asked: list[tuple[tuple[str, ...], int, int]],
+    made: list[Recorded],
     settings: dict[str, Any],
     ranks_on_host: int,
     on_network: bool,
@@ -175,7 +182,7 @@ def test_only_where_it_is_of_use(
     reader.read_ahead(cold_files)
     reader.read_ahead([*cold_files, "missing"])
     reader.close()
-    assert asked == ([(tuple(cold_files), 1, 4)] if used else [])
+    assert [ahead.asked for ahead in made] == ([(tuple(cold_files), 1, 4)] if used else [])
 
 
 @pytest.mark.parametrize("name", zero3.LOCAL_SIZES)
@@ -187,35 +194,20 @@ def test_launchers_say_how_many_ranks_a_host_has(monkeypatch: pytest.MonkeyPatch
     assert zero3.ranks_on_this_host() == 8
 
 
-class Kept(Recorded):
-    """Knows whether it was stopped."""
-
-    is_kept = True
-
-    def stop(self) -> None:
-        self.is_kept = False
-        super().stop()
-
-
 def load(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
     """What was read ahead in a load, whether it still was while reading, where that began, and what is left of it."""
     from hf_zero_stream import StreamingAutoModelForCausalLM
 
-    made: list[Kept] = []
     kept: list[bool] = []
     begins: list[float] = []
     real = reading.execute_reads
 
-    def read_ahead_of(*args: Any) -> Kept:
-        made.append(Kept(*args))
-        return made[-1]
-
     def execute_reads(*args: Any, begin: float, **others: Any) -> Any:
-        kept.append(made[-1].is_kept)
+        kept.append(Recorded.made[-1].is_kept)
         begins.append(begin)
         return real(*args, begin=begin, **others)
 
-    reading.ReadAhead = read_ahead_of  # type: ignore[assignment, misc]
+    reading.ReadAhead = Recorded  # type: ignore[misc]
     reading.execute_reads = execute_reads  # type: ignore[assignment]
     error = ""
     try:
@@ -224,7 +216,7 @@ def load(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
         error = str(caught)
     return {
         "rank": dist.get_rank(),
-        "asked": [(len(paths), share, shares) for paths, share, shares in Recorded.asked],
+        "asked": [(len(paths), share, shares) for paths, share, shares in (ahead.asked for ahead in Recorded.made)],
         "kept": kept,
         "begins": begins,
         "left": len(ahead_threads()),
@@ -244,6 +236,13 @@ def test_ranks_of_one_host_read_ahead_together(
         assert result["begins"] == [0.0]
         assert result["left"] == 0
         assert result["error"] == ""
+
+
+def test_of_a_single_file_too(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """It has no index, with which reading ahead begins elsewhere."""
+    transformers.AutoModelForCausalLM.from_pretrained(zoo_checkpoint("qwen3_moe")).save_pretrained(tmp_path)
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+    assert [result["asked"] for result in run_ranks(2, load, tmp_path, {})] == [[(1, 0, 2)], [(1, 1, 2)]]
 
 
 def test_not_for_a_part_of_the_files(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:

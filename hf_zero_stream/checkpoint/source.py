@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import NamedTuple
 
 from ..errors import CheckpointError, ReadError
+from ..madvise import HUGE_PAGE_BYTES
 from .index import Shard
 from .retries import Retries
 
@@ -23,8 +24,6 @@ IOV_MAX = 1024
 
 DIRECT_ALIGNMENT = 4096
 """What O_DIRECT wants file positions, lengths and addresses to be multiples of; enough for every common device."""
-
-HUGE_PAGE_BYTES = 2 * 2**20
 
 
 def advance(pending: list[memoryview], count: int) -> None:

@@ -8,12 +8,11 @@ from collections.abc import Iterable
 
 import torch
 
-from .madvise import MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
+from ..madvise import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 
 
 __all__ = ["HugePages"]
 
-HUGE_PAGE_BYTES = 2 * 2**20
 SMALL_PAGES_BYTES_PER_SECOND = 2e9
 """What a thread gets when it touches fresh memory page by page (of 4 KiB); with huge pages at hand, over 1e10."""
 

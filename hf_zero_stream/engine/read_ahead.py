@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import psutil
 
-from .madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise
+from ..madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise
 
 
 __all__ = ["ReadAhead"]
@@ -44,19 +44,15 @@ class ReadAhead:
     """
 
     def __init__(self, paths: Sequence[str], share: int, shares: int) -> None:
-        self.paths = tuple(paths)
+        self._files = [(path, os.path.getsize(path)) for path in paths]
         self._share, self._shares = share, shares
-        self._sizes = [os.path.getsize(path) for path in paths]
+        self.total_bytes = sum(size for _, size in self._files)
+        """Size of all files together."""
         self._lead = min(LEAD_BYTES, psutil.virtual_memory().available // 4)
         self._reached = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-ahead", daemon=True)
         self._thread.start()
-
-    @property
-    def total_bytes(self) -> int:
-        """Size of all files together."""
-        return sum(self._sizes)
 
     def reached(self, part: float) -> None:
         """Say how far the reads have come, in [0, 1]."""
@@ -79,7 +75,7 @@ class ReadAhead:
     def _windows(self) -> Iterator[tuple[str, int, int, int]]:
         """This rank's windows: the file, where they begin in it, their size, and where they begin in all files."""
         number = before = 0
-        for path, size in zip(self.paths, self._sizes, strict=True):
+        for path, size in self._files:
             for begin in range(0, size, WINDOW_BYTES):
                 if number % self._shares == self._share:
                     yield path, begin, min(WINDOW_BYTES, size - begin), before + begin

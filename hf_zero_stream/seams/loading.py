@@ -161,8 +161,8 @@ def _open(session: Session, state_dict: Any, checkpoint_files: Any, load_config:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
     if load_config.sharded_metadata is None:
         check_files(checkpoint_files)
+        _read_ahead(session, checkpoint_files)  # those of an index are read ahead since it was read
     if checkpoint_files[0].endswith(".safetensors"):
-        _read_ahead(session, checkpoint_files)
         return load.open(checkpoint_files, (load_config.sharded_metadata or {}).get("weight_map"))
     logger.info("The checkpoint is not in safetensors: hf_zero_stream reads it through torch.load's memory map.")
     values: dict[str, torch.Tensor] = {}
