@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -77,7 +77,7 @@ class Coordinator:
         """
         if error is not None and (self.is_alone or self._reported):
             self._reported = True
-            raise error  # everyone knows
+            _raise_again(error)  # everyone knows
         if self.is_alone:
             return [value]
         if error is not None and self._watch is not None and not self._watch.is_echo(error):
@@ -87,15 +87,17 @@ class Coordinator:
             if self._watch is not None:
                 self._watch.meet()
             everyone = gather_objects((value, mine), self.wait)
-        except PeerError as death:
+        except PeerError:
             self._reported = True
-            raise death if error is None else error
+            if error is None:
+                raise
+            _raise_again(error)
         failures = {rank: failure for rank, (_, failure) in enumerate(everyone) if failure is not None}
         if not failures:
             return [value for value, _ in everyone]
         self._reported = True
         if error is not None:
-            raise error
+            _raise_again(error)
         if self._watch is not None and self._watch.verdict is not None:
             raise self._watch.verdict.error()  # not that of a rank which only heard of it
         rank, (kind, message) = next(iter(failures.items()))
@@ -130,6 +132,17 @@ class Coordinator:
         except BaseException as agreed:
             return agreed
         return error
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Brings an error inside, Ctrl-C too, to the next agreement (see :meth:`report`); raises it as it was."""
+        try:
+            yield
+        except BaseException as error:
+            failure = self.report(error)
+            if failure is error:
+                raise
+            raise failure from error
 
     # ------------------------------------------------------------------------------------------- dying ranks
 
@@ -204,6 +217,16 @@ class Coordinator:
             if verdict is not None:
                 raise verdict.error() from error
             raise PeerError(f"The connection to another rank is lost, so this rank gives up too: {error}") from error
+
+
+def _raise_again(error: BaseException) -> NoReturn:
+    """Raise `error` with the cause and the context that it has: ``raise`` alone puts in what is handled by now."""
+    cause, context, leaves_out_context = error.__cause__, error.__context__, error.__suppress_context__
+    try:
+        raise error
+    finally:
+        error.__cause__, error.__context__ = cause, context
+        error.__suppress_context__ = leaves_out_context
 
 
 def _is_of_connection(error: RuntimeError) -> bool:

@@ -103,19 +103,15 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
         zero3.init_distributed()
     zero3.reset_device_peak()
     coordinator = Coordinator.of_default_group()
-    with coordinator.watched():
-        try:
-            if found is None:
-                load = Load(settings, without_own_section(_buildable(found_other)), coordinator, replicated=True)
-            else:
-                adopt_alias(found, zero3.partition_dtype(found).itemsize)
-                load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
-                zero3.refuse_unsupported(load.ds_config)
-            with zero3.outside_zero_init():
-                result = _streamed(load, original, args, kwargs)
-        except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
-            failure = coordinator.report(error)
-            raise failure from (None if failure is error else error)
+    with coordinator.watched(), coordinator.reporting():
+        if found is None:
+            load = Load(settings, without_own_section(_buildable(found_other)), coordinator, replicated=True)
+        else:
+            adopt_alias(found, zero3.partition_dtype(found).itemsize)
+            load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
+            zero3.refuse_unsupported(load.ds_config)
+        with zero3.outside_zero_init():
+            result = _streamed(load, original, args, kwargs)
     if kept_alive is not None:
         (result[0] if isinstance(result, tuple) else result)._hf_zero_stream_ds_config = kept_alive
     return result

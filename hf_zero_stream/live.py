@@ -70,17 +70,13 @@ def load_into(
             "anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
         )
     coordinator = Coordinator.of_default_group()
-    with coordinator.watched():
-        try:
-            finish_saves_into(path, coordinator)
-            load = _LiveLoad(replace(StreamingConfig.resolve(config, {}), strict=strict), live_model, coordinator)
-            with streaming(), zero3_hidden(), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
-                _lazy_model(load, live_model, path, kwargs)
-                live.refresh_masters(model)
-            return load.finish(live_model, logger)
-        except BaseException as error:
-            failure = coordinator.report(error)
-            raise failure from (None if failure is error else error)
+    with coordinator.watched(), coordinator.reporting():
+        finish_saves_into(path, coordinator)
+        load = _LiveLoad(replace(StreamingConfig.resolve(config, {}), strict=strict), live_model, coordinator)
+        with streaming(), zero3_hidden(), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
+            _lazy_model(load, live_model, path, kwargs)
+            live.refresh_masters(model)
+        return load.finish(live_model, logger)
 
 
 def _lazy_model(load: _LiveLoad, live_model: PreTrainedModel, path: str, kwargs: Mapping[str, Any]) -> None:

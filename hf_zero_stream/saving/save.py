@@ -167,7 +167,14 @@ class Save:
     def _run(self, lay_out: LayOut, index_name: str, verify: bool, progress: bool) -> SaveReport:
         publication: Publication | None = None
         try:
-            with self._memory, self._clock("total"), collector_paused(), torch.no_grad(), torch.inference_mode(False):
+            with (
+                self._coordinator.reporting(),
+                self._memory,
+                self._clock("total"),
+                collector_paused(),
+                torch.no_grad(),
+                torch.inference_mode(False),
+            ):
                 publication = self._coordinator.share(lambda: Publication.begin(self._folder))
                 with self._clock("plan"):
                     parameters, shards, plan = self._planned(publication, lay_out)
@@ -178,11 +185,10 @@ class Save:
                 with self._clock("publish"):
                     weights = _SUFFIX.sub("", shards[0].name)
                     self._coordinator.on_main(lambda: publication.commit(weights, index_name))
-        except BaseException as error:
-            failure = self._coordinator.report(error)
+        except BaseException:
             if publication is not None and self._coordinator.is_main:
                 publication.abandon()
-            raise failure from (None if failure is error else error)
+            raise
         return self._report(plan, shards, verify)
 
     # ------------------------------------------------------------------------------------------------------- phases
