@@ -206,7 +206,10 @@ def gathered(params: Sequence[Any]) -> Iterator[None]:
     ``deepspeed.zero.GatheredParameters(modifier_rank=0)`` does the same, but fails on 0-dimensional parameters.
     """
     params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
-    params[0].all_gather(param_list=params)
+    # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order: another
+    # one could still write over the new values.
+    for param in params:
+        param.all_gather(param_list=[param])
     try:
         yield
     except BaseException:
