@@ -9,25 +9,24 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import ContextDecorator
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
 from transformers.integrations import HfDeepSpeedConfig, is_fsdp_enabled
 from transformers.utils import logging
 
-from . import patching
+from . import patching, scope
 from .config import StreamingConfig, adopt_alias, without_own_section
 from .coordination import Coordinator
+from .decorating import decorated
 from .errors import ConfigError, UnsupportedError
 from .memory import collector_paused
 from .planning.plan import LoadPlan
 from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
-from .saving.hooks import is_active, trainer_patches
+from .saving.hooks import trainer_patches
 from .saving.publish import finish_interrupted
 from .seams import REPLACEMENTS, Session, Stopped, other_config, raise_if_misfit, zero3_config, zero3_hidden
 
@@ -40,10 +39,10 @@ __all__ = ["finish_saves_into", "lazily_loaded", "plan", "streaming"]
 
 logger = logging.get_logger(__name__)
 
-_configs: ContextVar[tuple[StreamingConfig | None, ...]] = ContextVar("hf_zero_stream_configs", default=())
+Function = TypeVar("Function")
 
 
-class streaming(ContextDecorator):  # noqa: N801 - used like a function
+class streaming:  # noqa: N801 - used like a function
     """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
 
     Saving is the same, backwards: ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to
@@ -52,6 +51,9 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
     A context manager and a decorator; may be nested and re-entered, and always restores transformers. Without ZeRO-3
     several ranks share the reading (see :attr:`StreamingConfig.share_reads`), so that all of them must make the call;
     with one rank calls are exactly transformers' own.
+
+    Decorates functions and methods of every kind. The body of an ``async def`` is inside as long as it runs, with the
+    tasks and threads that it awaits. The body of a generator is inside; what consumes the generator is not.
 
     Args:
         config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from
@@ -64,27 +66,29 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
 
     def __init__(self, config: StreamingConfig | None = None) -> None:
         if config is not None and not isinstance(config, StreamingConfig):
-            raise ConfigError(f"streaming(config): expected a StreamingConfig; got {config!r}")
+            raise ConfigError(
+                f"streaming(config): expected a StreamingConfig; got {config!r}. A decorator is written @streaming()."
+            )
         self.config = config
+        self._open: list[scope.Block] = []
 
     def __enter__(self) -> streaming:
         _patches.acquire()
         trainer_patches.acquire()
-        around = _configs.get()
-        inherited = around[-1] if around else None
-        _configs.set((*around, inherited if self.config is None else self.config))
-        is_active.set(True)
+        self._open.append(scope.enter(self.config))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _configs.set(_configs.get()[:-1])
-        is_active.set(bool(_configs.get()))
+        scope.leave(self._open)
         trainer_patches.release()
         _patches.release()
 
+    def __call__(self, function: Function) -> Function:
+        return decorated(function, lambda: streaming(self.config), "streaming()")
+
 
 def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _configs.get() or Session.current() is not None:
+    if not scope.active_configs() or Session.current() is not None:
         return original(*args, **kwargs)
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
     kept_alive = None if ds_config is None else HfDeepSpeedConfig(_buildable(ds_config))
@@ -122,6 +126,7 @@ def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) 
     finish_saves_into(args[0] if args else kwargs.get("pretrained_model_name_or_path"), load.coordinator)
     # Partitions that are written later (by other threads, by training) must not be inference tensors.
     with (
+        _patches.held(),  # streaming() may be left while a thread of its still loads
         Session(load) as session,
         load.memory,
         load.clock("total"),
@@ -158,7 +163,7 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _settings(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
-    settings = StreamingConfig.resolve(_configs.get()[-1], ds_config)
+    settings = StreamingConfig.resolve((scope.active_configs() or (None,))[-1], ds_config)
     return settings if strict is None else replace(settings, strict=strict)
 
 

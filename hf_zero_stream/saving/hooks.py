@@ -29,13 +29,11 @@ from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..coordination import Coordinator
 from ..errors import UnsupportedError
+from ..scope import active_configs
 from ..seams.saving import NotedShard, is_noting
 
 
-__all__ = ["REPLACEMENTS", "is_active", "trainer_patches"]
-
-is_active: ContextVar[bool] = ContextVar("hf_zero_stream_saves", default=False)
-"""Whether this thread is inside ``streaming()``."""
+__all__ = ["REPLACEMENTS", "trainer_patches"]
 
 _put_off: ContextVar[list[dict[str, Any]] | None] = ContextVar("hf_zero_stream_put_off_saves", default=None)
 _SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
@@ -58,7 +56,7 @@ def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args:
 
 def _is_ours(arguments: Mapping[str, Any]) -> bool:
     """Whether a call of ``save_pretrained`` saves what ranks hold between them."""
-    if not is_active.get() or is_noting() or arguments.get("distributed_checkpoint"):
+    if not active_configs() or is_noting() or arguments.get("distributed_checkpoint"):
         return False
     state_dict = arguments.get("state_dict")
     if state_dict is not None:
@@ -74,7 +72,7 @@ def _save(model: Any, folder: Any, **kwargs: Any) -> None:
 
 def _get_state_dict(original: Callable[..., Any], self: Accelerator, model: Any, *args: Any, **kwargs: Any) -> Any:
     # If the Trainer calls, and was imported only now, rank 0 is going to save alone this once, and needs the values.
-    if not is_active.get() or trainer_patches.put_in() or not _shares_its_model(model):
+    if not active_configs() or trainer_patches.put_in() or not _shares_its_model(model):
         return original(self, model, *args, **kwargs)
     from ..partition.stored import holdings
     from .parameters import lazy_parameters
@@ -105,7 +103,7 @@ def _save_model(
     """accelerate's function saves weights and no config, under the model's own names."""
     call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
     call.apply_defaults()
-    if not is_active.get() or not _shares_its_model(model) or not call.arguments["safe_serialization"]:
+    if not active_configs() or not _shares_its_model(model) or not call.arguments["safe_serialization"]:
         return original(self, model, save_directory, *args, **kwargs)
     from .save import Save, lazy_state_dict
 
@@ -131,7 +129,7 @@ def _save_model(
 def _trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:
-    if not is_active.get() or not _shares_its_model(getattr(self, "deepspeed", None)):
+    if not active_configs() or not _shares_its_model(getattr(self, "deepspeed", None)):
         return original(self, output_dir, _internal_call=_internal_call)
     error: BaseException | None = None
     with _putting_off() as calls:
