@@ -21,6 +21,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_bench_measures_every_arm(tmp_path: Path) -> None:
     results_file = tmp_path / "results.json"
@@ -42,6 +43,7 @@ def test_bench_measures_every_arm(tmp_path: Path) -> None:
         assert rank["rchar_bytes"] >= rank["report"]["bytes"]["read"]
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_saving_is_measured_for_every_arm(tmp_path: Path) -> None:
     results_file = tmp_path / "save.json"
@@ -64,6 +66,7 @@ def test_checkpoints_have_the_size_asked_for_and_are_kept(kind: str, fp32: bool)
     assert again == made and [path.stat().st_mtime_ns for path in again.shards] == times
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 @pytest.mark.parametrize("fp32", [False, True])
 def test_checkpoints_load_as_plain_from_pretrained_does(kind: str, fp32: bool) -> None:
