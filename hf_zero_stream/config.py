@@ -13,7 +13,7 @@ from typing import Any
 from .errors import ConfigError
 
 
-__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "adopt_alias", "without_own_section"]
+__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "adopt_alias", "without_auto", "without_own_section"]
 
 SECTION = "hf_zero_stream"
 """The top-level key of a DeepSpeed config that holds our settings."""
@@ -207,6 +207,18 @@ def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ds_config.items() if key != SECTION}
 
 
+def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a DeepSpeed config without what is ``"auto"``: DeepSpeed reads that as if it were not there.
+
+    `reduce_bucket_size` stays, because transformers and accelerate fill it in from the model, by a known rule.
+    """
+    return {
+        key: without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in ds_config.items()
+        if value != "auto" or key == "reduce_bucket_size"
+    }
+
+
 def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
     """Move `zero_optimization.stage3_partition_stream_chunk_size` into our section, in place.
 
@@ -218,7 +230,7 @@ def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
         itemsize: bytes of one element of a parameter.
     """
     elements = ds_config.get("zero_optimization", {}).pop(CHUNK_ALIAS, 0)
-    if elements:
+    if elements and elements != "auto":
         ds_config[SECTION] = {"chunk_bytes": elements * itemsize, **ds_config.get(SECTION, {})}
 
 

@@ -114,6 +114,8 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
             adopt_alias(found, zero3.partition_dtype(found).itemsize)
             load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
             zero3.refuse_unsupported(load.ds_config)
+            if (sections := zero3.undecided(found)) and coordinator.is_main:
+                _warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
         with zero3.outside_zero_init():
             result = _streamed(load, original, args, kwargs)
     if kept_alive is not None:
@@ -207,12 +209,14 @@ def plan(
         rank: the rank to plan for.
         ds_config: a DeepSpeed config (dict or path), for the dtype that DeepSpeed gives to parameters, for the memory
             that its engine needs (``plan.footprint``) and for our settings.
-        dtype: dtype of the parameters where `ds_config` is not given; default: the checkpoint's own.
+        dtype: dtype of the parameters where `ds_config` is not given, or leaves it open (``"bf16": {"enabled":
+            "auto"}``, which accelerate and the Trainer fill in); default: the checkpoint's own, and where `ds_config`
+            leaves it open fp32, with a warning.
         device: type of the device that will train ("cuda", "cpu"), for ``plan.footprint``; default: this machine's.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
-        ConfigError: `rank` is not below `world_size`.
+        ConfigError: `rank` is not below `world_size`, or the stage of `ds_config` is not 3.
         HfZeroStreamError: the checkpoint is not sound.
         RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
 
@@ -224,12 +228,34 @@ def plan(
         raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
     from .load import Load
 
-    found = {} if ds_config is None else _buildable(ds_config)
+    found = {} if ds_config is None else _with_dtype(_buildable(ds_config), dtype)
+    stage = (found.get("zero_optimization") or {}).get("stage", 3)
+    if stage != 3:
+        raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
     load = Load(
         StreamingConfig.resolve(None, found), without_own_section(found), Coordinator(rank, world_size, alone=True)
     )
     load.device = device or load.device
     return lazily_loaded(path, load, load.plan_only, dtype="auto" if dtype is None else dtype, **kwargs)
+
+
+def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
+    """The config once "auto" has become `dtype`; where that says nothing, DeepSpeed's reading, with a warning."""
+    from .partition import zero3
+
+    sections = zero3.undecided(ds_config)
+    if sections and dtype in (None, "auto"):
+        _warn_of_open_dtype(sections, "Pass plan(dtype=...) for another.")
+    enabled = {"torch.bfloat16": ("bf16", "bfloat16"), "torch.float16": ("fp16",)}
+    names = enabled.get(f"torch.{str(dtype).removeprefix('torch.')}", ())
+    return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
+
+
+def _warn_of_open_dtype(sections: list[str], advice: str) -> None:
+    logger.warning_once(
+        f'The DeepSpeed config has "{sections[0]}": {{"enabled": "auto"}}, and neither accelerate nor the Trainer has '
+        f"filled it in. It counts as off, as in DeepSpeed: parameters are in fp32. {advice}"
+    )
 
 
 def lazily_loaded(
@@ -271,11 +297,18 @@ def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _buildable(ds_config: Any) -> Any:
-    """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it."""
+    """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it.
+
+    Raises:
+        ConfigError: the stage is a string, for which transformers would find no ZeRO-3, without a word.
+    """
     if not isinstance(ds_config, Mapping):
         with open(ds_config, encoding="utf-8") as file:
             ds_config = json.load(file)
     config = dict(ds_config)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and isinstance(zero.get("stage"), str):
+        raise ConfigError(f"zero_optimization.stage: expected a number, 0 to 3; got {zero['stage']!r}")
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if config.get(key, "auto") == "auto":
             config[key] = 1

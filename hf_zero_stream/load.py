@@ -20,7 +20,7 @@ from .checkpoint.index import DTYPES, CheckpointIndex, Shard, ShardHeader, read_
 from .checkpoint.lazy import CheckpointSlice, LazyTensor, checkpoint_slices
 from .checkpoint.nodes import HostTensor, View
 from .checkpoint.source import Identity
-from .config import StreamingConfig
+from .config import StreamingConfig, without_auto
 from .coordination import Coordinator
 from .errors import LoadError
 from .homes import Home, PartitionedHome, ReplicatedHome, Sourced, Sources, whole
@@ -58,7 +58,7 @@ class Load:
         replicated: bool = False,
     ) -> None:
         self.config = config
-        self.ds_config = ds_config
+        self.ds_config = ds_config = without_auto(ds_config)
         self.coordinator = coordinator
         coordinator.be_patient(config.peer_timeout_s)
         self.clock = PhaseClock()

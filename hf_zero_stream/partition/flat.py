@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .flat_layout import FlatLayout
 from .flatten_hook import buffer_order, watch
+from .zero3 import is_enabled
 
 
 __all__ = ["FlatParameters", "allocate_flat", "separate_reason"]
@@ -116,7 +117,7 @@ def separate_reason(ds_config: Mapping[str, Any], dtypes: Sequence[torch.dtype])
         return "there is no trainable parameter"
     if len(set(dtypes)) > 1:
         return f"trainable parameters are of several dtypes: {', '.join(sorted(map(str, set(dtypes))))}"
-    enabled = {dtype for name, dtype in _ENABLED_DTYPES.items() if (ds_config.get(name) or {}).get("enabled") is True}
+    enabled = {dtype for name, dtype in _ENABLED_DTYPES.items() if is_enabled(ds_config, name)}
     if enabled and enabled != set(dtypes):
         return f"DeepSpeed casts parameters of {dtypes[0]} to {', '.join(sorted(map(str, enabled)))}"
     if zero.get("zenflow"):

@@ -39,6 +39,7 @@ __all__ = [
     "PartitionedInit",
     "gathered",
     "init_distributed",
+    "is_enabled",
     "is_partitioned",
     "local_device",
     "outside_zero_init",
@@ -49,7 +50,11 @@ __all__ = [
     "place_in_group",
     "placeholder",
     "refuse_unsupported",
+    "undecided",
 ]
+
+_TRUE = ("true", "1", "on", "t", "y", "yes")
+"""What pydantic, with which DeepSpeed parses its config, takes for true."""
 
 _RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
 _missing = [name for name in _RELIED_ON if not hasattr(Init, name)]
@@ -276,12 +281,24 @@ def device_peak_bytes() -> int:
 
 def partition_dtype(ds_config: Mapping[str, Any] | None) -> torch.dtype:
     """The dtype that DeepSpeed gives to every floating-point parameter with this config."""
-    config = ds_config or {}
     for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        settings = config.get(section)
-        if isinstance(settings, Mapping) and settings.get("enabled") is True:
+        if is_enabled(ds_config or {}, section):
             return dtype
     return torch.float32
+
+
+def is_enabled(ds_config: Mapping[str, Any], section: str) -> bool:
+    """Whether DeepSpeed reads ``ds_config[section]["enabled"]`` as true; it takes "auto" for absent."""
+    settings = ds_config.get(section)
+    return isinstance(settings, Mapping) and str(settings.get("enabled")).lower() in _TRUE
+
+
+def undecided(ds_config: Mapping[str, Any]) -> list[str]:
+    """The sections that would decide on the dtype and whose `enabled` is still "auto", if no other one decides."""
+    if partition_dtype(ds_config) != torch.float32:
+        return []
+    settings = {section: ds_config.get(section) for section in ("bf16", "bfloat16", "fp16")}
+    return [name for name, value in settings.items() if isinstance(value, Mapping) and value.get("enabled") == "auto"]
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
