@@ -91,7 +91,8 @@ class StreamingConfig:
     share_reads: bool = True
     """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
 
-    Then all ranks must call `from_pretrained` together. False leaves such loads to transformers.
+    That is where all ranks make the same load at the same time. Where they do not come together within 5 s, each loads
+    alone, as transformers does, and says so. False leaves such loads to transformers.
     """
 
     strict: bool = False
@@ -115,9 +116,10 @@ class StreamingConfig:
     """
 
     peer_timeout_s: int = 8
-    """Seconds without a sign of life after which a rank counts as dead; one that is merely slow gives signs of life.
+    """Seconds without a heartbeat after which a rank counts as dead whose process nobody can look at.
 
-    Ranks of one host do not need it: they see each other's processes end.
+    Ranks of one host see each other's processes, and those of other hosts ask the kernel there: a process that exists
+    is not dead. So it matters only where ranks cannot open TCP connections to each other.
     """
 
     progress: bool = True

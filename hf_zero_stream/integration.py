@@ -22,10 +22,12 @@ from transformers.utils import logging
 
 from . import patching
 from .config import StreamingConfig, adopt_alias, without_own_section
-from .coordination import Coordinator
-from .errors import ConfigError, UnsupportedError
+from .coordination import Coordinator, expected_at
+from .errors import ConfigError, DisagreementError, UnsupportedError
 from .memory import collector_paused
 from .planning.plan import LoadPlan
+from .presence import make_contact
+from .rendezvous import LOAD, SHARED_LOAD, Apart
 from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
 from .saving.hooks import is_active, trainer_patches
 from .saving.publish import finish_interrupted
@@ -50,8 +52,8 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
     save a ZeRO model write each rank's own bytes, and gather nothing (see :func:`hf_zero_stream.save_pretrained`).
 
     A context manager and a decorator; may be nested and re-entered, and always restores transformers. Without ZeRO-3
-    several ranks share the reading (see :attr:`StreamingConfig.share_reads`), so that all of them must make the call;
-    with one rank calls are exactly transformers' own.
+    several ranks share the reading if all of them make the call (see :attr:`StreamingConfig.share_reads`); with one
+    rank calls are exactly transformers' own.
 
     Args:
         config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from
@@ -68,6 +70,7 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
         self.config = config
 
     def __enter__(self) -> streaming:
+        make_contact()
         _patches.acquire()
         trainer_patches.acquire()
         around = _configs.get()
@@ -87,38 +90,62 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
     if not _configs.get() or Session.current() is not None:
         return original(*args, **kwargs)
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
-    kept_alive = None if ds_config is None else HfDeepSpeedConfig(_buildable(ds_config))
+    kept_alive = None
+    if ds_config is not None:
+        with expected_at(LOAD):
+            kept_alive = HfDeepSpeedConfig(_buildable(ds_config))
     found = zero3_config()
     if found is None:
-        _warn_if_zero3_comes_too_late()
-        found_other = other_config()
-        settings = _settings(found_other, strict)
-        if not settings.share_reads or not _ranks_load_the_same(kwargs):
-            return _stock_from_pretrained(original, args, kwargs, settings.strict)
-
-    from .load import Load  # imports deepspeed, which takes seconds and which plain loading does not need
-    from .partition import zero3
-
-    if found is not None:
-        zero3.init_distributed()
-    zero3.reset_device_peak()
-    coordinator = Coordinator.of_default_group()
-    with coordinator.watched():
-        try:
-            if found is None:
-                load = Load(settings, without_own_section(_buildable(found_other)), coordinator, replicated=True)
-            else:
-                adopt_alias(found, zero3.partition_dtype(found).itemsize)
-                load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
-                zero3.refuse_unsupported(load.ds_config)
-            with zero3.outside_zero_init():
-                result = _streamed(load, original, args, kwargs)
-        except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
-            failure = coordinator.report(error)
-            raise failure from (None if failure is error else error)
+        result = _outside_zero3(original, cls, args, kwargs, strict)
+    else:
+        result = _under_zero3(original, found, args, kwargs, strict)
     if kept_alive is not None:
         (result[0] if isinstance(result, tuple) else result)._hf_zero_stream_ds_config = kept_alive
     return result
+
+
+def _under_zero3(original: Callable[..., Any], found: dict[str, Any], args: Any, kwargs: Any, strict: Any) -> Any:
+    from .load import Load  # imports deepspeed, which takes seconds and which plain loading does not need
+    from .partition import zero3
+
+    zero3.init_distributed()
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched(LOAD), coordinator.reporting():
+        zero3.reset_device_peak()
+        adopt_alias(found, zero3.partition_dtype(found).itemsize)
+        load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
+        zero3.refuse_unsupported(load.ds_config)
+        with zero3.outside_zero_init():
+            return _streamed(load, original, args, kwargs)
+
+
+def _outside_zero3(original: Callable[..., Any], cls: Any, args: Any, kwargs: Any, strict: Any) -> Any:
+    """Share the load with the other ranks if they all make it, else leave it to stock."""
+    _warn_if_zero3_comes_too_late()
+    if not _ranks_load_the_same(kwargs):
+        return _stock_from_pretrained(original, args, kwargs, _settings(other_config(), strict).strict)
+    found = other_config()
+    with expected_at(SHARED_LOAD):
+        settings = _settings(found, strict)
+        if settings.share_reads:
+            from .load import Load
+            from .partition import zero3
+
+            coordinator = Coordinator.of_default_group()
+            path = str(args[0] if args else kwargs.get("pretrained_model_name_or_path"))
+            subject = f"{cls.__name__} from {os.path.basename(os.path.normpath(path))}"
+            try:
+                with coordinator.watched(SHARED_LOAD, subject), coordinator.reporting():
+                    zero3.reset_device_peak()
+                    load = Load(settings, without_own_section(_buildable(found)), coordinator, replicated=True)
+                    with zero3.outside_zero_init():
+                        return _streamed(load, original, args, kwargs)
+            except (Apart, DisagreementError) as why:
+                logger.warning(
+                    f"hf_zero_stream: rank {coordinator.rank} loads {path} alone, as stock transformers does, and "
+                    f"shares no reading: {why}"
+                )
+    return _stock_from_pretrained(original, args, kwargs, settings.strict)
 
 
 def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -134,7 +161,7 @@ def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) 
     ):
         result = original(*args, **kwargs)
     if session.stock_reason:
-        load.coordinator.agree()
+        load.coordinator.refuse_unlike("stock")
     else:
         model = result[0] if isinstance(result, tuple) else result
         model.streaming_report = load.finish(model, logger)

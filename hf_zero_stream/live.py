@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .config import StreamingConfig
-from .coordination import Coordinator
+from .coordination import Coordinator, expected_at
 from .errors import ConfigError, LoadError, UnsupportedError
 from .homes import Sourced, exchange_batches, swap_batch, whole
 from .integration import finish_saves_into, streaming
@@ -21,6 +21,7 @@ from .load import Load, source_of
 from .memory import collector_paused
 from .partition import live, nvme, original_experts, zero3
 from .reading import Batch, Item
+from .rendezvous import LOAD
 from .report import LoadReport
 from .seams import Session, Stopped, zero3_hidden
 
@@ -58,6 +59,11 @@ def load_into(
         >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         >>> hf_zero_stream.load_into(engine, "checkpoints/best")
     """
+    with expected_at(LOAD):
+        return _load_into(model, path, StreamingConfig.resolve(config, {}), strict, kwargs)
+
+
+def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwargs: Mapping[str, Any]) -> LoadReport:
     live_model = getattr(model, "module", model)
     if not isinstance(live_model, PreTrainedModel):
         raise ConfigError(
@@ -70,17 +76,13 @@ def load_into(
             "anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
         )
     coordinator = Coordinator.of_default_group()
-    with coordinator.watched():
-        try:
-            finish_saves_into(path, coordinator)
-            load = _LiveLoad(replace(StreamingConfig.resolve(config, {}), strict=strict), live_model, coordinator)
-            with streaming(), zero3_hidden(), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
-                _lazy_model(load, live_model, path, kwargs)
-                live.refresh_masters(model)
-            return load.finish(live_model, logger)
-        except BaseException as error:
-            failure = coordinator.report(error)
-            raise failure from (None if failure is error else error)
+    with coordinator.watched(LOAD), coordinator.reporting():
+        finish_saves_into(path, coordinator)
+        load = _LiveLoad(replace(config, strict=strict), live_model, coordinator)
+        with streaming(), zero3_hidden(), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
+            _lazy_model(load, live_model, path, kwargs)
+            live.refresh_masters(model)
+        return load.finish(live_model, logger)
 
 
 def _lazy_model(load: _LiveLoad, live_model: PreTrainedModel, path: str, kwargs: Mapping[str, Any]) -> None:

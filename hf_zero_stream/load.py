@@ -7,6 +7,7 @@ parameters and buffers are lazy, and :meth:`Load.finish`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -106,9 +107,10 @@ class Load:
             return [retries.call(partial(read_header, path), cause_of=lambda error: error.__cause__) for path in files]
 
         with self.clock("index"):
+            self.coordinator.refuse_unlike([os.path.basename(file) for file in files])
             headers = self.coordinator.share(read_headers)
-            is_first_of_host = zero3.local_rank() == 0 and self._reader.reads_itself and not self.coordinator.is_alone
-            if is_first_of_host and not self.coordinator.is_main and self.config.verify != "off":
+            compares = self.coordinator.topology.is_first_of_host and self._reader.reads_itself
+            if compares and not self.coordinator.is_main and self.config.verify != "off":
                 refuse_other_headers(files, read_headers(), headers)
             index = CheckpointIndex.from_headers(files, headers)
             if weight_map:
@@ -129,6 +131,7 @@ class Load:
             dtype_name = _DTYPE_NAMES.get(tensor.dtype, "")
             return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._reader.materialise)
 
+        self.coordinator.refuse_unlike("values in memory")
         self._reader.use(())
         return {
             name: slice_of(name, tensor) for name, tensor in state_dict.items() if isinstance(tensor, torch.Tensor)

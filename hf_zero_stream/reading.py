@@ -116,13 +116,14 @@ class Reader:
 
         Over a network each rank reads its own bytes only: many streams are faster there than one long run.
         """
-        shares = zero3.ranks_on_this_host()
+        topology = self._coordinator.topology
+        shares = len(topology.ranks_of_host)
         through_cache = self._config.read_from == "all" and not self._config.direct_io
         if self._ahead is not None or shares != self._coordinator.world_size or not through_cache:
             return
         with suppress(OSError, RuntimeError):  # whatever cannot be read, the reads will say so
             if _fit_into_memory(map(os.path.getsize, paths)) and not _are_on_network(paths):
-                self._ahead = ReadAhead(paths, zero3.local_rank(), shares)
+                self._ahead = ReadAhead(paths, topology.position, shares)
 
     def _stop_reading_ahead(self) -> None:
         if self._ahead is not None:
@@ -178,8 +179,12 @@ class Reader:
     @property
     def reads_itself(self) -> bool:
         """Whether this rank reads the shards, and not another one for it."""
-        number = {"all": 0, "local_rank0": zero3.local_rank(), "rank0": self._coordinator.rank}
-        return number[self._config.read_from] == 0
+        return self._config.read_from == "all" or self._coordinator.rank == self._readers_clients()[0]
+
+    def _readers_clients(self) -> list[int]:
+        """The rank that reads for this one, and after it all that it reads for."""
+        on_each_host = self._config.read_from == "local_rank0"
+        return self._coordinator.topology.ranks_of_host if on_each_host else [*range(self._coordinator.world_size)]
 
     def open(self, plan: LoadPlan) -> None:
         """Open the shards that `plan` reads from, so that one that is missing here is found before anything is read.
@@ -215,15 +220,12 @@ class Reader:
 
     def _fill_relayed(self, batches: Sequence[Batch], plan: LoadPlan, group: dist.ProcessGroup) -> None:
         """The reader answers the others first, then reads for itself."""
-        on_each_host = self._config.read_from == "local_rank0"
-        number = zero3.local_rank() if on_each_host else self._coordinator.rank
-        ranks = zero3.ranks_on_this_host() if on_each_host else self._coordinator.world_size
-        if number == 0:
-            rank = self._coordinator.rank
-            serve(self._files, range(rank + 1, rank + ranks), group, self._config.chunk_bytes)
+        reader, *clients = self._readers_clients()
+        if self._coordinator.rank == reader:
+            serve(self._files, clients, group, self._config.chunk_bytes)
             self._fill(batches, plan)
             return
-        relayed = RelayedFiles(self.shards, self._coordinator.rank - number, group, self._config.chunk_bytes)
+        relayed = RelayedFiles(self.shards, reader, group, self._config.chunk_bytes)
         self._use_files(relayed)
         try:
             self._fill(batches, plan)
@@ -234,7 +236,7 @@ class Reader:
         return choose_threads(
             self._config.reader_threads,
             self._config.staging_bytes // max(1, self._request_bytes * buffers_per_lane(zero3.local_device())),
-            zero3.ranks_on_this_host(),
+            self._coordinator.topology.sharing_cores,
             self._on_network,
         )
 
@@ -305,13 +307,14 @@ class Reader:
     def _carry_out(
         self, plan: LoadPlan, destinations: Sequence[torch.Tensor], threads: int, on_bytes: Callable[[int], None]
     ) -> None:
+        topology = self._coordinator.topology
         times = execute_reads(
             plan,
             destinations,
             self._files,
             threads=threads,
             # Ranks that read ahead together go through the files together.
-            begin=0.0 if self._ahead else zero3.local_rank() / zero3.ranks_on_this_host(),
+            begin=0.0 if self._ahead else topology.position / len(topology.ranks_of_host),
             on_bytes=on_bytes,
         )
         self.staging_bytes = max(self.staging_bytes, times.staging_bytes)

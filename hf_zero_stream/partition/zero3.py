@@ -8,7 +8,6 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +31,7 @@ from torch import nn
 from ..allocation import allocating
 from ..errors import UnsupportedError, VersionError
 from ..planning.plan import Target, partition_range
+from ..topology import announced_local_rank
 from . import nvme
 
 
@@ -242,21 +242,7 @@ def init_distributed() -> None:
 
 def local_device() -> torch.device:
     """The device on which this rank consumes parameters."""
-    return torch.device(get_accelerator().device_name(local_rank()))
-
-
-def local_rank() -> int:
-    """This rank's number on its host, as the launcher announces it."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""Variables of torchrun and accelerate, of the deepspeed launcher, of Open MPI and of Hydra (MPICH, Intel MPI)."""
-
-
-def ranks_on_this_host() -> int:
-    """Ranks that share this host's cores, as the launcher announces them."""
-    return int(next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1"))
+    return torch.device(get_accelerator().device_name(announced_local_rank()))
 
 
 def reset_device_peak() -> None:

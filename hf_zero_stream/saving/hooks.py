@@ -27,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..coordination import Coordinator
+from ..coordination import Coordinator, expected_at
 from ..errors import UnsupportedError
 from ..seams.saving import NotedShard, is_noting
 
@@ -67,9 +67,10 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
 
 
 def _save(model: Any, folder: Any, **kwargs: Any) -> None:
-    from .save import Save  # imports deepspeed, which takes seconds
+    from .save import Save, save_occasion  # imports deepspeed, which takes seconds
 
-    Save(model, Path(folder)).pretrained(**kwargs)
+    with expected_at(save_occasion()):
+        Save(model, Path(folder)).pretrained(**kwargs)
 
 
 def _get_state_dict(original: Callable[..., Any], self: Accelerator, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -164,7 +165,12 @@ def _save_what_was_put_off(engine: Any, calls: list[dict[str, Any]], error: Base
         }
         for call in calls
     ]
-    for call in Coordinator.of_default_group().exchange(described, error)[0]:
+    from .save import save_occasion
+
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched(save_occasion()):
+        calls_of_ranks = coordinator.exchange(described, error)
+    for call in calls_of_ranks[0]:
         _save(engine, **call)
 
 

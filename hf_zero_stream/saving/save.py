@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -21,13 +20,13 @@ from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
-from ..coordination import Coordinator
+from ..coordination import Coordinator, expected_at
 from ..errors import ConfigError, SaveError, UnsupportedError
-from ..liveness import default_store
 from ..memory import AnonymousMemory, collector_paused
-from ..partition import stored, zero3
+from ..partition import stored
 from ..partition.original_experts import with_original_experts
 from ..progress import progress_bar
+from ..rendezvous import Occasion
 from ..report import PhaseClock
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
 from .files import Comparison, ShardWriter, reserve
@@ -38,7 +37,7 @@ from .report import PHASES, SaveReport, SavingRank
 from .write import Sink, execute_save
 
 
-__all__ = ["LayOut", "Save", "lazy_state_dict", "save_pretrained"]
+__all__ = ["LayOut", "Save", "lazy_state_dict", "save_occasion", "save_pretrained"]
 
 logger = logging.get_logger(__name__)
 
@@ -46,9 +45,6 @@ CHUNK_BYTES = 16 * 2**20
 
 ARRIVAL_S = 600.0
 """How long the first rank waits for the last one to begin a save."""
-
-_begun = 0
-"""Saves that all ranks have begun together, by which they know the next one."""
 
 LayOut = Callable[[Path, Parameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
@@ -98,8 +94,9 @@ def save_pretrained(
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
     """
-    save = Save(model, Path(folder), dtype=_dtype(dtype), write_from=write_from, chunk_bytes=chunk_bytes)
-    return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
+    with expected_at(save_occasion()):
+        save = Save(model, Path(folder), dtype=_dtype(dtype), write_from=write_from, chunk_bytes=chunk_bytes)
+        return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
 
 
 class Save:
@@ -160,8 +157,7 @@ class Save:
 
     def run(self, lay_out: LayOut, index_name: str, *, verify: bool = False, progress: bool = True) -> SaveReport:
         """Save what `lay_out` lays out, and publish it; all ranks must call it."""
-        _await_ranks(self._coordinator)
-        with self._coordinator.watched():
+        with self._coordinator.watched(save_occasion()):
             return self._run(lay_out, index_name, verify, progress)
 
     def _run(self, lay_out: LayOut, index_name: str, verify: bool, progress: bool) -> SaveReport:
@@ -255,7 +251,7 @@ class Save:
                 parameters,
                 sink,
                 self._coordinator,
-                threads=_threads(),
+                threads=_threads(self._coordinator.topology.sharing_cores),
                 on_bytes=bar.update,
             )
         self._memory.sample()
@@ -281,24 +277,16 @@ class Save:
         return report
 
 
-def _await_ranks(coordinator: Coordinator) -> None:
-    """Return once all ranks are here. A rank that saves alone must hear of it, and not wait in a collective."""
-    global _begun
-    if coordinator.is_alone:
-        return
-    store, deadline = default_store(), time.monotonic() + ARRIVAL_S
-    key = f"hf_zero_stream/save/{_begun}"
-    store.add(key, 1)
-    while (arrived := store.add(key, 0)) < coordinator.world_size:
-        if time.monotonic() > deadline:
-            store.add(key, -1)  # another time it may be different
-            raise SaveError(
-                f"Only {arrived} of {coordinator.world_size} ranks came to save within {ARRIVAL_S:.0f} seconds. All "
-                "of them must call save_pretrained, because each writes its own part: take it out of "
-                "`if accelerator.is_main_process:` and the like."
-            )
-        time.sleep(0.002)
-    _begun += 1
+def save_occasion() -> Occasion:
+    """To save. A rank that saves alone must hear of it, and not wait in a collective."""
+    return Occasion(
+        "save",
+        "save",
+        "All of them must call save_pretrained, because each writes its own part: take it out of "
+        "`if accelerator.is_main_process:` and the like.",
+        ARRIVAL_S,
+        error=SaveError,
+    )
 
 
 def lazy_state_dict(
@@ -343,9 +331,9 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
-def _threads() -> int:
-    """Writers into the page cache are bound by memory bandwidth: this rank's share of the host's cores, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // max(1, zero3.ranks_on_this_host())))
+def _threads(ranks: int) -> int:
+    """Writers into the page cache are bound by memory bandwidth: the share of one of `ranks` of the cores, up to 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
 
 
 @contextmanager
