@@ -65,7 +65,8 @@ class Coordinator:
             if self.is_alone:
                 self._topology = Topology.announced(self.rank, self.world_size)
             else:
-                self._topology = Presence.in_default_group().topology()
+                with _naming_lost_store():
+                    self._topology = Presence.in_default_group().topology()
         return self._topology
 
     # ------------------------------------------------------------------------------------------- agreements

@@ -61,16 +61,14 @@ class Place(NamedTuple):
     @classmethod
     def here(cls, address: str = "", port: int = 0) -> Place:
         """Where this process runs."""
-        name, machine, namespace = socket.gethostname(), "", ""
+        name, pid, machine, sight = socket.gethostname(), os.getpid(), "", ""
         with suppress(OSError):
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
                 machine = file.read().strip()
-            namespace = os.readlink("/proc/self/ns/pid")
-        pid = os.getpid()
+            if os.readlink("/proc/self") == str(pid):  # else /proc shows the processes of another namespace
+                sight = f"{name} {machine} {os.readlink('/proc/self/ns/pid')}"
         state = _state_of(pid)
-        host = f"{name} {machine}"
-        sight = f"{host} {namespace}" if machine and namespace and state else ""
-        return cls(machine or name, host, sight, pid, state[1] if state else 0, address, port)
+        return cls(machine or name, f"{name} {machine}", sight, pid, state[1] if state else 0, address, port)
 
     def sees(self, other: Place) -> bool:
         """Whether a process here can look at the one there."""
