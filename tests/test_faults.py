@@ -26,6 +26,10 @@ def load_bad_then_good(bad: Path, good: Path) -> dict[str, Any]:
     """What a bad checkpoint raises, and whether a good one still loads with nothing left behind."""
     import transformers
 
+    import hf_zero_stream
+
+    with hf_zero_stream.streaming():  # first contact opens two sockets, once
+        pass
     before = transformers.PreTrainedModel.from_pretrained
     handles = len(os.listdir("/proc/self/fd"))
     try:
