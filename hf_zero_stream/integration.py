@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ContextDecorator, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers.integrations import HfDeepSpeedConfig, is_fsdp_enabled
+from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
 from . import patching
@@ -30,6 +30,7 @@ from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
 from .saving.hooks import is_active, trainer_patches
 from .saving.publish import finish_interrupted
 from .seams import REPLACEMENTS, Session, Stopped, other_config, raise_if_misfit, zero3_config, zero3_hidden
+from .seams.placement import builds_without_memory, sharding_argument, why_elsewhere
 
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
                 adopt_alias(found, zero3.partition_dtype(found).itemsize)
                 load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
                 zero3.refuse_unsupported(load.ds_config)
+                _refuse_empty_weights()
             with zero3.outside_zero_init():
                 result = _streamed(load, original, args, kwargs)
         except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
@@ -131,6 +133,7 @@ def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) 
         load.clock("total"),
         collector_paused(),
         torch.inference_mode(False),
+        _on_the_host(),
     ):
         result = original(*args, **kwargs)
     if session.stock_reason:
@@ -157,8 +160,31 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
-    elsewhere = any(kwargs.get(name) is not None for name in ("device_map", "tp_plan", "device_mesh", "state_dict"))
-    return not elsewhere and not is_fsdp_enabled() and torch.get_default_device().type == "cpu"
+    sharding = sharding_argument(kwargs)
+    if sharding and dist.get_rank() == 0:
+        logger.warning(
+            f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model: sharded models "
+            "are not streamed yet. Each rank reads the checkpoint by transformers' own code, and nothing is shared."
+        )
+    return not sharding and not why_elsewhere(kwargs)
+
+
+@contextmanager
+def _on_the_host() -> Iterator[None]:
+    """Inside, tensors without a device of their own are the host's, whatever torch's default device is."""
+    if torch.get_default_device().type == "cpu":  # nothing to do, and a context would slow every function of torch
+        yield
+    else:
+        with torch.device("cpu"):
+            yield
+
+
+def _refuse_empty_weights() -> None:
+    if builds_without_memory():
+        raise UnsupportedError(
+            "from_pretrained inside accelerate's init_empty_weights() would leave every parameter without values. "
+            "Call it outside: under streaming() no rank holds the whole model anyway."
+        )
 
 
 def _settings(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
@@ -247,6 +273,7 @@ def lazily_loaded(
     Raises:
         UnsupportedError: the load is one that is left to stock.
     """
+    refuse_sharding(path, kwargs)
     model_class = model_class_of(path, kwargs)
     with streaming(), zero3_hidden(), collector_paused(), Session(load, instead_of_placing=use) as session:
         try:
@@ -254,6 +281,20 @@ def lazily_loaded(
         except Stopped as stopped:
             return stopped.result
     raise UnsupportedError(f"{path}: {session.stock_reason}, and such a load is not streamed.")
+
+
+def refuse_sharding(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments by which transformers would shard the model that is streamed or planned.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    sharding = sharding_argument(kwargs)
+    if sharding:
+        raise UnsupportedError(
+            f"{path}: {sharding}= shards the model by transformers' own code, and sharded models are not streamed "
+            "yet. Leave it out, or load with from_pretrained."
+        )
 
 
 def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:

@@ -16,13 +16,14 @@ from .config import StreamingConfig
 from .coordination import Coordinator
 from .errors import ConfigError, LoadError, UnsupportedError
 from .homes import Sourced, exchange_batches, swap_batch, whole
-from .integration import finish_saves_into, streaming
+from .integration import finish_saves_into, refuse_sharding, streaming
 from .load import Load, source_of
 from .memory import collector_paused
 from .partition import live, nvme, original_experts, zero3
 from .reading import Batch, Item
 from .report import LoadReport
 from .seams import Session, Stopped, zero3_hidden
+from .wrapped import refuse_wrapped
 
 
 __all__ = ["load_into"]
@@ -51,6 +52,7 @@ def load_into(
 
     Raises:
         ConfigError: `model` is not one of transformers' (a PEFT model: pass ``get_base_model()``).
+        UnsupportedError: its parameters are sharded (DTensor) or quantised tensors, or `kwargs` would shard them.
         HfZeroStreamError: on all ranks. Before anything is read: the checkpoint is not sound or does not fit, and
             `model` is as it was. In the middle of reading: some of its weights are new; load again.
 
@@ -69,6 +71,12 @@ def load_into(
             "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load it "
             "anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
         )
+    refuse_wrapped(
+        [*live_model.named_parameters(), *live_model.named_buffers()],
+        "load_into(model)",
+        "Load it anew with from_pretrained(..., distributed_config=...).",
+    )
+    refuse_sharding(path, kwargs)
     coordinator = Coordinator.of_default_group()
     with coordinator.watched():
         try:

@@ -30,6 +30,7 @@ from .planning.plan import LoadPlan
 from .reading import Batch, Reader
 from .report import LoadReport, Materialised, PhaseClock, RankReport
 from .sameness import description, refuse_differences, refuse_other_headers
+from .wrapped import lacks_values, refuse_wrapped
 
 
 __all__ = ["Load", "source_of"]
@@ -121,7 +122,20 @@ class Load:
         return slices
 
     def open_values(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, CheckpointSlice | torch.Tensor]:
-        """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already."""
+        """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already.
+
+        Raises:
+            UnsupportedError: a tensor holds others in its place (DTensor).
+            LoadError: one has no values (on the meta device).
+        """
+        tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+        refuse_wrapped(tensors.items(), "state_dict", "Give it whole tensors (DTensor.full_tensor()).")
+        empty = [name for name, value in tensors.items() if lacks_values(value)]
+        if empty:
+            raise LoadError(
+                f"state_dict: {len(empty)} tensors have no values (they are on the meta device): "
+                f"{', '.join(empty[:8])}. Give it tensors that are in memory."
+            )
 
         def slice_of(name: str, tensor: torch.Tensor) -> CheckpointSlice | torch.Tensor:
             if _is_extra_state(name):
@@ -130,9 +144,7 @@ class Load:
             return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._reader.materialise)
 
         self._reader.use(())
-        return {
-            name: slice_of(name, tensor) for name, tensor in state_dict.items() if isinstance(tensor, torch.Tensor)
-        }
+        return {name: slice_of(name, tensor) for name, tensor in tensors.items()}
 
     # ------------------------------------------------------------------------------------------------- place
 
@@ -200,18 +212,19 @@ class Load:
         replaced: dict[int, nn.Parameter] = {}
         self.home.expect(model, tied)
         for prefix, module in model.named_modules():
-            for key, param in module._parameters.items():
+            for key, param in list(module._parameters.items()):
                 name = f"{prefix}.{key}" if prefix else key
                 if param is None or name in tied:
                     continue
                 if id(param) in replaced:
-                    module._parameters[key] = replaced[id(param)]
+                    setattr(module, key, replaced[id(param)])
                     continue
                 with allocating(name, param.nbytes, "the host", self.coordinator.rank):
                     new = self.home.parameter(param)
                 if new is None:
                     continue
-                module._parameters[key] = replaced[id(param)] = new
+                replaced[id(param)] = new
+                setattr(module, key, new)  # as transformers does: a recurrent layer keeps its weights in a list, too
                 _copy_attributes(param, new)
                 if isinstance(param, LazyTensor) and param.dtype != new.dtype:
                     self._recast.append(name)
@@ -266,7 +279,7 @@ class Load:
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures (the last agreement), log them on the main process and return the report."""
-        unfilled = [name for name, tensor in _all_tensors(model) if isinstance(tensor, LazyTensor) or tensor.is_meta]
+        unfilled = [name for name, tensor in _all_tensors(model) if lacks_values(tensor)]
         error = None
         if unfilled:
             error = LoadError(

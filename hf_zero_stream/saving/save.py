@@ -30,6 +30,7 @@ from ..partition.original_experts import with_original_experts
 from ..progress import progress_bar
 from ..report import PhaseClock
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
+from ..wrapped import refuse_wrapped
 from .files import Comparison, ShardWriter, reserve
 from .parameters import Parameters, in_dtype
 from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write, view_of
@@ -124,6 +125,11 @@ class Save:
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(unwrapped)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
+        refuse_wrapped(
+            unwrapped.named_parameters(),
+            "save_pretrained",
+            "Save it with model.save_pretrained, which gathers such tensors.",
+        )
         self._model: PreTrainedModel = unwrapped
         self._folder = folder
         self._dtype = dtype

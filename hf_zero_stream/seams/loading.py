@@ -16,6 +16,7 @@ from .. import patching
 from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.index_file import check_files, read_index_file
 from ..errors import CheckpointError, LoadError, UnsupportedError
+from ..wrapped import refuse_wrapped
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
 from .session import Session, Stopped, zero3_hidden
 
@@ -77,8 +78,11 @@ def _load_pretrained_model(
         _warn_of_stock(session)
     if session is None or session.stock_reason or session.model is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    session.model = model
     load = session.load
+    refuse_wrapped(
+        model.named_parameters(), f"from_pretrained of {type(model).__name__}", "Load it without streaming()."
+    )
+    session.model = model
     slices = _open(session, state_dict, checkpoint_files, load_config)
     with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer):
         dtype = load.home.dtype(load_config.dtype)
@@ -251,6 +255,11 @@ def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *a
     run_gathering_what_is_touched(lambda: original(self, module, *args, **kwargs), module)
 
 
+def _is_fsdp_enabled(original: Callable[[], bool]) -> bool:
+    """A variable that asks to load on rank 0 alone, for FSDP, means nothing to a load that streams."""
+    return Session.streaming() is None and original()
+
+
 def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: Any) -> bool:
     if not hasattr(source, "ds_tensor") or not hasattr(target, "ds_tensor"):
         return original(source, target)
@@ -271,6 +280,7 @@ REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     (modeling_utils, "get_checkpoint_shard_files"): patching.function(_get_checkpoint_shard_files),
     (modeling_utils, "load_state_dict"): patching.function(_load_state_dict),
     (modeling_utils, "_tied_params_are_equal"): patching.function(_tied_params_are_equal),
+    (modeling_utils, "is_fsdp_enabled"): patching.function(_is_fsdp_enabled),
     (_distributed_owner, "_load_and_finalize_distributed_pretrained_model"): patching.function(
         _refuse_distributed_checkpoint
     ),
