@@ -7,6 +7,7 @@ parameters and buffers are lazy, and :meth:`Load.finish`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 from .allocation import allocating, is_out_of_memory
+from .checkpoint.absent import AbsentSlice
 from .checkpoint.index import DTYPES, CheckpointIndex, Shard, ShardHeader, read_header
 from .checkpoint.lazy import CheckpointSlice, LazyTensor, checkpoint_slices
 from .checkpoint.nodes import HostTensor, View
@@ -36,6 +38,8 @@ from .wrapped import lacks_values, refuse_wrapped
 __all__ = ["Load", "source_of"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -74,6 +78,9 @@ class Load:
         """The type of the device that will train, on which the memory that is announced depends."""
         self._reader = Reader(config, coordinator, self.clock, self.memory)
         self._recast: list[str] = []
+        self._index: CheckpointIndex | None = None
+        self.absent: Mapping[str, AbsentSlice] = {}
+        """Tensors that the checkpoint's index promises and no shard holds."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -92,8 +99,10 @@ class Load:
 
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None
-    ) -> dict[str, CheckpointSlice | torch.Tensor]:
+    ) -> dict[str, CheckpointSlice | AbsentSlice | torch.Tensor]:
         """Index safetensors shards and return a state dict of lazy slices; rank 0's headers serve all ranks.
+
+        What the index promises and no shard holds is in it too: see :meth:`refuse_absent`.
 
         Raises:
             CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
@@ -111,15 +120,32 @@ class Load:
             is_first_of_host = zero3.local_rank() == 0 and self._reader.reads_itself and not self.coordinator.is_alone
             if is_first_of_host and not self.coordinator.is_main and self.config.verify != "off":
                 refuse_other_headers(files, read_headers(), headers)
-            index = CheckpointIndex.from_headers(files, headers)
-            if weight_map:
-                index.check_weight_map(weight_map)
+            index = CheckpointIndex.from_headers(files, headers, weight_map)
+        for note in index.notes if self.coordinator.is_main else ():
+            logger.warning("%s: %s", os.path.dirname(files[0]), note)
+        self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
         self._reader.use(index.shards, identities)
-        slices: dict[str, CheckpointSlice | torch.Tensor] = {**checkpoint_slices(index, self._reader.materialise)}
-        for name in slices:
-            if _is_extra_state(name):
-                slices[name] = slices[name][...].materialise()  # a module is given it at once, and may look into it
-        return slices
+        slices = checkpoint_slices(index, self._reader.materialise)
+        # A module is given its extra state at once, and may look into it.
+        extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
+        return {**slices, **extra, **self.absent}
+
+    def refuse_absent(self) -> None:
+        """Raise if values were asked for that the index promises and no shard holds; else warn of those once.
+
+        Raises:
+            CheckpointError: names a tensor, and the file that should hold it.
+        """
+        if self._index is None or not self.absent:
+            return
+        self._index.refuse_absent(name for name, piece in self.absent.items() if piece.is_wanted)
+        if self.coordinator.is_main:
+            logger.warning(
+                "%s: %d tensors that the index promises are in no shard, among them %s. The model does not want them.",
+                os.path.dirname(self.shards[0].path),
+                len(self.absent),
+                next(iter(self.absent)),
+            )
 
     def open_values(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, CheckpointSlice | torch.Tensor]:
         """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already.

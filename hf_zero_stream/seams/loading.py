@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -91,7 +90,14 @@ def _load_pretrained_model(
             # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
             load_config = replace(load_config, dtype=dtype)
         with _keeping_groups(model):
-            return original(model, slices, checkpoint_files, load_config, *args, **kwargs)
+            try:
+                result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
+            except Exception:
+                load.refuse_absent()  # it may be why
+                raise
+            load.refuse_absent()
+            result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
+            return result
 
 
 @contextmanager
@@ -131,8 +137,7 @@ def _get_checkpoint_shard_files(
         return original(name, index_filename, *args, **kwargs)
     read_index_file(index_filename)
     found = original(name, index_filename, *args, **kwargs)
-    # Files of the hub are where huggingface_hub put them; in a folder they are where somebody's archive put them.
-    check_files([index_filename, *found[0]], name if os.path.isdir(name) else None)
+    check_files(found[0])
     _read_ahead(session, found[0])  # while the model is built
     return found
 
