@@ -72,8 +72,8 @@ class StreamingConfig:
     read_from: str = "all"
     """Which ranks read the shards: `"all"`; `"rank0"`, where other nodes cannot see them; `"local_rank0"`, one a node.
 
-    The readers send every other rank just its own bytes. All nodes still need the checkpoint's small files (config,
-    index).
+    The readers send every other rank just its own bytes, also those that planning needs. Every rank must still see
+    the checkpoint's small files (config, index), and files that are not safetensors.
     """
 
     chunk_bytes: int = 8 * 2**20

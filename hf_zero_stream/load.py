@@ -31,7 +31,7 @@ from .partition import engine_memory, zero3
 from .planning.plan import LoadPlan
 from .reading import Batch, Reader
 from .report import LoadReport, Materialised, PhaseClock, RankReport
-from .sameness import description, refuse_differences, refuse_other_headers
+from .sameness import description, refuse_differences, refuse_other_files, refuse_other_headers
 from .wrapped import lacks_values, refuse_wrapped
 
 
@@ -97,6 +97,29 @@ class Load:
         """Begin to bring safetensors shards into the page cache where that is of use; a second call does nothing."""
         self._reader.read_ahead(files)
 
+    @property
+    def reads_itself(self) -> bool:
+        """Whether this rank reads the shards, and not another one for it (`read_from`)."""
+        return self._reader.reads_itself
+
+    def look_into(self, shard: str) -> CheckpointIndex:
+        """What is in one shard; where one rank reads for others, all of them ask together, and rank 0 looks."""
+        if self._reader.relays:
+            return CheckpointIndex.from_headers([shard], [self.coordinator.share(lambda: read_header(shard))])
+        return CheckpointIndex.from_files([shard])
+
+    def refuse_unseen(self, files: Sequence[str]) -> None:
+        """Where one rank reads for others: check that all ranks know of the same `files`, and see what is pickled.
+
+        Raises:
+            ReadError: on all ranks; names the rank.
+        """
+        if not self._reader.relays:
+            return
+        unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
+        everyone = self.coordinator.exchange((sorted(map(os.path.basename, files)), unseen))
+        refuse_other_files(os.path.dirname(files[0]), everyone, self.config.read_from)
+
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None
     ) -> dict[str, CheckpointSlice | AbsentSlice | torch.Tensor]:
@@ -115,12 +138,16 @@ class Load:
             retries = self._reader.retries
             return [retries.call(partial(read_header, path), cause_of=lambda error: error.__cause__) for path in files]
 
-        with self.clock("index"):
-            headers = self.coordinator.share(read_headers)
+        def checked_index() -> CheckpointIndex:
             is_first_of_host = zero3.local_rank() == 0 and self._reader.reads_itself and not self.coordinator.is_alone
             if is_first_of_host and not self.coordinator.is_main and self.config.verify != "off":
                 refuse_other_headers(files, read_headers(), headers)
-            index = CheckpointIndex.from_headers(files, headers, weight_map)
+            return CheckpointIndex.from_headers(files, headers, weight_map)
+
+        with self.clock("index"):
+            headers = self.coordinator.share(read_headers)
+            # Where one rank reads for others, what follows is for all of them together.
+            index = self.coordinator.together(checked_index) if self._reader.relays else checked_index()
         for note in index.notes if self.coordinator.is_main else ():
             logger.warning("%s: %s", os.path.dirname(files[0]), note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .checkpoint.lazy import LazyTensor
 from .errors import UnsupportedError
@@ -27,7 +27,7 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
-    if isinstance(tensor, (LazyTensor, UninitializedTensorMixin)) or tensor.is_meta:
+    if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
         return True
     return any(map(lacks_values, inner_tensors(tensor)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from .. import patching
-from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.index import TensorEntry
 from ..checkpoint.index_file import check_files, read_index_file
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..wrapped import refuse_wrapped
@@ -152,14 +153,36 @@ def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwar
 
     With ``weights_only``, transformers' default, no code in a pickle is run; what torch refuses is torch's own error.
     """
-    if Session.current() is None:
+    session = Session.current()
+    if session is None:
         return original(file, *args, **kwargs)
     if str(file).endswith(".safetensors"):
-        CheckpointIndex.from_files([file])
+        index = session.load.look_into(file)
+        if not session.load.reads_itself:
+            return {name: _on_meta(entry) for name, entry in index.tensors.items()}
     values = original(file, *args, **kwargs)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{file}: expected a map of names to tensors, found {type(values).__name__}.")
     return values
+
+
+def _on_meta(entry: TensorEntry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
+def _get_resolved_checkpoint_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A rank that another one reads for need not see the one file of a checkpoint that has no index."""
+    try:
+        return original(*args, **kwargs)
+    except OSError:
+        session, folder = Session.streaming(), kwargs.get("pretrained_model_name_or_path")
+        if session is None or session.load.reads_itself or not folder or not os.path.isdir(folder):
+            raise
+        if kwargs.get("gguf_file") or kwargs.get("use_safetensors") is False:
+            raise
+        name = ".".join(filter(None, ("model", kwargs.get("variant"), "safetensors")))
+        subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
+        return [os.path.join(folder, subfolder, name)], None  # if rank 0 has others, the load says so
 
 
 def _open(session: Session, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Mapping[str, Any]:
@@ -168,6 +191,7 @@ def _open(session: Session, state_dict: Any, checkpoint_files: Any, load_config:
         return load.open_values(mapped_gguf_values(state_dict))
     if not checkpoint_files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
+    load.refuse_unseen(checkpoint_files)
     if load_config.sharded_metadata is None:
         check_files(checkpoint_files)
         _read_ahead(session, checkpoint_files)  # those of an index are read ahead since it was read
@@ -198,6 +222,8 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
             or (loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes)
         )
         if faulty:
+            if not session.load.reads_itself:
+                session.load.coordinator.check()  # the rank that reads for this one may have died, which is why
             raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
         if session.load.config.strict:
             raise_if_misfit(*_misfits(model, loading_info))
@@ -283,6 +309,7 @@ REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): patching.function(_move_missing_keys),
     (PreTrainedModel, "_initialize_weights"): patching.function(_initialize_weights),
     (modeling_utils, "get_checkpoint_shard_files"): patching.function(_get_checkpoint_shard_files),
+    (modeling_utils, "_get_resolved_checkpoint_files"): patching.function(_get_resolved_checkpoint_files),
     (modeling_utils, "load_state_dict"): patching.function(_load_state_dict),
     (modeling_utils, "_tied_params_are_equal"): patching.function(_tied_params_are_equal),
     (modeling_utils, "is_fsdp_enabled"): patching.function(_is_fsdp_enabled),
