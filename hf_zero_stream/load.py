@@ -167,12 +167,7 @@ class Load:
             return
         self._index.refuse_absent(name for name, piece in self.absent.items() if piece.is_wanted)
         if self.coordinator.is_main:
-            logger.warning(
-                "%s: %d tensors that the index promises are in no shard, among them %s. The model does not want them.",
-                os.path.dirname(self.shards[0].path),
-                len(self.absent),
-                next(iter(self.absent)),
-            )
+            logger.warning("%s: %s", os.path.dirname(self.shards[0].path), self._index.note_of_absent)
 
     def open_values(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, CheckpointSlice | torch.Tensor]:
         """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already.

@@ -151,12 +151,6 @@ def linked_single_file(folder: Path) -> None:
     (folder / "model.safetensors").symlink_to(folder.parent / f"{folder.name}-single")
 
 
-def read_only(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.chmod(0o444)
-    folder.chmod(0o555)
-
-
 LOADED: dict[str, tuple[Change, str]] = {
     "other files": (other_files, ""),
     "an index that names fewer tensors": (index_names_fewer, ""),
@@ -164,8 +158,8 @@ LOADED: dict[str, tuple[Change, str]] = {
     "a wrong total_size": (wrong_total_size, ""),
     "a tensor in two shards": (copied_tensor, "is in two shards or more"),
     "a tensor in another shard": (moved_tensor, "in another shard than the one that the index names"),
-    "an entry without a tensor": (promise_in_vain, "are in no shard, among them old_head"),
-    "a shard without tensors": (shard_without_tensors, "are in no shard, among them old_head"),
+    "an entry without a tensor": (promise_in_vain, "Tensor 'old_head' is in no shard"),
+    "a shard without tensors": (shard_without_tensors, "Tensor 'old_head' is in no shard"),
     "a single file besides": (single_file_too, ""),
     "no format in the metadata": (no_format, ""),
     "shards in a subfolder": (in_a_subfolder, ""),
@@ -173,7 +167,6 @@ LOADED: dict[str, tuple[Change, str]] = {
     "a link to the folder": (link_of_a_folder, ""),
     "a link to a subfolder elsewhere": (link_of_a_subfolder, ""),
     "a single file that is a link": (linked_single_file, ""),
-    "not to be written to": (read_only, ""),
 }
 """What to do to a folder, and what our warning says; stock loads all of them without a word."""
 
@@ -276,9 +269,9 @@ REFUSED: dict[str, tuple[Change, bool, str]] = {
 def error_of(folder: Path, **kwargs: Any) -> str:
     try:
         transformers.LlamaForCausalLM.from_pretrained(folder, **kwargs)
+        return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return ""
 
 
 def errors_of_odd(folders: list[Path]) -> list[list[str]]:

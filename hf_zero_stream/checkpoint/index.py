@@ -209,6 +209,11 @@ class CheckpointIndex:
             )
 
     @property
+    def note_of_absent(self) -> str:
+        """What to say of :attr:`absent` where nobody wants them."""
+        return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
+
+    @property
     def data_bytes(self) -> int:
         """Bytes of all tensors, headers apart."""
         return sum(shard.size_bytes - shard.data_start for shard in self.shards)
