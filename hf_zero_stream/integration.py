@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from transformers.integrations import HfDeepSpeedConfig, is_fsdp_enabled
+from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
 from . import patching
@@ -29,7 +29,16 @@ from .planning.plan import LoadPlan
 from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
 from .saving.hooks import is_active, trainer_patches
 from .saving.publish import finish_interrupted
-from .seams import REPLACEMENTS, Session, Stopped, other_config, raise_if_misfit, zero3_config, zero3_hidden
+from .seams import (
+    REPLACEMENTS,
+    ModelsConfig,
+    Session,
+    Stopped,
+    other_config,
+    raise_if_misfit,
+    zero3_config,
+    zero3_hidden,
+)
 
 
 if TYPE_CHECKING:
@@ -87,11 +96,25 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
     if not _configs.get() or Session.current() is not None:
         return original(*args, **kwargs)
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
-    kept_alive = None if ds_config is None else HfDeepSpeedConfig(_buildable(ds_config))
-    found = zero3_config()
+    if ds_config is None:
+        return _load(original, args, kwargs, strict, None)
+    own_config = ModelsConfig(_buildable(ds_config))
+    try:
+        result = _load(original, args, kwargs, strict, own_config)
+    except BaseException:
+        own_config.withdraw()
+        raise
+    _model_of(result)._hf_zero_stream_ds_config = own_config
+    return result
+
+
+def _load(
+    original: Callable[..., Any], args: Any, kwargs: Any, strict: bool | None, own_config: ModelsConfig | None
+) -> Any:
+    found = zero3_config(own_config)
     if found is None:
         _warn_if_zero3_comes_too_late()
-        found_other = other_config()
+        found_other = other_config(own_config)
         settings = _settings(found_other, strict)
         if not settings.share_reads or not _ranks_load_the_same(kwargs):
             return _stock_from_pretrained(original, args, kwargs, settings.strict)
@@ -112,13 +135,10 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
                 load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
                 zero3.refuse_unsupported(load.ds_config)
             with zero3.outside_zero_init():
-                result = _streamed(load, original, args, kwargs)
+                return _streamed(load, original, args, kwargs)
         except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
             failure = coordinator.report(error)
             raise failure from (None if failure is error else error)
-    if kept_alive is not None:
-        (result[0] if isinstance(result, tuple) else result)._hf_zero_stream_ds_config = kept_alive
-    return result
 
 
 def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -136,9 +156,14 @@ def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) 
     if session.stock_reason:
         load.coordinator.agree()
     else:
-        model = result[0] if isinstance(result, tuple) else result
+        model = _model_of(result)
         model.streaming_report = load.finish(model, logger)
     return result
+
+
+def _model_of(result: Any) -> Any:
+    """The model of what `from_pretrained` returned, with or without the loading info."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def finish_saves_into(path: Any, coordinator: Coordinator) -> None:

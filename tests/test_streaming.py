@@ -17,7 +17,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig, integration, streaming
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.seams.session import _HidingReference
+from hf_zero_stream.seams.ds_config import _HidingReference
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 

@@ -17,7 +17,8 @@ from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.index_file import check_files, read_index_file
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
-from .session import Session, Stopped, zero3_hidden
+from .ds_config import zero3_hidden
+from .session import Session, Stopped
 
 
 __all__ = ["REPLACEMENTS", "raise_if_misfit"]
