@@ -33,10 +33,10 @@ class Home(Protocol):
     is_partitioned: bool
     """Whether parameters become ZeRO-3's; if not, transformers makes memory for those that no checkpoint fills."""
 
-    def dtype(self, wanted: torch.dtype) -> torch.dtype | None:
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         """The dtype of all floating-point parameters if `wanted` was asked for; None if each has its own.
 
-        Asked before :meth:`parameter`.
+        Asked before :meth:`parameter`. If nothing is `wanted`: None too if it is not decided yet.
         """
 
     def expect(self, model: nn.Module, tied: set[str]) -> None:
@@ -77,7 +77,7 @@ class PartitionedHome:
         self._coordinator = coordinator
         self._device = zero3.local_device()
 
-    def dtype(self, wanted: torch.dtype) -> torch.dtype | None:
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         """DeepSpeed's, as in stock."""
         self._dtype = self._dtype or wanted
         return self._dtype
@@ -134,7 +134,7 @@ class ReplicatedHome:
         self._chunk_bytes = chunk_bytes
         self._laid_out: dict[int, torch.Tensor] = {}
 
-    def dtype(self, wanted: torch.dtype) -> torch.dtype | None:
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         return None
 
     def expect(self, model: nn.Module, tied: set[str]) -> None:

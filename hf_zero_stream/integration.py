@@ -93,9 +93,12 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
 
 
 def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _configs.get() or Session.current() is not None:
+    around = Session.current()
+    if not _configs.get() or (around is not None and not around.building):
         return original(*args, **kwargs)
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
+    if around is not None:
+        return _nested(around, original, args, kwargs, bool(strict))
     if ds_config is None:
         return _load(original, args, kwargs, strict, None)
     own_config = ModelsConfig(_buildable(ds_config))
@@ -106,6 +109,20 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
         raise
     _model_of(result)._hf_zero_stream_ds_config = own_config
     return result
+
+
+def _nested(around: Session, original: Callable[..., Any], args: Any, kwargs: Any, strict: bool) -> Any:
+    """A call in the ``__init__`` of the model that `around` builds; the settings are those of that model's load."""
+    session = around.nested(strict)
+    if session is None:
+        return _stock_from_pretrained(original, args, kwargs, strict)
+    finish_saves_into(_path_of(args, kwargs), around.load.coordinator)
+    with session:
+        return original(*args, **kwargs)
+
+
+def _path_of(args: Any, kwargs: Any) -> Any:
+    return args[0] if args else kwargs.get("pretrained_model_name_or_path")
 
 
 def _load(
@@ -143,10 +160,10 @@ def _load(
 
 def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What stock's `from_pretrained` returns while its seams are ours."""
-    finish_saves_into(args[0] if args else kwargs.get("pretrained_model_name_or_path"), load.coordinator)
+    finish_saves_into(_path_of(args, kwargs), load.coordinator)
     # Partitions that are written later (by other threads, by training) must not be inference tensors.
     with (
-        Session(load) as session,
+        Session(load, strict=load.config.strict) as session,
         load.memory,
         load.clock("total"),
         collector_paused(),
@@ -273,7 +290,12 @@ def lazily_loaded(
         UnsupportedError: the load is one that is left to stock.
     """
     model_class = model_class_of(path, kwargs)
-    with streaming(), zero3_hidden(), collector_paused(), Session(load, instead_of_placing=use) as session:
+    with (
+        streaming(),
+        zero3_hidden(),
+        collector_paused(),
+        Session(load, instead_of_placing=use, strict=load.config.strict) as session,
+    ):
         try:
             model_class.from_pretrained(path, dtype=dtype, **kwargs)
         except Stopped as stopped:

@@ -84,7 +84,7 @@ def load_into(
 
 
 def _lazy_model(load: _LiveLoad, live_model: PreTrainedModel, path: str, kwargs: Mapping[str, Any]) -> None:
-    with Session(load, instead_of_placing=load.place) as session:
+    with Session(load, instead_of_placing=load.place, strict=load.config.strict) as session:
         try:
             type(live_model).from_pretrained(
                 path, **{"config": copy.deepcopy(live_model.config), "dtype": live_model.dtype, **kwargs}

@@ -94,6 +94,8 @@ class Load:
     ) -> dict[str, CheckpointSlice | torch.Tensor]:
         """Index safetensors shards and return a state dict of lazy slices; rank 0's headers serve all ranks.
 
+        Called once more for each checkpoint that the model's ``__init__`` loads, before that of the model itself.
+
         Raises:
             CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
                 rank of a host, if it finds other headers there.
@@ -113,7 +115,7 @@ class Load:
             index = CheckpointIndex.from_headers(files, headers)
             if weight_map:
                 index.check_weight_map(weight_map)
-        self._reader.use(index.shards, identities)
+        index = index.numbered_from(self._reader.add(index.shards, identities))
         slices: dict[str, CheckpointSlice | torch.Tensor] = {**checkpoint_slices(index, self._reader.materialise)}
         for name in slices:
             if _is_extra_state(name):
@@ -129,7 +131,7 @@ class Load:
             dtype_name = _DTYPE_NAMES.get(tensor.dtype, "")
             return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._reader.materialise)
 
-        self._reader.use(())
+        self._reader.add(())
         return {
             name: slice_of(name, tensor) for name, tensor in state_dict.items() if isinstance(tensor, torch.Tensor)
         }

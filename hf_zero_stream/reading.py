@@ -89,7 +89,9 @@ class Reader:
         self._verifier: Verifier | None = None
         self._ahead: ReadAhead | None = None
         self.retries = Retries(config.read_retries)
-        self._use_files(ShardFiles(()))
+        self._identities: list[Identity] = []
+        self._files = ShardFiles(())
+        self._use_files(self._files)
 
     def close(self) -> None:
         """Release file handles."""
@@ -129,13 +131,18 @@ class Reader:
             self._ahead.stop()
             self._ahead = None
 
-    def use(self, shards: tuple[Shard, ...], identities: Sequence[Identity] = ()) -> None:
-        """Read from `shards` from now on.
+    def add(self, shards: tuple[Shard, ...], identities: Sequence[Identity] = ()) -> int:
+        """Read from `shards` too from now on.
 
         Args:
             identities: what the files were when this rank read their headers, if it did.
+
+        Returns:
+            The number of the first of them among :attr:`shards`.
         """
-        self.shards = shards
+        first = len(self.shards)
+        self.shards = shards = (*self.shards, *shards)
+        self._identities = [*self._identities, *identities]
         self._on_network = _are_on_network(shard.path for shard in shards)
         self._request_bytes = choose_request_bytes(
             self._config.request_bytes, self._config.staging_bytes, self._on_network, self._config.direct_io
@@ -146,11 +153,13 @@ class Reader:
                 direct_io=self._config.direct_io,
                 keep_cached=_fit_into_memory(shard.size_bytes for shard in shards),
                 retries=self.retries,
-                identities=identities,
+                identities=self._identities,
             )
         )
+        return first
 
     def _use_files(self, files: ShardFiles) -> None:
+        self._files.close()
         self._files = files
         self._evaluator = Evaluator(
             files,

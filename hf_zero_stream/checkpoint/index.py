@@ -177,6 +177,14 @@ class CheckpointIndex:
                     f"{os.path.basename(found)} ({found}). Download or save the checkpoint again."
                 )
 
+    def numbered_from(self, first: int) -> CheckpointIndex:
+        """The same, with `first` as the number of the first shard: for files that are read together with others."""
+        if first == 0:
+            return self
+        return CheckpointIndex(
+            self.shards, {name: entry._replace(shard=entry.shard + first) for name, entry in self.tensors.items()}
+        )
+
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors, headers apart."""

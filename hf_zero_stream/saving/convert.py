@@ -97,7 +97,7 @@ def convert(
         _refuse_quantised(source, index)
     memory = AnonymousMemory()
     reader = Reader(StreamingConfig(progress=progress), Coordinator(0, 1, alone=True), PhaseClock(), memory)
-    reader.use(index.shards)
+    reader.add(index.shards)
     publication = Publication.begin(Path(destination))
     try:
         with memory:
@@ -184,7 +184,7 @@ def _in_layout(
     model, missing, tied = lazily_loaded(
         str(source), load, lambda *found: found, trust_remote_code=trust_remote_code, local_files_only=True
     )
-    reader.use(load.shards)
+    reader.add(load.shards)
     lost = sorted(missing - tied)
     if lost:
         raise UnsupportedError(

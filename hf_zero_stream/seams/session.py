@@ -24,13 +24,25 @@ class Session:
         load: carries the load out.
         instead_of_placing: called with the lazy model, and the names that are missing or tied, instead of reading;
             :class:`Stopped` brings out what it returns.
+        inside: the session whose model is being built, where that model's ``__init__`` calls ``from_pretrained``. Then
+            the model of this one stays lazy, and is placed as a part of the other.
+        strict: raise if the checkpoint does not fit the model exactly.
     """
 
     def __init__(
-        self, load: Load, *, instead_of_placing: Callable[[torch.nn.Module, set[str], set[str]], Any] | None = None
+        self,
+        load: Load,
+        *,
+        instead_of_placing: Callable[[torch.nn.Module, set[str], set[str]], Any] | None = None,
+        inside: Session | None = None,
+        strict: bool = False,
     ) -> None:
         self.load = load
         self.instead_of_placing = instead_of_placing
+        self.inside = inside
+        self.strict = strict
+        self.has_nested = False
+        """Whether the model's ``__init__`` called ``from_pretrained``."""
         self.stock_reason = ""
         """Why the load is left to stock; empty while it streams."""
         self.building = False
@@ -45,7 +57,19 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         _session.reset(self._token)
-        self.load.close()
+        if self.inside is None:
+            self.load.close()
+
+    def nested(self, strict: bool) -> Session | None:
+        """A session for a ``from_pretrained`` that is called now, if that happens while the model is built lazily.
+
+        None where it is left to transformers, which outside ZeRO-3 has an error for it.
+        """
+        lazy = self.load.home.is_partitioned or self.instead_of_placing is not None
+        if not self.building or self.stock_reason or not (lazy or self.inside is not None):
+            return None
+        self.has_nested = True
+        return Session(self.load, inside=self, strict=strict)
 
     @staticmethod
     def current() -> Session | None:
