@@ -27,6 +27,9 @@ CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 READERS = ("all", "rank0", "local_rank0")
 """Values of `read_from`."""
 
+REPLICAS = ("cpu", "device")
+"""Values of `replicas_on`."""
+
 VERIFICATIONS = ("off", "sizes", "sample", "full")
 """Values of `verify`."""
 
@@ -94,6 +97,13 @@ class StreamingConfig:
     Then all ranks must call `from_pretrained` together. False leaves such loads to transformers.
     """
 
+    replicas_on: str = "cpu"
+    """Where a load that shares reads puts parameters: `"cpu"`, as stock, or `"device"`, on which this rank trains.
+
+    On the device, parameters under a config of stage 1 or 2 lie in one buffer, which `deepspeed.initialize` takes over
+    without copying it.
+    """
+
     strict: bool = False
     """Raise on all ranks, before any weights are read, if a key is missing, unexpected or of another shape.
 
@@ -136,7 +146,7 @@ class StreamingConfig:
             # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
             if type(value) is not expected:
                 raise ConfigError(f"{field.name}: expected {expected.__name__}; got {value!r}")
-        for name, known in (("read_from", READERS), ("verify", VERIFICATIONS)):
+        for name, known in (("read_from", READERS), ("replicas_on", REPLICAS), ("verify", VERIFICATIONS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}: expected one of {', '.join(known)}; got {getattr(self, name)!r}")
         for name, minimum in (

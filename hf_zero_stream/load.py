@@ -64,7 +64,7 @@ class Load:
         self.clock = PhaseClock()
         self.memory = AnonymousMemory()
         self.home: Home = (
-            ReplicatedHome(ds_config, coordinator, config.staging_bytes)
+            ReplicatedHome(ds_config, coordinator, config.staging_bytes, on_device=config.replicas_on == "device")
             if replicated
             else PartitionedHome(ds_config, coordinator)
         )
