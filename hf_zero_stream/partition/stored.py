@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,25 +10,16 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.utils import safe_get_local_fp32_param
-from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
-from ..errors import UnsupportedError, VersionError
 from ..planning.plan import partition_range
 from . import nvme
+from .masters import Master, masters_of
 from .original_experts import expert_parts, part_name
 from .zero3 import own_range
 
 
 __all__ = ["Holding", "holdings"]
-
-_missing = [name for name in ("lp_fragment_address", "hp_fragment") if name not in tensor_fragment.__annotations__]
-_missing += [name for name in ("start", "numel") if name not in fragment_address.__annotations__]
-if _missing:
-    raise VersionError(
-        f"DeepSpeed's tensor fragments have no {', '.join(_missing)}; this version is not known to hf_zero_stream: "
-        "install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-    )
 
 
 @dataclass(frozen=True)
@@ -65,15 +56,16 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         world_size: number of ranks that save together.
 
     Raises:
-        UnsupportedError: masters are wanted, and the optimizer does not say where they are.
+        UnsupportedError: masters are wanted, and cannot be reached; the message says what to do.
     """
     found: dict[int, Holding] = {}
     by_name: dict[str, Holding] = {}
     parts = expert_parts(model)
+    replaced = masters_of(param for param in model.parameters() if not is_zero_param(param)) if masters else {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) not in found:
-            of_param = (_master(name, param) if masters else None) or _own(param, rank, world_size)
-            found[id(param)] = of_param
+            master = _master(param, replaced.get(id(param)), rank, world_size) if masters else None
+            found[id(param)] = master or _own(param, rank, world_size)
         origin = parts.get(id(param))
         if origin is None:
             by_name[name] = found[id(param)]
@@ -107,8 +99,12 @@ def _own(param: Any, rank: int, world_size: int) -> Holding:
     return Holding(shape, param.dtype, start, stop, False, swapped, partition)
 
 
-def _master(name: str, param: Any) -> Holding | None:
-    """The fp32 values that an optimizer trains for `param`, or None if the model's own are all there is."""
+def _master(param: Any, trained: Sequence[Master] | None, rank: int, world_size: int) -> Holding | None:
+    """The fp32 values that an optimizer trains for `param`, or None if the model's own are all there is.
+
+    Args:
+        trained: what an optimizer of stages 0 to 2 trains of it on this rank; None if there is no such optimizer.
+    """
     if not param.requires_grad or param.dtype == torch.float32:
         return None
     if is_zero_param(param):
@@ -117,26 +113,20 @@ def _master(name: str, param: Any) -> Holding | None:
         _, start, stop = own_range(param)
 
         @contextmanager
-        def master() -> Iterator[torch.Tensor]:
+        def of_partition() -> Iterator[torch.Tensor]:
             yield safe_get_local_fp32_param(param).detach().view(-1)[: stop - start]
 
-        return Holding(torch.Size(param.ds_shape), torch.float32, start, stop, False, True, master)
-    if not hasattr(param, "_hp_mapping"):
+        return Holding(torch.Size(param.ds_shape), torch.float32, start, stop, False, True, of_partition)
+    if trained is None:
         return None
-    fragment = param._hp_mapping
-    if fragment is None:  # all of it is trained by other ranks
+    if not trained:  # all of it is trained by other ranks
         return _others(param.shape, torch.float32)
-    start = fragment.lp_fragment_address.start
-    stop = start + fragment.lp_fragment_address.numel
-    if fragment.hp_fragment is None or fragment.hp_fragment.numel() != stop - start:
-        raise UnsupportedError(
-            f"dtype=torch.float32: DeepSpeed does not say where the fp32 values of {name} are. Save in the model's "
-            "own dtype, or use DeepSpeed's own checkpoints."
-        )
-    hp_fragment = fragment.hp_fragment
-    return Holding(
-        param.shape, torch.float32, start, stop, False, False, lambda: _ready(hp_fragment.detach().view(-1))
-    )
+    master = trained[0]
+    start, stop = master.start, master.stop
+    if master.is_whole:
+        _, start, stop = partition_range(param.numel(), rank, world_size)
+    values = master.values
+    return Holding(param.shape, values.dtype, start, stop, master.is_whole, False, lambda: _ready(values))
 
 
 @contextmanager
