@@ -19,7 +19,7 @@ from .homes import Sourced, exchange_batches, swap_batch, whole
 from .integration import finish_saves_into, streaming
 from .load import Load, source_of
 from .memory import collector_paused
-from .partition import live, nvme, original_experts, zero3
+from .partition import gathered, live, nvme, original_experts, zero3
 from .reading import Batch, Item
 from .report import LoadReport
 from .seams import Session, Stopped, zero3_hidden
@@ -107,12 +107,14 @@ class _LiveLoad(Load):
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
         """Read this rank's bytes into the live model; `model` is the lazy one."""
         params, batches = self._planned(model, missing, lambda: self._prepare_live(model, missing))
+        in_context = gathered.gathered(params)
 
         def begin() -> list[Batch]:
             live.step_back(param for param in params if live.is_zero_param(param))
             return batches
 
         self._filled(begin)
+        gathered.gather_again(in_context)
 
     def _prepare_live(self, model: nn.Module, missing: set[str]) -> tuple[list[nn.Parameter], list[Batch]]:
         parameters, buffers = self._sources(model, missing)

@@ -1,4 +1,4 @@
-"""What a rank holds of a model's parameters when they are saved: 16-bit partitions, fp32 masters, or replicas."""
+"""What a rank holds of the parameters that are saved: partitions, fp32 masters, replicas, gathered values."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import nn
 from ..errors import UnsupportedError, VersionError
 from ..planning.plan import partition_range
 from . import nvme
+from .gathered import gathered
 from .original_experts import expert_parts, part_name
 from .zero3 import own_range
 
@@ -40,18 +41,25 @@ class Holding:
         dtype: dtype of the values that are held.
         start: first element that this rank gives.
         stop: one past the last; equal to `start` where it gives none.
-        everywhere: every rank holds all elements, and any of them could give any.
+        is_whole: this rank holds all elements, also those that it is not to give.
+        is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
         is_swapped: the values come out of a swap file each time they are opened.
-        open: a context with the flat values that are held; the first is element `start`, or 0 if held `everywhere`.
+        open: a context with the flat values that are held, from element :attr:`first` on.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     start: int
     stop: int
-    everywhere: bool
+    is_whole: bool
     is_swapped: bool
     open: Callable[[], AbstractContextManager[torch.Tensor]]
+    is_gathered: bool = False
+
+    @property
+    def first(self) -> int:
+        """The number of the first element that is held."""
+        return 0 if self.is_whole else self.start
 
 
 def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
@@ -65,15 +73,25 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         world_size: number of ranks that save together.
 
     Raises:
-        UnsupportedError: masters are wanted, and the optimizer does not say where they are.
+        UnsupportedError: masters are wanted, and the optimizer does not say where they are, or values are gathered
+            in 16 bit that may not be theirs any more.
     """
+    in_context = {id(param) for param in gathered(model.parameters())}
     found: dict[int, Holding] = {}
     by_name: dict[str, Holding] = {}
     parts = expert_parts(model)
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) not in found:
-            of_param = (_master(name, param) if masters else None) or _own(param, rank, world_size)
-            found[id(param)] = of_param
+            of_param = _master(name, param) if masters else None
+            if id(param) in in_context:
+                if of_param is not None:
+                    raise UnsupportedError(
+                        f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in "
+                        f"{param.dtype}, and the fp32 values that the optimizer trains may be others. Save after the "
+                        "context, or without dtype."
+                    )
+                of_param = _gathered(param)
+            found[id(param)] = of_param or _own(param, rank, world_size)
         origin = parts.get(id(param))
         if origin is None:
             by_name[name] = found[id(param)]
@@ -89,13 +107,19 @@ def _others(shape: torch.Size, dtype: torch.dtype) -> Holding:
     return Holding(shape, dtype, 0, 0, False, False, lambda: _ready(torch.empty(0, dtype=dtype)))
 
 
+def _gathered(param: Any) -> Holding:
+    """All of a ZeRO-3 parameter; each rank gives the elements of its partition."""
+    _, start, stop = own_range(param)
+    return Holding(
+        torch.Size(param.ds_shape), param.dtype, start, stop, True, False, lambda: _ready(_flat(param)), True
+    )
+
+
 def _own(param: Any, rank: int, world_size: int) -> Holding:
     """The values that the model computes with."""
     if not is_zero_param(param):
         _, start, stop = partition_range(param.numel(), rank, world_size)
-        return Holding(
-            param.shape, param.dtype, start, stop, True, False, lambda: _ready(param.detach().contiguous().view(-1))
-        )
+        return Holding(param.shape, param.dtype, start, stop, True, False, lambda: _ready(_flat(param)))
     _, start, stop = own_range(param)
 
     @contextmanager
@@ -137,6 +161,10 @@ def _master(name: str, param: Any) -> Holding | None:
     return Holding(
         param.shape, torch.float32, start, stop, False, False, lambda: _ready(hp_fragment.detach().view(-1))
     )
+
+
+def _flat(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().contiguous().view(-1)
 
 
 @contextmanager

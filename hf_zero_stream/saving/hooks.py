@@ -77,8 +77,7 @@ def _get_state_dict(original: Callable[..., Any], self: Accelerator, model: Any,
     if not is_active.get() or trainer_patches.put_in() or not _shares_its_model(model):
         return original(self, model, *args, **kwargs)
     from ..partition.stored import holdings
-    from .parameters import lazy_parameters
-    from .save import lazy_state_dict
+    from .parameters import lazy_parameters, lazy_state_dict
 
     unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
     held = holdings(unwrapped, masters=False, rank=dist.get_rank(), world_size=dist.get_world_size())
@@ -107,7 +106,8 @@ def _save_model(
     call.apply_defaults()
     if not is_active.get() or not _shares_its_model(model) or not call.arguments["safe_serialization"]:
         return original(self, model, save_directory, *args, **kwargs)
-    from .save import Save, lazy_state_dict
+    from .parameters import lazy_state_dict
+    from .save import Save
 
     unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
 

@@ -15,30 +15,26 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import HostTensor, View
 from ..coordination import Coordinator
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..liveness import default_store
 from ..memory import AnonymousMemory, collector_paused
 from ..partition import stored, zero3
-from ..partition.original_experts import with_original_experts
 from ..progress import progress_bar
 from ..report import PhaseClock
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
 from .files import Comparison, ShardWriter, reserve
-from .parameters import Parameters, in_dtype
-from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write, view_of
+from .parameters import Parameters, lazy_state_dict
+from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write
 from .publish import Publication
 from .report import PHASES, SaveReport, SavingRank
 from .write import Sink, execute_save
 
 
-__all__ = ["LayOut", "Save", "lazy_state_dict", "save_pretrained"]
+__all__ = ["LayOut", "Save", "save_pretrained"]
 
 logger = logging.get_logger(__name__)
 
@@ -197,13 +193,15 @@ class Save:
                 world_size=coordinator.world_size,
             )
         )
-        parameters = Parameters(holdings, coordinator, dtype=self._dtype, single_writer=self._single_writer)
+        parameters = Parameters(
+            holdings, coordinator, dtype=self._dtype, single_writer=self._single_writer, threads=_threads()
+        )
         shards = coordinator.together(lambda: self._shards(publication, parameters, lay_out))
         plan = coordinator.together(
             lambda: make_save_plan(
                 shards,
                 parameters.shares,
-                everywhere={name for name, holding in parameters.holdings.items() if holding.everywhere},
+                everywhere=parameters.everywhere,
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,
                 chunk_bytes=self._chunk_bytes,
@@ -299,25 +297,6 @@ def _await_ranks(coordinator: Coordinator) -> None:
             )
         time.sleep(0.002)
     _begun += 1
-
-
-def lazy_state_dict(
-    model: nn.Module,
-    parameters: Mapping[str, torch.Tensor],
-    materialise: Callable[[View], torch.Tensor],
-    dtype: torch.dtype | None = None,
-) -> dict[str, Any]:
-    """``model.state_dict()`` with lazy tensors: `parameters`, and buffers in `dtype` if they are of floating point."""
-    memories: dict[Any, HostTensor] = {}
-
-    def lazy(name: str, value: Any) -> Any:
-        if name in parameters or not isinstance(value, torch.Tensor):
-            return parameters.get(name, value)
-        # A buffer is everyone's.
-        return in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
-
-    entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
-    return with_original_experts(model, entries, parameters)
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
