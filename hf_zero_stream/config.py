@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any
@@ -13,7 +14,14 @@ from typing import Any
 from .errors import ConfigError
 
 
-__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "adopt_alias", "without_own_section"]
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "SECTION",
+    "StreamingConfig",
+    "active_configs",
+    "adopt_alias",
+    "without_own_section",
+]
 
 SECTION = "hf_zero_stream"
 """The top-level key of a DeepSpeed config that holds our settings."""
@@ -26,6 +34,9 @@ CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 
 READERS = ("all", "rank0", "local_rank0")
 """Values of `read_from`."""
+
+WRITERS = ("auto", "all", "rank0")
+"""Values of `write_from`."""
 
 VERIFICATIONS = ("off", "sizes", "sample", "full")
 """Values of `verify`."""
@@ -40,7 +51,7 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig:
-    """How a streaming load uses memory, threads and the terminal.
+    """How a streaming load or save uses memory, disks, threads and the terminal.
 
     None of the settings changes what is loaded, only how, and what `strict` refuses. Every rank may have its own, but
     for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify` and, where ranks share the reading,
@@ -108,6 +119,13 @@ class StreamingConfig:
     again and compared with what was placed. `"full"`: all of them, which costs one more pass over this rank's bytes.
     """
 
+    write_from: str = "auto"
+    """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the others send what they hold.
+
+    `"auto"`: all, if all see the folder that rank 0 has made, and may write into it; else rank 0, so that the folder
+    is whole on its disk. Rank 0's setting counts.
+    """
+
     read_retries: int = 4
     """How often an open or a read that failed for a passing reason (EIO, ESTALE, ETIMEDOUT, ...) is tried again.
 
@@ -136,7 +154,7 @@ class StreamingConfig:
             # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
             if type(value) is not expected:
                 raise ConfigError(f"{field.name}: expected {expected.__name__}; got {value!r}")
-        for name, known in (("read_from", READERS), ("verify", VERIFICATIONS)):
+        for name, known in (("read_from", READERS), ("verify", VERIFICATIONS), ("write_from", WRITERS)):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}: expected one of {', '.join(known)}; got {getattr(self, name)!r}")
         for name, minimum in (
@@ -200,6 +218,13 @@ class StreamingConfig:
                 name = variables[variable]
                 values[name] = _parse(name, text, defaults[name], f"environment variable {variable}")
         return cls(**values)
+
+
+active_configs: ContextVar[tuple[StreamingConfig | None, ...]] = ContextVar("hf_zero_stream_configs", default=())
+"""The settings of each ``streaming()`` around this thread's code, the innermost last; None: those of the surroundings.
+
+Empty outside ``streaming()``.
+"""
 
 
 def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
-from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from transformers.utils import logging
 
 from . import patching
 from .config import StreamingConfig, adopt_alias, without_own_section
+from .config import active_configs as _configs
 from .coordination import Coordinator
 from .errors import ConfigError, UnsupportedError
 from .memory import collector_paused
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 __all__ = ["finish_saves_into", "lazily_loaded", "plan", "streaming"]
 
 logger = logging.get_logger(__name__)
-
-_configs: ContextVar[tuple[StreamingConfig | None, ...]] = ContextVar("hf_zero_stream_configs", default=())
 
 
 class streaming(ContextDecorator):  # noqa: N801 - used like a function

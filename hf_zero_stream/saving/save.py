@@ -18,6 +18,7 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..config import WRITERS, StreamingConfig, active_configs
 from ..coordination import Coordinator
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..liveness import default_store
@@ -26,6 +27,7 @@ from ..partition import stored, zero3
 from ..progress import progress_bar
 from ..report import PhaseClock
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
+from ..seams.session import other_config, zero3_config
 from .files import Comparison, ShardWriter, reserve
 from .parameters import Parameters, lazy_state_dict
 from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write
@@ -58,7 +60,7 @@ def save_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | str | None = None,
-    write_from: Literal["all", "rank0"] = "all",
+    write_from: Literal["auto", "all", "rank0"] | None = None,
     verify: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     progress: bool = True,
@@ -74,11 +76,12 @@ def save_pretrained(
 
     Args:
         model: the model, or the engine, or what ``accelerator.prepare`` made of it.
-        folder: where to save; seen by all ranks, unless rank 0 writes alone.
+        folder: where to save; it need not be seen by other ranks than rank 0.
         max_shard_size: of a file, in bytes, or as in ``"5GB"``.
         dtype: of the floating-point weights; default: the model's own. ``torch.float32`` takes the fp32 values that
             the optimizer trains, where there are any.
-        write_from: ``"all"`` ranks write, or ``"rank0"`` does, to which the others send theirs in chunks.
+        write_from: ``"all"`` ranks write, or ``"rank0"`` does, to which the others send theirs in chunks; ``"auto"``
+            is the first if all see the folder, else the second. Default: :attr:`StreamingConfig.write_from`.
         verify: compare what is in the files with what the ranks hold before the files get their names.
         chunk_bytes: memory of this size, a few times over, is what a rank needs to exchange elements with others.
         progress: show a bar on the first rank of each host.
@@ -107,11 +110,11 @@ class Save:
         folder: Path,
         *,
         dtype: torch.dtype | None = None,
-        write_from: str = "all",
+        write_from: str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        if write_from not in ("all", "rank0"):
-            raise ConfigError(f'write_from: expected "all" or "rank0"; got {write_from!r}')
+        if write_from is not None and write_from not in WRITERS:
+            raise ConfigError(f"write_from: expected one of {', '.join(WRITERS)}; got {write_from!r}")
         if chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: expected a size in bytes, at least 1; got {chunk_bytes!r}")
         unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -123,7 +126,8 @@ class Save:
         self._model: PreTrainedModel = unwrapped
         self._folder = folder
         self._dtype = dtype
-        self._single_writer = write_from == "rank0"
+        self._write_from = write_from
+        self._single_writer = False
         self._chunk_bytes = chunk_bytes
         self._coordinator = Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
@@ -164,7 +168,10 @@ class Save:
         publication: Publication | None = None
         try:
             with self._memory, self._clock("total"), collector_paused(), torch.no_grad(), torch.inference_mode(False):
-                publication = self._coordinator.share(lambda: Publication.begin(self._folder))
+                write_from, publication = self._coordinator.share(
+                    lambda: (self._write_from or _settings().write_from, Publication.begin(self._folder))
+                )
+                self._single_writer = write_from == "rank0" or (write_from == "auto" and self._is_hidden(publication))
                 with self._clock("plan"):
                     parameters, shards, plan = self._planned(publication, lay_out)
                 paths = [publication.temporary / shard.name for shard in shards]
@@ -221,6 +228,14 @@ class Save:
 
         coordinator.on_main(reserve_all)
         return parameters, shards, plan
+
+    def _is_hidden(self, publication: Publication) -> bool:
+        """Whether there are ranks that cannot write into the folder that rank 0 has made: its name is unique."""
+        sees = self._coordinator.exchange(os.access(publication.temporary, os.W_OK | os.X_OK))
+        if not all(sees) and self._coordinator.is_main:
+            blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
+            logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
+        return not all(sees)
 
     def _shards(self, publication: Publication, parameters: Parameters, lay_out: LayOut) -> list[ShardToWrite]:
         """The files to write; on rank 0 everything else gets into the temporary folder."""
@@ -297,6 +312,11 @@ def _await_ranks(coordinator: Coordinator) -> None:
             )
         time.sleep(0.002)
     _begun += 1
+
+
+def _settings() -> StreamingConfig:
+    """Those of the ``streaming()`` around this thread's code, if any."""
+    return StreamingConfig.resolve((active_configs.get() or (None,))[-1], zero3_config() or other_config())
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
