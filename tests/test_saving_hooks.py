@@ -49,7 +49,7 @@ def join_as_launched() -> None:
     PartialState(backend="gloo")
 
 
-def prepared(checkpoint: Path, stage: int = 3) -> tuple[Any, Any]:
+def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
     """An accelerator and the engine that it made, as a training script has them."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
@@ -57,7 +57,7 @@ def prepared(checkpoint: Path, stage: int = 3) -> tuple[Any, Any]:
     import hf_zero_stream
 
     join_as_launched()
-    config = ds_config(torch.bfloat16, stage=stage, stage3_gather_16bit_weights_on_model_save=True)
+    config = ds_config(torch.bfloat16, stage=stage, stage3_gather_16bit_weights_on_model_save=True, **zero)
     config["gradient_accumulation_steps"] = 1
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)

@@ -18,6 +18,8 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import View
 from ..config import WRITERS, StreamingConfig, active_configs
 from ..coordination import Coordinator
 from ..errors import ConfigError, SaveError, UnsupportedError
@@ -28,7 +30,9 @@ from ..progress import progress_bar
 from ..report import PhaseClock
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
 from ..seams.session import other_config, zero3_config
+from . import calls
 from .files import Comparison, ShardWriter, reserve
+from .gathered import await_others
 from .parameters import Parameters, lazy_state_dict
 from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write
 from .publish import Publication
@@ -97,8 +101,24 @@ def save_pretrained(
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
     """
-    save = Save(model, Path(folder), dtype=_dtype(dtype), write_from=write_from, chunk_bytes=chunk_bytes)
-    return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
+    dtype = _dtype(dtype)
+    save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes)
+    if not calls.has_own_save_pretrained(save.model):
+        return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
+    _refuse(kwargs)
+    settings = {"dtype": dtype, "write_from": write_from, "chunk_bytes": chunk_bytes}
+    save.await_ranks()
+    report = calls.led(
+        save.model,
+        lambda: save.model.save_pretrained(folder, max_shard_size=max_shard_size, **kwargs),
+        takes_all=True,
+        verify=verify,
+        progress=progress,
+        **settings,
+    )
+    if report is None:
+        raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
+    return report
 
 
 class Save:
@@ -123,7 +143,7 @@ class Save:
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(unwrapped)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
-        self._model: PreTrainedModel = unwrapped
+        self.model: PreTrainedModel = unwrapped
         self._folder = folder
         self._dtype = dtype
         self._write_from = write_from
@@ -152,17 +172,30 @@ class Save:
         def lay_out(folder: Path, parameters: Parameters) -> list[NotedShard]:
             entries = state_dict
             if entries is None:
-                entries = lazy_state_dict(self._model, parameters.lazy, parameters.gather, self._dtype)
+                entries = lazy_state_dict(self.model, parameters.lazy, parameters.gather, self._dtype)
+            else:
+                entries = {name: _with_values(value, parameters.gather) for name, value in entries.items()}
             count = sum(holding.shape.numel() for holding in parameters.holdings.values())
-            return lay_out_pretrained(self._model, folder, dict(entries), entries, count, self._dtype, **kwargs)
+            return lay_out_pretrained(
+                self.model, folder, dict(entries), entries, count, self._dtype, own_code=False, **kwargs
+            )
 
         return self.run(lay_out, index_name(kwargs.get("variant")), verify=verify, progress=progress)
 
     def run(self, lay_out: LayOut, index_name: str, *, verify: bool = False, progress: bool = True) -> SaveReport:
         """Save what `lay_out` lays out, and publish it; all ranks must call it."""
-        _await_ranks(self._coordinator)
+        self.await_ranks()
         with self._coordinator.watched():
             return self._run(lay_out, index_name, verify, progress)
+
+    def await_ranks(self) -> None:
+        """Return once all ranks are here.
+
+        Raises:
+            SaveError: they do not come.
+        """
+        await_others(self.model, self._coordinator)
+        _await_ranks(self._coordinator)
 
     def _run(self, lay_out: LayOut, index_name: str, verify: bool, progress: bool) -> SaveReport:
         publication: Publication | None = None
@@ -194,7 +227,7 @@ class Save:
         coordinator = self._coordinator
         holdings = coordinator.together(
             lambda: stored.holdings(
-                self._model,
+                self.model,
                 masters=self._dtype == torch.float32,
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,
@@ -312,6 +345,11 @@ def _await_ranks(coordinator: Coordinator) -> None:
             )
         time.sleep(0.002)
     _begun += 1
+
+
+def _with_values(value: Any, materialise: Callable[[View], torch.Tensor]) -> Any:
+    """`value`, if it is lazy, with values for conversions that need them."""
+    return LazyTensor.of(value.view_of_node, materialise) if isinstance(value, LazyTensor) else value
 
 
 def _settings() -> StreamingConfig:
