@@ -31,6 +31,7 @@ def test_bench_measures_every_arm(tmp_path: Path) -> None:
     results = json.loads(results_file.read_text())
     assert str(Path.cwd()) not in results_file.read_text()
     assert [entry["arm"] for entry in results["summary"]] == ARMS
+    assert results["touches_memory"] is True
     assert results["same_bits"] is True
     total = results["checkpoint"]["nbytes"]
     for run in results["runs"]:
@@ -40,6 +41,13 @@ def test_bench_measures_every_arm(tmp_path: Path) -> None:
     assert sum(rank["report"]["bytes"]["read"] for rank in ours["ranks"]) == pytest.approx(total, rel=0.05)
     for rank in ours["ranks"]:
         assert rank["rchar_bytes"] >= rank["report"]["bytes"]["read"]
+
+
+@pytest.mark.slow
+def test_memory_is_left_untouched_on_request(tmp_path: Path) -> None:
+    arguments = "--gigabytes 0.02 --repeats 1 --cache warm --timeout 200 --arms raw --untouched".split()
+    assert bench.main([*arguments, "--json", str(tmp_path / "results.json")]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["touches_memory"] is False
 
 
 @pytest.mark.slow
