@@ -19,9 +19,10 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test compat sweep fuzz quality style demo bench scale clean
+.PHONY: help system venv test compat sweep fuzz quality style demo bench scale clean
 
 help:
+	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
 	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
 	@echo "make test     run the tests (PYTEST_ARGS='-k name' narrows them)"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
@@ -34,10 +35,14 @@ help:
 	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
 	@echo "make clean    remove $(VENV) and caches"
 
+# Before every target that runs something: a package may have gone since $(VENV) was made.
+system:
+	@$(PYTHON) scripts/system_packages.py
+
 venv: $(STAMP)
 
 # torch goes first: pinned, so that the rest of the resolution cannot choose another build of it.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt | system
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[test,quality,notebooks]"
@@ -53,7 +58,7 @@ compat: export PATH := $(abspath $(OLDEST))/bin:$(PATH)
 compat: $(OLDEST)/.installed
 	$(OLDEST)/bin/python -m pytest -q $(COMPAT_TESTS) $(PYTEST_ARGS)
 
-$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt | system
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt torch
 	$(OLDEST)/bin/python -m pip install --quiet -c constraints-oldest.txt -e . pytest

@@ -33,6 +33,9 @@ class Task:
     cast: bool
     """The file is in fp32, the partitions in bf16."""
 
+    touches_memory: bool = True
+    """Memory is used and given back before the load is timed."""
+
     @property
     def shards(self) -> list[Path]:
         return sorted(Path(self.folder).glob("*.safetensors"))

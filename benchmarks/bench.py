@@ -45,7 +45,9 @@ def run_all(checkpoint: Checkpoint, settings: argparse.Namespace, console: Conso
 def _run_one(
     checkpoint: Checkpoint, settings: argparse.Namespace, arm: str, world_size: int, cache: str, repeat: int
 ) -> Run:
-    task = Task(arm, cache, str(checkpoint.folder), checkpoint.auto_class, settings.cast)
+    task = Task(
+        arm, cache, str(checkpoint.folder), checkpoint.auto_class, settings.cast, touches_memory=not settings.untouched
+    )
     entry: Run = {"arm": arm, "world_size": world_size, "cache": cache, "repeat": repeat}
     try:
         return {**entry, "ranks": run(task.to_json(), world_size, settings.timeout)}
@@ -69,6 +71,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--worlds", type=lambda text: [int(part) for part in text.split(",")], default=[2])
     parser.add_argument("--cache", type=_list_of(CACHE_STATES), default=list(CACHE_STATES), help="default: warm,cold")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--untouched", action="store_true", help="time loads without using memory beforehand")
     parser.add_argument("--timeout", type=float, default=900, help="seconds for one run, with its imports")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run and the summary")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw a bar chart (needs matplotlib)")
@@ -92,6 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
     checkpoint = cached_checkpoint(settings.checkpoint, settings.gigabytes, fp32=settings.cast)
     what = f"{settings.checkpoint}, {checkpoint.nbytes / 1e9:.2f} GB in {len(checkpoint.shards)} shards"
     what += ", fp32 to bf16" if settings.cast else ", bf16"
+    what += ", memory not touched before" if settings.untouched else ""
     described = machine.describe(checkpoint.folder)
     console.print(f"{what}\n{machine.in_words(described)}", markup=False, highlight=False)
 
@@ -112,6 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
                 "dtype": checkpoint.dtype,
             },
             "repeats": settings.repeats,
+            "touches_memory": not settings.untouched,
             "same_bits": equal,
             "summary": summary,
             "runs": runs,

@@ -24,7 +24,8 @@ def measure(task: Task) -> dict[str, Any]:
     if dist.get_rank() == 0:
         (page_cache.drop if task.cache == "cold" else page_cache.fill)(task.shards)
     dist.barrier()
-    _touch_memory(2 * sum(path.stat().st_size for path in task.shards) // dist.get_world_size())
+    if task.touches_memory:
+        _touch_memory(2 * sum(path.stat().st_size for path in task.shards) // dist.get_world_size())
     modules_before = len(sys.modules)
     hwm_reset = _reset_peak_resident()
     resident_before = _status_bytes("VmRSS")

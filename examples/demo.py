@@ -17,6 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from scripts.system_packages import COMPILER, HEADERS, explanation, lacking
+
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "examples" / "accelerate" / "zero3_cpu_gloo.yaml"
@@ -39,6 +41,10 @@ console = Console(highlight=False, width=110 if not sys.stdout.isatty() else Non
 
 def main() -> int:
     """Run the demonstration; returns the exit code."""
+    needs = lacking(COMPILER, HEADERS)
+    if needs:  # said before DeepSpeed says it, on every rank, in a hundred lines
+        console.print(f"[red]✗ {explanation(needs)}[/red]", soft_wrap=True)
+        return 1
     os.environ.update(QUIET)
     # ninja, with which DeepSpeed compiles its communication on CPUs, lives beside this Python.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])

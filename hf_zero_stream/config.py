@@ -13,7 +13,7 @@ from typing import Any
 from .errors import ConfigError
 
 
-__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "adopt_alias", "without_own_section"]
+__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "adopt_alias", "without_auto", "without_own_section"]
 
 SECTION = "hf_zero_stream"
 """The top-level key of a DeepSpeed config that holds our settings."""
@@ -26,6 +26,12 @@ CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 
 READERS = ("all", "rank0", "local_rank0")
 """Values of `read_from`."""
+
+REPLICAS = ("cpu", "device")
+"""Values of `replicas_on`."""
+
+WRITERS = ("auto", "all", "rank0")
+"""Values of `write_from`."""
 
 VERIFICATIONS = ("off", "sizes", "sample", "full")
 """Values of `verify`."""
@@ -40,7 +46,7 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingConfig:
-    """How a streaming load uses memory, threads and the terminal.
+    """How a streaming load or save uses memory, disks, threads and the terminal.
 
     None of the settings changes what is loaded, only how, and what `strict` refuses. Every rank may have its own, but
     for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify` and, where ranks share the reading,
@@ -72,8 +78,8 @@ class StreamingConfig:
     read_from: str = "all"
     """Which ranks read the shards: `"all"`; `"rank0"`, where other nodes cannot see them; `"local_rank0"`, one a node.
 
-    The readers send every other rank just its own bytes. All nodes still need the checkpoint's small files (config,
-    index).
+    The readers send every other rank just its own bytes, also those that planning needs. Every rank must still see
+    the checkpoint's small files (config, index), and files that are not safetensors.
     """
 
     chunk_bytes: int = 8 * 2**20
@@ -91,7 +97,15 @@ class StreamingConfig:
     share_reads: bool = True
     """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
 
-    Then all ranks must call `from_pretrained` together. False leaves such loads to transformers.
+    That is where all ranks make the same load at the same time. Where they do not come together within 5 s, each loads
+    alone, as transformers does, and says so. False leaves such loads to transformers.
+    """
+
+    replicas_on: str = "cpu"
+    """Where a load that shares reads puts parameters: `"cpu"`, as stock, or `"device"`, on which this rank trains.
+
+    On the device, parameters under a config of stage 1 or 2 lie in one buffer, which `deepspeed.initialize` takes over
+    without copying it.
     """
 
     strict: bool = False
@@ -108,6 +122,13 @@ class StreamingConfig:
     again and compared with what was placed. `"full"`: all of them, which costs one more pass over this rank's bytes.
     """
 
+    write_from: str = "auto"
+    """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the others send what they hold.
+
+    `"auto"`: all, if all see the folder that rank 0 has made, and may write into it; else rank 0, so that the folder
+    is whole on its disk. Rank 0's setting counts.
+    """
+
     read_retries: int = 4
     """How often an open or a read that failed for a passing reason (EIO, ESTALE, ETIMEDOUT, ...) is tried again.
 
@@ -115,9 +136,10 @@ class StreamingConfig:
     """
 
     peer_timeout_s: int = 8
-    """Seconds without a sign of life after which a rank counts as dead; one that is merely slow gives signs of life.
+    """Seconds without a heartbeat after which a rank counts as dead whose process nobody can look at.
 
-    Ranks of one host do not need it: they see each other's processes end.
+    Ranks of one host see each other's processes, and those of other hosts ask the kernel there: a process that exists
+    is not dead. So it matters only where ranks cannot open TCP connections to each other.
     """
 
     progress: bool = True
@@ -136,7 +158,12 @@ class StreamingConfig:
             # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
             if type(value) is not expected:
                 raise ConfigError(f"{field.name}: expected {expected.__name__}; got {value!r}")
-        for name, known in (("read_from", READERS), ("verify", VERIFICATIONS)):
+        for name, known in (
+            ("read_from", READERS),
+            ("replicas_on", REPLICAS),
+            ("verify", VERIFICATIONS),
+            ("write_from", WRITERS),
+        ):
             if getattr(self, name) not in known:
                 raise ConfigError(f"{name}: expected one of {', '.join(known)}; got {getattr(self, name)!r}")
         for name, minimum in (
@@ -207,6 +234,18 @@ def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ds_config.items() if key != SECTION}
 
 
+def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a DeepSpeed config without what is ``"auto"``: DeepSpeed reads that as if it were not there.
+
+    `reduce_bucket_size` stays, because transformers and accelerate fill it in from the model, by a known rule.
+    """
+    return {
+        key: without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in ds_config.items()
+        if value != "auto" or key == "reduce_bucket_size"
+    }
+
+
 def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
     """Move `zero_optimization.stage3_partition_stream_chunk_size` into our section, in place.
 
@@ -218,7 +257,7 @@ def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
         itemsize: bytes of one element of a parameter.
     """
     elements = ds_config.get("zero_optimization", {}).pop(CHUNK_ALIAS, 0)
-    if elements:
+    if elements and elements != "auto":
         ds_config[SECTION] = {"chunk_bytes": elements * itemsize, **ds_config.get(SECTION, {})}
 
 

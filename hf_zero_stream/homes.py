@@ -33,10 +33,10 @@ class Home(Protocol):
     is_partitioned: bool
     """Whether parameters become ZeRO-3's; if not, transformers makes memory for those that no checkpoint fills."""
 
-    def dtype(self, wanted: torch.dtype) -> torch.dtype | None:
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         """The dtype of all floating-point parameters if `wanted` was asked for; None if each has its own.
 
-        Asked before :meth:`parameter`.
+        Asked before :meth:`parameter`. If nothing is `wanted`: None too if it is not decided yet.
         """
 
     def expect(self, model: nn.Module, tied: set[str]) -> None:
@@ -77,7 +77,7 @@ class PartitionedHome:
         self._coordinator = coordinator
         self._device = zero3.local_device()
 
-    def dtype(self, wanted: torch.dtype) -> torch.dtype | None:
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         """DeepSpeed's, as in stock."""
         self._dtype = self._dtype or wanted
         return self._dtype
@@ -117,36 +117,41 @@ class PartitionedHome:
 class ReplicatedHome:
     """ZeRO stages 0 to 2 and plain data parallelism: every rank has all of every parameter.
 
-    Each rank reads 1/N of every parameter and gets the rest from the others, chunk by chunk. Under stages 1 and 2 the
-    parameters are laid out as DeepSpeed is going to flatten them, on the device.
+    Each rank reads 1/N of every parameter and gets the rest from the others, chunk by chunk. Under stages 1 and 2,
+    parameters that are on the device already are laid out as DeepSpeed is going to flatten them there.
 
     Args:
         ds_config: the DeepSpeed config; empty if there is none.
         coordinator: the ranks that load together.
         chunk_bytes: bound of the buffers through which ranks exchange what they read.
+        on_device: put parameters on the device that this rank trains on, instead of into host memory.
     """
 
     is_partitioned = False
 
-    def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, chunk_bytes: int) -> None:
+    def __init__(
+        self, ds_config: Mapping[str, Any], coordinator: Coordinator, chunk_bytes: int, *, on_device: bool = False
+    ) -> None:
         self._ds_config = ds_config
         self._coordinator = coordinator
         self._chunk_bytes = chunk_bytes
+        self._device = zero3.local_device() if on_device else torch.device("cpu")
         self._laid_out: dict[int, torch.Tensor] = {}
 
-    def dtype(self, wanted: torch.dtype) -> torch.dtype | None:
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         return None
 
     def expect(self, model: nn.Module, tied: set[str]) -> None:
-        if self._ds_config.get("zero_optimization", {}).get("stage") not in (1, 2):
-            return
+        is_flattened = self._ds_config.get("zero_optimization", {}).get("stage") in (1, 2)
+        if not is_flattened or self._device.type != zero3.local_device().type:
+            return  # moving parameters to the device gives each memory of its own
         named = model.named_parameters()
         lazy = {name: param for name, param in named if isinstance(param, LazyTensor) and name not in tied}
         storage = allocate_flat(
             [(name, param.shape, param.dtype, param.requires_grad) for name, param in lazy.items()],
             self._ds_config,
             self._coordinator.world_size,
-            zero3.local_device(),
+            self._device,
         )
         self._laid_out = {id(param): storage.tensors[name] for name, param in lazy.items()}
 
@@ -155,7 +160,7 @@ class ReplicatedHome:
             return None
         values = self._laid_out.pop(id(param), None)
         if values is None:
-            values = torch.empty(param.shape, dtype=param.dtype)
+            values = torch.empty(param.shape, dtype=param.dtype, device=self._device)
         return nn.Parameter(values, requires_grad=param.requires_grad)
 
     def buffer(self, buffer: torch.Tensor) -> torch.Tensor | None:

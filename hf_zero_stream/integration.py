@@ -8,28 +8,39 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ContextDecorator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import transformers
-from transformers.integrations import HfDeepSpeedConfig, is_fsdp_enabled
 from transformers.utils import logging
 
-from . import patching
+from . import patching, scope
 from .config import StreamingConfig, adopt_alias, without_own_section
-from .coordination import Coordinator
-from .errors import ConfigError, UnsupportedError
+from .coordination import Coordinator, expected_at
+from .decorating import decorated
+from .errors import ConfigError, DisagreementError, UnsupportedError
 from .memory import collector_paused
 from .planning.plan import LoadPlan
+from .presence import make_contact
+from .rendezvous import LOAD, SHARED_LOAD, Apart
 from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
-from .saving.hooks import is_active, trainer_patches
+from .saving.hooks import trainer_patches
 from .saving.publish import finish_interrupted
-from .seams import REPLACEMENTS, Session, Stopped, other_config, raise_if_misfit, zero3_config, zero3_hidden
+from .seams import (
+    REPLACEMENTS,
+    ModelsConfig,
+    Session,
+    Stopped,
+    other_config,
+    raise_if_misfit,
+    zero3_config,
+    zero3_hidden,
+)
+from .seams.placement import builds_without_memory, sharding_argument, why_elsewhere
 
 
 if TYPE_CHECKING:
@@ -40,18 +51,21 @@ __all__ = ["finish_saves_into", "lazily_loaded", "plan", "streaming"]
 
 logger = logging.get_logger(__name__)
 
-_configs: ContextVar[tuple[StreamingConfig | None, ...]] = ContextVar("hf_zero_stream_configs", default=())
+Function = TypeVar("Function")
 
 
-class streaming(ContextDecorator):  # noqa: N801 - used like a function
+class streaming:  # noqa: N801 - used like a function
     """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
 
     Saving is the same, backwards: ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to
     save a ZeRO model write each rank's own bytes, and gather nothing (see :func:`hf_zero_stream.save_pretrained`).
 
     A context manager and a decorator; may be nested and re-entered, and always restores transformers. Without ZeRO-3
-    several ranks share the reading (see :attr:`StreamingConfig.share_reads`), so that all of them must make the call;
-    with one rank calls are exactly transformers' own.
+    several ranks share the reading if all of them make the call (see :attr:`StreamingConfig.share_reads`); with one
+    rank calls are exactly transformers' own.
+
+    Decorates functions and methods of every kind. The body of an ``async def`` is inside as long as it runs, with the
+    tasks and threads that it awaits. The body of a generator is inside; what consumes the generator is not.
 
     Args:
         config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from
@@ -64,81 +78,144 @@ class streaming(ContextDecorator):  # noqa: N801 - used like a function
 
     def __init__(self, config: StreamingConfig | None = None) -> None:
         if config is not None and not isinstance(config, StreamingConfig):
-            raise ConfigError(f"streaming(config): expected a StreamingConfig; got {config!r}")
+            raise ConfigError(
+                f"streaming(config): expected a StreamingConfig; got {config!r}. A decorator is written @streaming()."
+            )
         self.config = config
+        self._open: list[scope.Block] = []
 
     def __enter__(self) -> streaming:
+        make_contact()
         _patches.acquire()
         trainer_patches.acquire()
-        around = _configs.get()
-        inherited = around[-1] if around else None
-        _configs.set((*around, inherited if self.config is None else self.config))
-        is_active.set(True)
+        self._open.append(scope.enter(self.config))
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _configs.set(_configs.get()[:-1])
-        is_active.set(bool(_configs.get()))
+        scope.leave(self._open)
         trainer_patches.release()
         _patches.release()
 
+    def __call__(self, function: Function) -> Function:
+        return decorated(function, lambda: streaming(self.config), "streaming()")
+
 
 def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
-    if not _configs.get() or Session.current() is not None:
+    around = Session.current()
+    if not scope.active_configs() or (around is not None and not around.building):
         return original(*args, **kwargs)
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
-    kept_alive = None if ds_config is None else HfDeepSpeedConfig(_buildable(ds_config))
-    found = zero3_config()
-    if found is None:
-        _warn_if_zero3_comes_too_late()
-        found_other = other_config()
-        settings = _settings(found_other, strict)
-        if not settings.share_reads or not _ranks_load_the_same(kwargs):
-            return _stock_from_pretrained(original, args, kwargs, settings.strict)
+    if around is not None:
+        return _nested(around, original, args, kwargs, bool(strict))
+    if ds_config is None:
+        return _load(original, cls, args, kwargs, strict, None)
+    with expected_at(LOAD):
+        own_config = ModelsConfig(_buildable(ds_config))
+    try:
+        result = _load(original, cls, args, kwargs, strict, own_config)
+    except BaseException:
+        own_config.withdraw()
+        raise
+    _model_of(result)._hf_zero_stream_ds_config = own_config
+    return result
 
+
+def _nested(around: Session, original: Callable[..., Any], args: Any, kwargs: Any, strict: bool) -> Any:
+    """A call in the ``__init__`` of the model that `around` builds; the settings are those of that model's load."""
+    session = around.nested(strict)
+    if session is None:
+        return _stock_from_pretrained(original, args, kwargs, strict)
+    finish_saves_into(_path_of(args, kwargs), around.load.coordinator)
+    with session:
+        return original(*args, **kwargs)
+
+
+def _path_of(args: Any, kwargs: Any) -> Any:
+    return args[0] if args else kwargs.get("pretrained_model_name_or_path")
+
+
+def _load(
+    original: Callable[..., Any], cls: Any, args: Any, kwargs: Any, strict: Any, own_config: ModelsConfig | None
+) -> Any:
+    found = zero3_config(own_config)
+    if found is not None:
+        return _under_zero3(original, found, args, kwargs, strict)
+    return _outside_zero3(original, cls, other_config(own_config), args, kwargs, strict)
+
+
+def _under_zero3(original: Callable[..., Any], found: dict[str, Any], args: Any, kwargs: Any, strict: Any) -> Any:
     from .load import Load  # imports deepspeed, which takes seconds and which plain loading does not need
     from .partition import zero3
 
-    if found is not None:
-        zero3.init_distributed()
-    zero3.reset_device_peak()
+    zero3.init_distributed()
     coordinator = Coordinator.of_default_group()
-    with coordinator.watched():
-        try:
-            if found is None:
-                load = Load(settings, without_own_section(_buildable(found_other)), coordinator, replicated=True)
-            else:
-                adopt_alias(found, zero3.partition_dtype(found).itemsize)
-                load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
-                zero3.refuse_unsupported(load.ds_config)
-            with zero3.outside_zero_init():
-                result = _streamed(load, original, args, kwargs)
-        except BaseException as error:  # Ctrl-C too: the other ranks would wait for this one
-            failure = coordinator.report(error)
-            raise failure from (None if failure is error else error)
-    if kept_alive is not None:
-        (result[0] if isinstance(result, tuple) else result)._hf_zero_stream_ds_config = kept_alive
-    return result
+    with coordinator.watched(LOAD), coordinator.reporting():
+        zero3.reset_device_peak()
+        adopt_alias(found, zero3.partition_dtype(found).itemsize)
+        load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
+        zero3.refuse_unsupported(load.ds_config)
+        _refuse_empty_weights()
+        if (sections := zero3.undecided(found)) and coordinator.is_main:
+            _warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
+        with zero3.outside_zero_init():
+            return _streamed(load, original, args, kwargs)
+
+
+def _outside_zero3(
+    original: Callable[..., Any], cls: Any, found: dict[str, Any], args: Any, kwargs: Any, strict: Any
+) -> Any:
+    """Share the load with the other ranks if they all make it, else leave it to stock."""
+    _warn_if_zero3_comes_too_late()
+    if not _ranks_load_the_same(kwargs):
+        return _stock_from_pretrained(original, args, kwargs, _settings(found, strict).strict)
+    with expected_at(SHARED_LOAD):
+        settings = _settings(found, strict)
+        if settings.share_reads:
+            from .load import Load
+            from .partition import zero3
+
+            coordinator = Coordinator.of_default_group()
+            path = str(_path_of(args, kwargs))
+            subject = f"{cls.__name__} from {os.path.basename(os.path.normpath(path))}"
+            try:
+                with coordinator.watched(SHARED_LOAD, subject), coordinator.reporting():
+                    zero3.reset_device_peak()
+                    load = Load(settings, without_own_section(_buildable(found)), coordinator, replicated=True)
+                    with zero3.outside_zero_init():
+                        return _streamed(load, original, args, kwargs)
+            except (Apart, DisagreementError) as why:
+                logger.warning(
+                    f"hf_zero_stream: rank {coordinator.rank} loads {path} alone, as stock transformers does, and "
+                    f"shares no reading: {why}"
+                )
+    return _stock_from_pretrained(original, args, kwargs, settings.strict)
 
 
 def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What stock's `from_pretrained` returns while its seams are ours."""
-    finish_saves_into(args[0] if args else kwargs.get("pretrained_model_name_or_path"), load.coordinator)
+    finish_saves_into(_path_of(args, kwargs), load.coordinator)
     # Partitions that are written later (by other threads, by training) must not be inference tensors.
     with (
-        Session(load) as session,
+        _patches.held(),  # streaming() may be left while a thread of its still loads
+        Session(load, strict=load.config.strict) as session,
         load.memory,
         load.clock("total"),
         collector_paused(),
         torch.inference_mode(False),
+        _on_the_host(),
     ):
         result = original(*args, **kwargs)
     if session.stock_reason:
-        load.coordinator.agree()
+        load.coordinator.refuse_unlike("stock")
     else:
-        model = result[0] if isinstance(result, tuple) else result
+        model = _model_of(result)
         model.streaming_report = load.finish(model, logger)
     return result
+
+
+def _model_of(result: Any) -> Any:
+    """The model of what `from_pretrained` returned, with or without the loading info."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def finish_saves_into(path: Any, coordinator: Coordinator) -> None:
@@ -157,12 +234,35 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
-    elsewhere = any(kwargs.get(name) is not None for name in ("device_map", "tp_plan", "device_mesh", "state_dict"))
-    return not elsewhere and not is_fsdp_enabled() and torch.get_default_device().type == "cpu"
+    sharding = sharding_argument(kwargs)
+    if sharding and dist.get_rank() == 0:
+        logger.warning(
+            f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model: sharded models "
+            "are not streamed yet. Each rank reads the checkpoint by transformers' own code, and nothing is shared."
+        )
+    return not sharding and not why_elsewhere(kwargs)
+
+
+@contextmanager
+def _on_the_host() -> Iterator[None]:
+    """Inside, tensors without a device of their own are the host's, whatever torch's default device is."""
+    if torch.get_default_device().type == "cpu":  # nothing to do, and a context would slow every function of torch
+        yield
+    else:
+        with torch.device("cpu"):
+            yield
+
+
+def _refuse_empty_weights() -> None:
+    if builds_without_memory():
+        raise UnsupportedError(
+            "from_pretrained inside accelerate's init_empty_weights() would leave every parameter without values. "
+            "Call it outside: under streaming() no rank holds the whole model anyway."
+        )
 
 
 def _settings(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
-    settings = StreamingConfig.resolve(_configs.get()[-1], ds_config)
+    settings = StreamingConfig.resolve((scope.active_configs() or (None,))[-1], ds_config)
     return settings if strict is None else replace(settings, strict=strict)
 
 
@@ -206,12 +306,14 @@ def plan(
         rank: the rank to plan for.
         ds_config: a DeepSpeed config (dict or path), for the dtype that DeepSpeed gives to parameters, for the memory
             that its engine needs (``plan.footprint``) and for our settings.
-        dtype: dtype of the parameters where `ds_config` is not given; default: the checkpoint's own.
+        dtype: dtype of the parameters where `ds_config` is not given, or leaves it open (``"bf16": {"enabled":
+            "auto"}``, which accelerate and the Trainer fill in); default: the checkpoint's own, and where `ds_config`
+            leaves it open fp32, with a warning.
         device: type of the device that will train ("cuda", "cpu"), for ``plan.footprint``; default: this machine's.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
-        ConfigError: `rank` is not below `world_size`.
+        ConfigError: `rank` is not below `world_size`, or the stage of `ds_config` is not 3.
         HfZeroStreamError: the checkpoint is not sound.
         RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
 
@@ -223,12 +325,34 @@ def plan(
         raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
     from .load import Load
 
-    found = {} if ds_config is None else _buildable(ds_config)
+    found = {} if ds_config is None else _with_dtype(_buildable(ds_config), dtype)
+    stage = (found.get("zero_optimization") or {}).get("stage", 3)
+    if stage != 3:
+        raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
     load = Load(
         StreamingConfig.resolve(None, found), without_own_section(found), Coordinator(rank, world_size, alone=True)
     )
     load.device = device or load.device
     return lazily_loaded(path, load, load.plan_only, dtype="auto" if dtype is None else dtype, **kwargs)
+
+
+def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
+    """The config once "auto" has become `dtype`; where that says nothing, DeepSpeed's reading, with a warning."""
+    from .partition import zero3
+
+    sections = zero3.undecided(ds_config)
+    if sections and dtype in (None, "auto"):
+        _warn_of_open_dtype(sections, "Pass plan(dtype=...) for another.")
+    enabled = {"torch.bfloat16": ("bf16", "bfloat16"), "torch.float16": ("fp16",)}
+    names = enabled.get(f"torch.{str(dtype).removeprefix('torch.')}", ())
+    return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
+
+
+def _warn_of_open_dtype(sections: list[str], advice: str) -> None:
+    logger.warning_once(
+        f'The DeepSpeed config has "{sections[0]}": {{"enabled": "auto"}}, and neither accelerate nor the Trainer has '
+        f"filled it in. It counts as off, as in DeepSpeed: parameters are in fp32. {advice}"
+    )
 
 
 def lazily_loaded(
@@ -247,13 +371,33 @@ def lazily_loaded(
     Raises:
         UnsupportedError: the load is one that is left to stock.
     """
+    refuse_sharding(path, kwargs)
     model_class = model_class_of(path, kwargs)
-    with streaming(), zero3_hidden(), collector_paused(), Session(load, instead_of_placing=use) as session:
+    with (
+        streaming(),
+        zero3_hidden(),
+        collector_paused(),
+        Session(load, instead_of_placing=use, strict=load.config.strict) as session,
+    ):
         try:
             model_class.from_pretrained(path, dtype=dtype, **kwargs)
         except Stopped as stopped:
             return stopped.result
     raise UnsupportedError(f"{path}: {session.stock_reason}, and such a load is not streamed.")
+
+
+def refuse_sharding(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments by which transformers would shard the model that is streamed or planned.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    sharding = sharding_argument(kwargs)
+    if sharding:
+        raise UnsupportedError(
+            f"{path}: {sharding}= shards the model by transformers' own code, and sharded models are not streamed "
+            "yet. Leave it out, or load with from_pretrained."
+        )
 
 
 def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:
@@ -270,11 +414,18 @@ def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:
 
 
 def _buildable(ds_config: Any) -> Any:
-    """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it."""
+    """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it.
+
+    Raises:
+        ConfigError: the stage is a string, for which transformers would find no ZeRO-3, without a word.
+    """
     if not isinstance(ds_config, Mapping):
         with open(ds_config, encoding="utf-8") as file:
             ds_config = json.load(file)
     config = dict(ds_config)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and isinstance(zero.get("stage"), str):
+        raise ConfigError(f"zero_optimization.stage: expected a number, 0 to 3; got {zero['stage']!r}")
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if config.get(key, "auto") == "auto":
             config[key] = 1

@@ -7,6 +7,7 @@ parameters and buffers are lazy, and :meth:`Load.finish`.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,11 +17,12 @@ import torch
 from torch import nn
 
 from .allocation import allocating, is_out_of_memory
+from .checkpoint.absent import AbsentSlice
 from .checkpoint.index import DTYPES, CheckpointIndex, Shard, ShardHeader, read_header
 from .checkpoint.lazy import CheckpointSlice, LazyTensor, checkpoint_slices
 from .checkpoint.nodes import HostTensor, View
 from .checkpoint.source import Identity
-from .config import StreamingConfig
+from .config import StreamingConfig, without_auto
 from .coordination import Coordinator
 from .errors import LoadError
 from .homes import Home, PartitionedHome, ReplicatedHome, Sourced, Sources, whole
@@ -29,12 +31,15 @@ from .partition import engine_memory, zero3
 from .planning.plan import LoadPlan
 from .reading import Batch, Reader
 from .report import LoadReport, Materialised, PhaseClock, RankReport
-from .sameness import description, refuse_differences, refuse_other_headers
+from .sameness import description, refuse_differences, refuse_other_files, refuse_other_headers
+from .wrapped import lacks_values, refuse_wrapped
 
 
 __all__ = ["Load", "source_of"]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -58,13 +63,13 @@ class Load:
         replicated: bool = False,
     ) -> None:
         self.config = config
-        self.ds_config = ds_config
+        self.ds_config = ds_config = without_auto(ds_config)
         self.coordinator = coordinator
         coordinator.be_patient(config.peer_timeout_s)
         self.clock = PhaseClock()
         self.memory = AnonymousMemory()
         self.home: Home = (
-            ReplicatedHome(ds_config, coordinator, config.staging_bytes)
+            ReplicatedHome(ds_config, coordinator, config.staging_bytes, on_device=config.replicas_on == "device")
             if replicated
             else PartitionedHome(ds_config, coordinator)
         )
@@ -73,6 +78,9 @@ class Load:
         """The type of the device that will train, on which the memory that is announced depends."""
         self._reader = Reader(config, coordinator, self.clock, self.memory)
         self._recast: list[str] = []
+        self._index: CheckpointIndex | None = None
+        self.absent: Mapping[str, AbsentSlice] = {}
+        """Tensors that the checkpoint's index promises and no shard holds."""
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -89,10 +97,36 @@ class Load:
         """Begin to bring safetensors shards into the page cache where that is of use; a second call does nothing."""
         self._reader.read_ahead(files)
 
+    @property
+    def reads_itself(self) -> bool:
+        """Whether this rank reads the shards, and not another one for it (`read_from`)."""
+        return self._reader.reads_itself
+
+    def look_into(self, shard: str) -> CheckpointIndex:
+        """What is in one shard; where one rank reads for others, all of them ask together, and rank 0 looks."""
+        if self._reader.relays:
+            return CheckpointIndex.from_headers([shard], [self.coordinator.share(lambda: read_header(shard))])
+        return CheckpointIndex.from_files([shard])
+
+    def refuse_unseen(self, files: Sequence[str]) -> None:
+        """Where one rank reads for others: check that all ranks know of the same `files`, and see what is pickled.
+
+        Raises:
+            ReadError: on all ranks; names the rank.
+        """
+        if not self._reader.relays:
+            return
+        unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
+        everyone = self.coordinator.exchange((sorted(map(os.path.basename, files)), unseen))
+        refuse_other_files(os.path.dirname(files[0]), everyone, self.config.read_from)
+
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None
-    ) -> dict[str, CheckpointSlice | torch.Tensor]:
+    ) -> dict[str, CheckpointSlice | AbsentSlice | torch.Tensor]:
         """Index safetensors shards and return a state dict of lazy slices; rank 0's headers serve all ranks.
+
+        What the index promises and no shard holds is in it too: see :meth:`refuse_absent`.
+        Called once more for each checkpoint that the model's ``__init__`` loads, before that of the model itself.
 
         Raises:
             CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
@@ -105,23 +139,54 @@ class Load:
             retries = self._reader.retries
             return [retries.call(partial(read_header, path), cause_of=lambda error: error.__cause__) for path in files]
 
-        with self.clock("index"):
-            headers = self.coordinator.share(read_headers)
-            is_first_of_host = zero3.local_rank() == 0 and self._reader.reads_itself and not self.coordinator.is_alone
-            if is_first_of_host and not self.coordinator.is_main and self.config.verify != "off":
+        def checked_index() -> CheckpointIndex:
+            compares = self.coordinator.topology.is_first_of_host and self._reader.reads_itself
+            if compares and not self.coordinator.is_main and self.config.verify != "off":
                 refuse_other_headers(files, read_headers(), headers)
-            index = CheckpointIndex.from_headers(files, headers)
-            if weight_map:
-                index.check_weight_map(weight_map)
-        self._reader.use(index.shards, identities)
-        slices: dict[str, CheckpointSlice | torch.Tensor] = {**checkpoint_slices(index, self._reader.materialise)}
-        for name in slices:
-            if _is_extra_state(name):
-                slices[name] = slices[name][...].materialise()  # a module is given it at once, and may look into it
-        return slices
+            return CheckpointIndex.from_headers(files, headers, weight_map)
+
+        with self.clock("index"):
+            self.coordinator.refuse_unlike([os.path.basename(file) for file in files])
+            headers = self.coordinator.share(read_headers)
+            # Where one rank reads for others, what follows is for all of them together.
+            index = self.coordinator.together(checked_index) if self._reader.relays else checked_index()
+        for note in index.notes if self.coordinator.is_main else ():
+            logger.warning("%s: %s", os.path.dirname(files[0]), note)
+        self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
+        index = index.numbered_from(self._reader.add(index.shards, identities))
+        slices = checkpoint_slices(index, self._reader.materialise)
+        # A module is given its extra state at once, and may look into it.
+        extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
+        return {**slices, **extra, **self.absent}
+
+    def refuse_absent(self) -> None:
+        """Raise if values were asked for that the index promises and no shard holds; else warn of those once.
+
+        Raises:
+            CheckpointError: names a tensor, and the file that should hold it.
+        """
+        if self._index is None or not self.absent:
+            return
+        self._index.refuse_absent(name for name, piece in self.absent.items() if piece.is_wanted)
+        if self.coordinator.is_main:
+            folder = os.path.dirname(self._index.shards[0].path)
+            logger.warning("%s: %s", folder, self._index.note_of_absent)
 
     def open_values(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, CheckpointSlice | torch.Tensor]:
-        """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already."""
+        """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already.
+
+        Raises:
+            UnsupportedError: a tensor holds others in its place (DTensor).
+            LoadError: one has no values (on the meta device).
+        """
+        tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
+        refuse_wrapped(tensors.items(), "state_dict", "Give it whole tensors (DTensor.full_tensor()).")
+        empty = [name for name, value in tensors.items() if lacks_values(value)]
+        if empty:
+            raise LoadError(
+                f"state_dict: {len(empty)} tensors have no values (they are on the meta device): "
+                f"{', '.join(empty[:8])}. Give it tensors that are in memory."
+            )
 
         def slice_of(name: str, tensor: torch.Tensor) -> CheckpointSlice | torch.Tensor:
             if _is_extra_state(name):
@@ -129,10 +194,10 @@ class Load:
             dtype_name = _DTYPE_NAMES.get(tensor.dtype, "")
             return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._reader.materialise)
 
-        self._reader.use(())
-        return {
-            name: slice_of(name, tensor) for name, tensor in state_dict.items() if isinstance(tensor, torch.Tensor)
-        }
+        self.coordinator.refuse_unlike("values in memory")
+        self._index, self.absent = None, {}
+        self._reader.add(())
+        return {name: slice_of(name, tensor) for name, tensor in tensors.items()}
 
     # ------------------------------------------------------------------------------------------------- place
 
@@ -200,18 +265,19 @@ class Load:
         replaced: dict[int, nn.Parameter] = {}
         self.home.expect(model, tied)
         for prefix, module in model.named_modules():
-            for key, param in module._parameters.items():
+            for key, param in list(module._parameters.items()):
                 name = f"{prefix}.{key}" if prefix else key
                 if param is None or name in tied:
                     continue
                 if id(param) in replaced:
-                    module._parameters[key] = replaced[id(param)]
+                    setattr(module, key, replaced[id(param)])
                     continue
                 with allocating(name, param.nbytes, "the host", self.coordinator.rank):
                     new = self.home.parameter(param)
                 if new is None:
                     continue
-                module._parameters[key] = replaced[id(param)] = new
+                replaced[id(param)] = new
+                setattr(module, key, new)  # as transformers does: a recurrent layer keeps its weights in a list, too
                 _copy_attributes(param, new)
                 if isinstance(param, LazyTensor) and param.dtype != new.dtype:
                     self._recast.append(name)
@@ -266,7 +332,7 @@ class Load:
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures (the last agreement), log them on the main process and return the report."""
-        unfilled = [name for name, tensor in _all_tensors(model) if isinstance(tensor, LazyTensor) or tensor.is_meta]
+        unfilled = [name for name, tensor in _all_tensors(model) if lacks_values(tensor)]
         error = None
         if unfilled:
             error = LoadError(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -47,6 +48,15 @@ class Patches:
                     owner, name, original, patched = self._saved.pop()
                     if vars(owner)[name] is patched:  # somebody else's patch on top of ours is theirs to remove
                         setattr(owner, name, original)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, the replacements stay in."""
+        self.acquire()
+        try:
+            yield
+        finally:
+            self.release()
 
 
 def class_method(replacement: Callable[..., Any]) -> Make:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from types import TracebackType
 
 from tqdm.auto import tqdm
+
+from .topology import announced_local_rank
 
 
 __all__ = ["ProgressBar", "progress_bar"]
@@ -39,7 +40,7 @@ class ProgressBar:
 def progress_bar(total_bytes: int, description: str, enabled: bool) -> ProgressBar:
     """Makes the progress bar of a load.
 
-    It is silent if `enabled` is false, on every process but the local main one (`LOCAL_RANK` is 0 or not set), and
+    It is silent if `enabled` is false, on every process but the local main one (as the launcher numbers them), and
     wherever the bars of huggingface_hub or transformers are disabled or transformers' verbosity is above WARNING.
 
     Args:
@@ -50,7 +51,7 @@ def progress_bar(total_bytes: int, description: str, enabled: bool) -> ProgressB
     Returns:
         A context manager with a thread-safe `update(nbytes)`.
     """
-    if not (enabled and os.environ.get("LOCAL_RANK", "0") == "0" and _libraries_allow_bars()):
+    if not (enabled and announced_local_rank() == 0 and _libraries_allow_bars()):
         return ProgressBar(None)
     return ProgressBar(tqdm(total=total_bytes, desc=description, unit="B", unit_scale=True, unit_divisor=1024))
 

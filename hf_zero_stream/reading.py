@@ -22,7 +22,7 @@ from .engine.execute import execute_reads
 from .engine.lanes import buffers_per_lane
 from .engine.lookup import Lookup
 from .engine.read_ahead import ReadAhead
-from .engine.relay import RelayedFiles, serve
+from .engine.relay import RelayedFiles, RelayServer
 from .engine.streams import choose_request_bytes, choose_threads
 from .engine.workers import share_out
 from .memory import AnonymousMemory, total_memory_bytes
@@ -34,6 +34,9 @@ from .verification import Verifier
 
 
 __all__ = ["Batch", "Item", "Reader"]
+
+CLOSING_S = 10.0
+"""How long a reading rank waits, after an error, for the ranks that it reads for to say that they are done."""
 
 Item = tuple[Target, View]
 """What to fill, and from what."""
@@ -89,11 +92,16 @@ class Reader:
         self._verifier: Verifier | None = None
         self._ahead: ReadAhead | None = None
         self.retries = Retries(config.read_retries)
-        self._use_files(ShardFiles(()))
+        self._identities: list[Identity] = []
+        self._group: dist.ProcessGroup | None = None
+        self._server: RelayServer | None = None
+        self._files = ShardFiles(())
+        self._use_files(self._files)
 
     def close(self) -> None:
         """Release file handles."""
         self._stop_reading_ahead()
+        self._end_relay()
         self._files.close()
 
     @property
@@ -116,26 +124,32 @@ class Reader:
 
         Over a network each rank reads its own bytes only: many streams are faster there than one long run.
         """
-        shares = zero3.ranks_on_this_host()
+        topology = self._coordinator.topology
+        shares = len(topology.ranks_of_host)
         through_cache = self._config.read_from == "all" and not self._config.direct_io
         if self._ahead is not None or shares != self._coordinator.world_size or not through_cache:
             return
         with suppress(OSError, RuntimeError):  # whatever cannot be read, the reads will say so
             if _fit_into_memory(map(os.path.getsize, paths)) and not _are_on_network(paths):
-                self._ahead = ReadAhead(paths, zero3.local_rank(), shares)
+                self._ahead = ReadAhead(paths, topology.position, shares)
 
     def _stop_reading_ahead(self) -> None:
         if self._ahead is not None:
             self._ahead.stop()
             self._ahead = None
 
-    def use(self, shards: tuple[Shard, ...], identities: Sequence[Identity] = ()) -> None:
-        """Read from `shards` from now on.
+    def add(self, shards: tuple[Shard, ...], identities: Sequence[Identity] = ()) -> int:
+        """Read from `shards` too from now on; where one rank reads for others, all of them call it together.
 
         Args:
             identities: what the files were when this rank read their headers, if it did.
+
+        Returns:
+            The number of the first of them among :attr:`shards`.
         """
-        self.shards = shards
+        first = len(self.shards)
+        self.shards = shards = (*self.shards, *shards)
+        self._identities = [*self._identities, *identities]
         self._on_network = _are_on_network(shard.path for shard in shards)
         self._request_bytes = choose_request_bytes(
             self._config.request_bytes, self._config.staging_bytes, self._on_network, self._config.direct_io
@@ -146,11 +160,37 @@ class Reader:
                 direct_io=self._config.direct_io,
                 keep_cached=_fit_into_memory(shard.size_bytes for shard in shards),
                 retries=self.retries,
-                identities=identities,
+                identities=self._identities,
             )
         )
+        if self.relays and shards:
+            self._begin_relay()
+        return first
+
+    def _begin_relay(self) -> None:
+        """From here on a rank that does not see the shards asks the one that does, in planning too."""
+        is_first = self._group is None
+        if is_first:
+            self._group = dist.new_group(backend="gloo")
+        reader, *clients = self._readers_clients()
+        if self._coordinator.rank != reader:
+            self._use_files(RelayedFiles(self.shards, reader, self._group, self._config.chunk_bytes))
+        elif self._server is None:
+            self._server = RelayServer(lambda: self._files, clients, self._group, self._config.chunk_bytes)
+        if not is_first:
+            self._coordinator.agree()  # nobody may ask for a shard that the reading rank does not know yet
+
+    def _end_relay(self) -> None:
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if isinstance(self._files, RelayedFiles):
+            self._files.finish()
+        if self._server is None or self._server.has_ended(CLOSING_S):  # else a rank hangs, which is not for us to say
+            dist.destroy_process_group(group)
 
     def _use_files(self, files: ShardFiles) -> None:
+        self._files.close()
         self._files = files
         self._evaluator = Evaluator(
             files,
@@ -161,8 +201,14 @@ class Reader:
         )
 
     def materialise(self, view: View) -> torch.Tensor:
-        """The values of `view`, read now, in a new host tensor."""
-        return self._evaluator.materialise(view)
+        """The values of `view`, read now, in a new host tensor.
+
+        Raises:
+            ReadError, CheckpointError: a shard could not be read.
+            PeerError: the rank that reads for this one died.
+        """
+        with self._coordinator.connections():
+            return self._evaluator.materialise(view)
 
     def plan(self, items: Iterable[Item]) -> LoadPlan:
         """How this rank would fill the targets of `items`."""
@@ -176,10 +222,19 @@ class Reader:
         )
 
     @property
+    def relays(self) -> bool:
+        """Whether ranks read for others, and not each for itself."""
+        return self._config.read_from != "all" and not self._coordinator.is_alone
+
+    @property
     def reads_itself(self) -> bool:
         """Whether this rank reads the shards, and not another one for it."""
-        number = {"all": 0, "local_rank0": zero3.local_rank(), "rank0": self._coordinator.rank}
-        return number[self._config.read_from] == 0
+        return not self.relays or self._coordinator.rank == self._readers_clients()[0]
+
+    def _readers_clients(self) -> list[int]:
+        """The rank that reads for this one, and after it all that it reads for."""
+        on_each_host = self._config.read_from == "local_rank0"
+        return self._coordinator.topology.ranks_of_host if on_each_host else [*range(self._coordinator.world_size)]
 
     def open(self, plan: LoadPlan) -> None:
         """Open the shards that `plan` reads from, so that one that is missing here is found before anything is read.
@@ -203,38 +258,24 @@ class Reader:
         """
         if self._config.verify in ("sample", "full"):
             self._verifier = Verifier(self._config.verify, self._coordinator.rank, self._threads())
-        if self._config.read_from == "all" or self._coordinator.is_alone or not self.shards:
+        if self._group is None:
             self._fill(batches, plan)
             return
-        group = dist.new_group(backend="gloo")
         try:
             with self._coordinator.connections():
-                self._fill_relayed(batches, plan, group)
+                self._fill(batches, plan)
+                if self._server is not None:
+                    self._server.wait()
         finally:
-            dist.destroy_process_group(group)
-
-    def _fill_relayed(self, batches: Sequence[Batch], plan: LoadPlan, group: dist.ProcessGroup) -> None:
-        """The reader answers the others first, then reads for itself."""
-        on_each_host = self._config.read_from == "local_rank0"
-        number = zero3.local_rank() if on_each_host else self._coordinator.rank
-        ranks = zero3.ranks_on_this_host() if on_each_host else self._coordinator.world_size
-        if number == 0:
-            rank = self._coordinator.rank
-            serve(self._files, range(rank + 1, rank + ranks), group, self._config.chunk_bytes)
-            self._fill(batches, plan)
-            return
-        relayed = RelayedFiles(self.shards, self._coordinator.rank - number, group, self._config.chunk_bytes)
-        self._use_files(relayed)
-        try:
-            self._fill(batches, plan)
-        finally:
-            relayed.finish()
+            if isinstance(self._files, RelayedFiles):
+                self._files.finish()  # at once: the reading rank waits for it
+        self._end_relay()
 
     def _threads(self) -> int:
         return choose_threads(
             self._config.reader_threads,
             self._config.staging_bytes // max(1, self._request_bytes * buffers_per_lane(zero3.local_device())),
-            zero3.ranks_on_this_host(),
+            self._coordinator.topology.sharing_cores,
             self._on_network,
         )
 
@@ -305,13 +346,14 @@ class Reader:
     def _carry_out(
         self, plan: LoadPlan, destinations: Sequence[torch.Tensor], threads: int, on_bytes: Callable[[int], None]
     ) -> None:
+        topology = self._coordinator.topology
         times = execute_reads(
             plan,
             destinations,
             self._files,
             threads=threads,
             # Ranks that read ahead together go through the files together.
-            begin=0.0 if self._ahead else zero3.local_rank() / zero3.ranks_on_this_host(),
+            begin=0.0 if self._ahead else topology.position / len(topology.ranks_of_host),
             on_bytes=on_bytes,
         )
         self.staging_bytes = max(self.staging_bytes, times.staging_bytes)

@@ -20,10 +20,10 @@ from .checkpoint.index import ShardHeader
 from .checkpoint.lazy import LazyTensor
 from .checkpoint.nodes import FileTensor, View
 from .config import StreamingConfig
-from .errors import CheckpointError, DisagreementError
+from .errors import CheckpointError, DisagreementError, ReadError
 
 
-__all__ = ["description", "refuse_differences", "refuse_other_headers"]
+__all__ = ["description", "refuse_differences", "refuse_other_files", "refuse_other_headers"]
 
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")
 
@@ -88,6 +88,33 @@ def refuse_differences(descriptions: Sequence[Mapping[str, str]]) -> None:
         f"rank {rank} differs from rank 0 in {details}.{others} Nothing has been read. Make all nodes the same: the "
         "checkpoint's folder, the environment, the installed packages."
     )
+
+
+def refuse_other_files(folder: str, everyone: Sequence[tuple[list[str], list[str]]], read_from: str) -> None:
+    """Compare every rank's files with rank 0's, where one rank reads for others.
+
+    Args:
+        folder: the checkpoint's, for the message.
+        everyone: for each rank, names of the checkpoint's files, and paths of those that it should see and does not.
+        read_from: the setting.
+
+    Raises:
+        ReadError: names the rank.
+    """
+    must_see = f"With read_from={read_from!r} every rank must still see "
+    expected = everyone[0][0]
+    for rank, (names, unseen) in enumerate(everyone):
+        if unseen:
+            raise ReadError(
+                f"{unseen[0]}: rank {rank} does not see it. {must_see}files that are not safetensors. Save the "
+                "checkpoint as safetensors, or put it where every rank sees it."
+            )
+        if names != expected:
+            raise ReadError(
+                f"{folder}: rank {rank} expects {len(names)} files ({names[0]}, ...), rank 0 {len(expected)} "
+                f"({expected[0]}, ...). {must_see}the small files (config.json, the index of the shards), and files "
+                "that are not safetensors."
+            )
 
 
 def refuse_other_headers(paths: Sequence[str], own: Sequence[ShardHeader], shared: Sequence[ShardHeader]) -> None:

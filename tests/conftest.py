@@ -16,18 +16,34 @@ for _name, _value in ENVIRONMENT.items():
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from scripts import system_packages  # noqa: E402
+from scripts.system_packages import ASYNC_IO, COMPILER, HEADERS  # noqa: E402
 from tests.zoo import make_checkpoint  # noqa: E402
 
 
+def skip_if_lacking(*needs: system_packages.Need) -> None:
+    """Skip, and say what to install. Where `make` could have installed it, it is not skipped: that hid a fault."""
+    lacking = system_packages.lacking(*needs)
+    if lacking and not system_packages.may_install():
+        pytest.skip(system_packages.explanation(lacking))
+
+
 @pytest.fixture(scope="session")
-def cluster() -> None:
+def compiler() -> None:
+    """What DeepSpeed compiles its communication between CPUs with: every process group of its on a CPU needs that."""
+    skip_if_lacking(COMPILER, HEADERS)
+
+
+@pytest.fixture(scope="session")
+def cluster(compiler: None) -> None:
     """Warm fork server: keeps start-up out of the first test's time limit."""
     warm_up()
 
 
 @pytest.fixture(scope="session")
-def async_io() -> None:
+def async_io(compiler: None) -> None:
     """DeepSpeed's asynchronous I/O, compiled: that may take longer than a test may."""
+    skip_if_lacking(ASYNC_IO)
     build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
     subprocess.run([sys.executable, "-c", build], check=True, timeout=900)
 

@@ -21,6 +21,7 @@ def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_bench_measures_every_arm(tmp_path: Path) -> None:
     results_file = tmp_path / "results.json"
@@ -31,6 +32,7 @@ def test_bench_measures_every_arm(tmp_path: Path) -> None:
     results = json.loads(results_file.read_text())
     assert str(Path.cwd()) not in results_file.read_text()
     assert [entry["arm"] for entry in results["summary"]] == ARMS
+    assert results["touches_memory"] is True
     assert results["same_bits"] is True
     total = results["checkpoint"]["nbytes"]
     for run in results["runs"]:
@@ -40,6 +42,14 @@ def test_bench_measures_every_arm(tmp_path: Path) -> None:
     assert sum(rank["report"]["bytes"]["read"] for rank in ours["ranks"]) == pytest.approx(total, rel=0.05)
     for rank in ours["ranks"]:
         assert rank["rchar_bytes"] >= rank["report"]["bytes"]["read"]
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.slow
+def test_memory_is_left_untouched_on_request(tmp_path: Path) -> None:
+    arguments = "--gigabytes 0.02 --repeats 1 --cache warm --timeout 200 --arms raw --untouched".split()
+    assert bench.main([*arguments, "--json", str(tmp_path / "results.json")]) == 0
+    assert json.loads((tmp_path / "results.json").read_text())["touches_memory"] is False
 
 
 @pytest.mark.slow
@@ -64,6 +74,7 @@ def test_checkpoints_have_the_size_asked_for_and_are_kept(kind: str, fp32: bool)
     assert again == made and [path.stat().st_mtime_ns for path in again.shards] == times
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("kind", checkpoints.KINDS)
 @pytest.mark.parametrize("fp32", [False, True])
 def test_checkpoints_load_as_plain_from_pretrained_does(kind: str, fp32: bool) -> None:

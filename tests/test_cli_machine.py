@@ -26,6 +26,7 @@ PROBLEM = "problem"
 # ------------------------------------------------------------------------------------------------------- bench
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_bench_loads_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real ranks: the same bits, each streaming rank reads its half, and the table is that of docs/cli.md."""

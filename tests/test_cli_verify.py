@@ -109,10 +109,9 @@ def leave_folder(folder: Path) -> None:
     write_index(folder, c="../outside.safetensors", x="/etc/passwd.safetensors")
 
 
-def link_out(folder: Path) -> None:
-    write(folder.parent / "outside.safetensors", ["c"])
+def link_to_a_folder(folder: Path) -> None:
     (folder / SECOND).unlink()
-    (folder / SECOND).symlink_to(folder.parent / "outside.safetensors")
+    (folder / SECOND).symlink_to(folder.parent)
 
 
 def lose_index(folder: Path) -> None:
@@ -127,7 +126,7 @@ def lose_all(folder: Path) -> None:
 FAULTS: list[tuple[Callable[[Path], None], list[tuple[str, str, str]]]] = [
     (lose_shard, [(SECOND, "missing", "not there")]),
     (dangle, [(SECOND, "missing", "link to a file that is not there")]),
-    (make_unreadable, [(SECOND, "unreadable", "directory")]),
+    (make_unreadable, [(SECOND, "unreadable", "found a folder")]),
     (truncate, [(SECOND, "header", "truncated")]),
     (append, [(SECOND, "header", "belong to no tensor")]),
     (replace_by_text, [(SECOND, "header", "header length")]),
@@ -138,7 +137,7 @@ FAULTS: list[tuple[Callable[[Path], None], list[tuple[str, str, str]]]] = [
     (break_index, [(INDEX, "index", "JSON")]),
     (empty_index, [(INDEX, "index", "weight_map")]),
     (leave_folder, [(INDEX, "index", "../outside"), (INDEX, "index", "/etc/passwd")]),
-    (link_out, [(SECOND, "link", "outside")]),
+    (link_to_a_folder, [(SECOND, "link", "found a folder")]),
     (lose_index, [(INDEX, "missing", FIRST)]),
     (lose_all, [("model.safetensors", "missing", "nor any safetensors")]),
 ]
@@ -225,8 +224,8 @@ def test_what_a_load_would_read(folder: Path) -> None:
     files, weight_map = shards_of(folder)
     assert files == [str(folder / shard) for shard in SHARDS]
     assert weight_map is not None and weight_map["c"] == SECOND
-    link_out(folder)
-    with pytest.raises(CheckpointError, match="outside"):
+    link_to_a_folder(folder)
+    with pytest.raises(CheckpointError, match="found a folder"):
         shards_of(folder)
     lose_all(folder)
     with pytest.raises(CheckpointError, match="nor any safetensors"):

@@ -53,6 +53,7 @@ def test_every_field_is_documented():
         ({"verify": "all"}, "verify", "'all'"),
         ({"read_retries": -1}, "read_retries", "-1"),
         ({"peer_timeout_s": 0}, "peer_timeout_s", "0"),
+        ({"write_from": "rank1"}, "write_from", "'rank1'"),
         ({"log_report": "no"}, "log_report", "'no'"),
     ],
 )

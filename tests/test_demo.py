@@ -11,7 +11,7 @@ from tests.commands import command_environment
 
 
 @pytest.fixture(scope="module")
-def output() -> str:
+def output(compiler: None) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "examples.demo"],
         cwd=ROOT,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.cluster import run_ranks
+from tests.hosts import move_to_host
 from tests.parity import ds_config
 
 
@@ -84,7 +85,7 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
         seen = shutil.copytree(folder, own / "copy")
         change(arguments, seen)
         if on_another_host:
-            os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            move_to_host("another")
     reads = []
     real = os.preadv
     os.preadv = lambda *args: reads.append(1) or real(*args)
@@ -133,23 +134,24 @@ def test_before_anything_is_read(
         assert result["reads"] == 0 and result["loaded"] == 3
 
 
-def share_in_other_chunks(folder: Path) -> tuple[str, str]:
-    """Where ranks exchange what they read, they must cut it in the same way."""
+def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
+    """Where ranks exchange what they read, they must cut it in the same way: whether they do, and their warnings."""
     import hf_zero_stream
+    from hf_zero_stream import integration
 
+    warnings: list[str] = []
+    integration.logger.warning = lambda message, *args: warnings.append(message)
     settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20 * (1 + dist.get_rank()))
-    try:
-        with hf_zero_stream.streaming(settings):
-            transformers.AutoModelForCausalLM.from_pretrained(folder)
-    except RuntimeError as error:
-        return type(error).__name__, str(error)
-    raise AssertionError("different chunks were exchanged")
+    with hf_zero_stream.streaming(settings):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return hasattr(model, "streaming_report"), "".join(warnings)
 
 
 def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
-    for kind, message in run_ranks(2, share_in_other_chunks, zoo_checkpoint("llama")):
-        assert kind == "DisagreementError"
-        assert "the setting staging_bytes (2097152 there, 1048576 on rank 0)" in message
+    """Outside ZeRO-3 ranks need not load together, and say why they do not."""
+    for shared, warning in run_ranks(2, share_in_other_chunks, zoo_checkpoint("llama")):
+        assert not shared
+        assert "the setting staging_bytes (2097152 there, 1048576 on rank 0)" in warning
 
 
 def load_from_other_places(folder: Path, own: Path) -> int:

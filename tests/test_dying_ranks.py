@@ -1,10 +1,10 @@
-"""A rank that is killed while loading is named by all others within seconds; one that is slow alarms nobody."""
+"""A rank that is killed, in a load or a save or on its way there, is named by all others within seconds."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -50,9 +50,25 @@ def kill_in_a_request() -> None:
 
 def look_as_on_other_hosts() -> None:
     """Ranks do not see each other's processes."""
-    from hf_zero_stream import liveness
+    from hf_zero_stream.topology import Place
 
-    liveness._host = lambda: ""
+    Place.sees = lambda self, other: False  # type: ignore[method-assign]
+
+
+def look_as_behind_firewalls() -> None:
+    """Ranks cannot ask each other's kernels either: only their heartbeats tell."""
+    from hf_zero_stream import pulse
+
+    look_as_on_other_hosts()
+    pulse.Line._dial = lambda self: None  # type: ignore[method-assign]
+
+
+def make_contact() -> None:
+    import hf_zero_stream
+
+    with hf_zero_stream.streaming():
+        pass
+    dist.barrier()
 
 
 def load(folder: Path, zero: dict[str, Any] | None, **settings: Any) -> Any:
@@ -75,9 +91,10 @@ def load_with_a_victim(
 ) -> dict[str, Any]:
     """What a survivor's load raised, and what it left behind."""
     before = transformers.PreTrainedModel.from_pretrained
-    handles = len(os.listdir("/proc/self/fd"))
     if prepare is not None:
         prepare()
+    make_contact()
+    handles = len(os.listdir("/proc/self/fd"))
     if dist.get_rank() == victim:
         kill()
     try:
@@ -150,56 +167,95 @@ def test_killed(
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_killed_on_another_host(cluster: None, zoo_checkpoint: Callable[..., Path], victim: int) -> None:
-    """Only its heartbeat tells."""
+@pytest.mark.parametrize(
+    ("prepare", "how"),
+    [(look_as_on_other_hosts, "has died (process "), (look_as_behind_firewalls, "gave no sign of life for 4 s")],
+)
+def test_killed_on_another_host(
+    cluster: None, zoo_checkpoint: Callable[..., Path], victim: int, prepare: Callable[[], None], how: str
+) -> None:
+    """The kernel of its host tells, or only its heartbeat."""
     outcomes = run_ranks_expecting_errors(
         3,
         load_with_a_victim,
         zoo_checkpoint("qwen3_moe"),
         victim,
         kill_in_first_read,
-        look_as_on_other_hosts,
+        prepare,
         {},
         {"peer_timeout_s": 4},
         timeout=60,
     )
     assert_survivors_name(victim, outcomes)
-    assert any("no sign of life for 4 s" in outcome.value["caught"][1] for outcome in outcomes if outcome.value)
+    assert any(how in outcome.value["caught"][1] for outcome in outcomes if outcome.value)
 
 
-# ------------------------------------------------------------------------------------------------------- slow ranks
+# ------------------------------------------------------------------------------------------- killed before a meeting
 
 
-def load_slowly(folder: Path, pause: Callable[[], None], zero: dict[str, Any] | None, timeout_s: int) -> float:
-    """The slow rank pauses in its first read; returns the loaded model's first value."""
-    look_as_on_other_hosts()
-    if dist.get_rank() == 1:
-        real, paused = os.preadv, []
+def enter_without_a_victim(
+    folder: Path, victim: int, what: str, prepare: Callable[[], None] | None, own: Path
+) -> dict[str, Any]:
+    """The victim is killed while it is on its way to what the others have come to already, or are about to."""
+    import hf_zero_stream
 
-        def slow(*args: Any) -> int:
-            if not paused:
-                paused.append(1)
-                pause()
-            return real(*args)
+    if prepare is not None:
+        prepare()
+    model = load(folder, None if what == "shared" else {})
+    dist.barrier()
+    if dist.get_rank() == victim:
+        time.sleep(random.Random(own.name).uniform(0.0, 0.15))
+        kill_this_process()
+    began = time.monotonic()
+    try:
+        if what == "save":
+            hf_zero_stream.save_pretrained(model, own)
+        else:
+            load(folder, None if what == "shared" else {})
+    except RuntimeError as error:
+        return {"caught": (type(error).__name__, str(error)), "seconds": time.monotonic() - began}
+    raise AssertionError("did without a rank that is dead")
 
-        os.preadv = slow
-    return len(load(folder, zero, peer_timeout_s=timeout_s).streaming_report.ranks)
 
-
-def sleep_long() -> None:
-    time.sleep(6)
-
-
-def hold_the_lock() -> None:
-    """No other thread of this process runs meanwhile."""
-    ctypes.PyDLL(None).usleep(3_000_000)
-
-
-@pytest.mark.parametrize(("pause", "timeout_s"), [(sleep_long, 4), (hold_the_lock, 8)])
-def test_a_slow_rank_alarms_nobody(
-    cluster: None, zoo_checkpoint: Callable[..., Path], pause: Callable[[], None], timeout_s: int
+@pytest.mark.parametrize(
+    ("what", "victim", "prepare"),
+    [
+        ("load", 0, None),
+        ("load", 2, None),
+        ("shared", 1, None),
+        ("save", 0, None),
+        ("save", 1, None),
+        ("save", 0, look_as_on_other_hosts),
+        ("load", 1, look_as_on_other_hosts),
+    ],
+)
+def test_killed_before_it_enters(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    what: str,
+    victim: int,
+    prepare: Callable[[], None] | None,
 ) -> None:
-    assert run_ranks(3, load_slowly, zoo_checkpoint("qwen3_moe"), pause, {}, timeout_s) == [3, 3, 3]
+    outcomes = run_ranks_expecting_errors(
+        3, enter_without_a_victim, zoo_checkpoint("llama"), victim, what, prepare, tmp_path, timeout=60
+    )
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.error_type is None, outcome.traceback
+            assert outcome.value["caught"][0] == "PeerError"
+            assert f"rank {victim} has died (process " in outcome.value["caught"][1], outcome.value
+            assert outcome.value["seconds"] < 10
+
+
+def go_on_alone(folder: Path) -> bool:
+    """Rank 1 ends, with nothing amiss; rank 0 makes a load that needs nobody."""
+    make_contact()
+    return dist.get_rank() == 1 or hasattr(load(folder, None), "streaming_report")
+
+
+def test_a_rank_that_has_ended(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    assert run_ranks(2, go_on_alone, zoo_checkpoint("llama")) == [False, True]
 
 
 # ------------------------------------------------------------------------------------------------------- the watch
@@ -209,10 +265,11 @@ def watch_with_own_store(port: int) -> str:
     """Rank 0's process holds the store, and dies; the others are about to meet it."""
     from hf_zero_stream.errors import PeerError
     from hf_zero_stream.liveness import Watch
+    from hf_zero_stream.presence import Presence
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=30))
-    watch = Watch(store, rank, world_size)
+    watch = Watch(Presence(store, rank, world_size, holds_store=True), "a meeting")
     try:
         watch.meet()
         if rank == 0:
@@ -234,7 +291,7 @@ def test_the_store_dies_with_rank_0(cluster: None) -> None:
 
 def load_many_times(folder: Path) -> int:
     """How many keys the second and the third load add to the store."""
-    from hf_zero_stream.liveness import default_store
+    from torch.distributed.distributed_c10d import _get_default_store as default_store
 
     counts = []
     for _ in range(3):

@@ -47,6 +47,7 @@ def test_docstring_shows_gpu_and_cpu_commands(example: str) -> None:
                 assert (ROOT / word).is_file()
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.slow
 def test_runs_as_documented(example: str, folder: Path) -> None:

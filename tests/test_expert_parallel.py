@@ -375,6 +375,7 @@ def test_what_cannot_be_combined_is_refused(
         assert expected in outcome.error_message
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_the_trainer_needs_nothing_but_the_config(tmp_path: Path) -> None:
     """The example config, with the products that run on a CPU, gives the losses of stock's loading without it."""

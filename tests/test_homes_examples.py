@@ -42,6 +42,7 @@ def test_trains_as_stock(folder: Path, stock_losses: list[str], config: str) -> 
     assert losses(output) == stock_losses
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_stage_2_trains_as_stock(folder: Path) -> None:
     extra = ["--deepspeed", "examples/deepspeed/zero2.json"]
@@ -51,6 +52,7 @@ def test_stage_2_trains_as_stock(folder: Path) -> None:
     assert losses(output) == stock and len(stock) == 3
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_quantised_weights_need_a_gpu(folder: Path) -> None:
     """`run_command` fails with what the command printed."""

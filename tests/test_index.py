@@ -98,9 +98,11 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
 
 
 def test_weight_map(tmp_path: Path) -> None:
-    index = CheckpointIndex.from_files([write(tmp_path / "x.safetensors", {"a": entry()})])
-    index.check_weight_map({"a": "x.safetensors"})
-    with pytest.raises(CheckpointError, match="no shard holds it"):
-        index.check_weight_map({"b": "x.safetensors"})
-    with pytest.raises(CheckpointError, match="it is in x.safetensors"):
-        index.check_weight_map({"a": "y.safetensors"})
+    path = write(tmp_path / "x.safetensors", {"a": entry()})
+    index = CheckpointIndex.from_files([path], {"a": "x.safetensors"})
+    assert not index.notes and not index.absent
+    index = CheckpointIndex.from_files([path], {"a": "y.safetensors", "b": "x.safetensors"})
+    assert "'a' is in another shard" in index.notes[0] and index.absent == {"b": "x.safetensors"}
+    index.refuse_absent(["a"])
+    with pytest.raises(CheckpointError, match="promises tensor 'b' in 'x.safetensors', but no shard holds it"):
+        index.refuse_absent(["a", "b"])

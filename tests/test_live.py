@@ -111,7 +111,7 @@ def losses_after_reload(first: Path, second: Path, config: dict[str, Any]) -> di
     masters = [
         name
         for (name, param), expected in zip(used.module.named_parameters(), plain.parameters(), strict=True)
-        if not torch.equal(safe_get_full_fp32_param(param), expected if stage == 3 else expected.to(dtype).float())
+        if not torch.equal(safe_get_full_fp32_param(param), expected)
     ]
     with torch.no_grad():
         pair = [float(engine(**recipe.inputs()).loss) for engine in (used, fresh)]

@@ -97,6 +97,7 @@ def _load_watched(folder: Path, streamed: bool) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_memory_grows_by_the_partition_and_every_byte_is_read_once(large_checkpoint: Path) -> None:
     index = json.loads((large_checkpoint / "model.safetensors.index.json").read_text())
@@ -117,6 +118,7 @@ def test_memory_grows_by_the_partition_and_every_byte_is_read_once(large_checkpo
     assert reported == pytest.approx(tensor_bytes, rel=0.01)
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_nothing_as_large_as_the_largest_parameter_is_allocated(large_checkpoint: Path) -> None:
     for found in run_ranks(WORLD_SIZE, _load_watched, large_checkpoint, True):
@@ -124,6 +126,7 @@ def test_nothing_as_large_as_the_largest_parameter_is_allocated(large_checkpoint
         assert found["largest_partition"] <= found["largest_allocation"] < found["largest_parameter"]
 
 
+@pytest.mark.usefixtures("compiler")
 def test_the_watch_sees_stock_loading_allocate_whole_parameters(small_checkpoint: Path) -> None:
     streamed = run_ranks(WORLD_SIZE, _load_watched, small_checkpoint, True)
     stock = run_ranks(WORLD_SIZE, _load_watched, small_checkpoint, False)
@@ -175,6 +178,7 @@ def _save_measured(folder: Path, target: Path) -> dict[str, int]:
     return {"growth": max(rank.anonymous_growth_peak for rank in report.ranks), "written": report.bytes_written}
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_saving_needs_no_memory_for_the_model(large_checkpoint: Path, tmp_path: Path) -> None:
     found = run_ranks(WORLD_SIZE, _save_measured, large_checkpoint, tmp_path)[0]

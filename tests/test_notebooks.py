@@ -34,6 +34,7 @@ def test_is_committed_without_outputs(path: Path) -> None:
             assert cell.outputs == [] and cell.execution_count is None
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 @pytest.mark.slow
 def test_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,6 +158,10 @@ def load(folder: Path) -> Any:
 
 def fail_then_load(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
     """What the load with the fault raised, what it left behind, and whether another one succeeds."""
+    import hf_zero_stream
+
+    with hf_zero_stream.streaming():  # first contact opens two sockets, once
+        pass
     before = transformers.PreTrainedModel.from_pretrained
     seen = shutil.copytree(folder, own / f"rank{dist.get_rank()}")
     began = time.monotonic()

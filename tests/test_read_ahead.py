@@ -24,7 +24,6 @@ from hf_zero_stream.engine import read_ahead
 from hf_zero_stream.engine.read_ahead import WINDOW_BYTES, ReadAhead
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.memory import AnonymousMemory
-from hf_zero_stream.partition import zero3
 from hf_zero_stream.report import PhaseClock
 from tests.cluster import run_ranks
 from tests.parity import ds_config
@@ -183,15 +182,6 @@ def test_only_where_it_is_of_use(
     reader.read_ahead([*cold_files, "missing"])
     reader.close()
     assert [ahead.asked for ahead in made] == ([(tuple(cold_files), 1, 4)] if used else [])
-
-
-@pytest.mark.parametrize("name", zero3.LOCAL_SIZES)
-def test_launchers_say_how_many_ranks_a_host_has(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    for other in zero3.LOCAL_SIZES:
-        monkeypatch.delenv(other, raising=False)
-    assert zero3.ranks_on_this_host() == 1
-    monkeypatch.setenv(name, "8")
-    assert zero3.ranks_on_this_host() == 8
 
 
 def load(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import transformers
 from hf_zero_stream.config import CHUNK_ALIAS
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.commands import run_command
+from tests.hosts import move_to_host
 from tests.parity import differences, ds_config
 
 
@@ -66,15 +67,14 @@ def test_alias_counts_elements_and_is_stripped(cluster: None, zoo_checkpoint: Ca
     assert run_ranks(1, chunk_bytes_in_force, zoo_checkpoint("llama")) == [(1024, False)]
 
 
-def load_with_local_readers(folder: Path) -> dict[str, Any]:
-    """Four ranks on two hosts, as a launcher would number them: each host's first rank reads."""
+def load_with_local_readers(folder: Path, hosts: list[str]) -> dict[str, Any]:
+    """Four ranks on two hosts: each host's first rank reads."""
     import os
 
     import hf_zero_stream
 
-    rank = torch.distributed.get_rank()
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
+    move_to_host(hosts[torch.distributed.get_rank()])
     opened: list[str] = []
     real_open = os.open
     os.open = lambda path, *rest, **kwargs: opened.append(str(path)) or real_open(path, *rest, **kwargs)
@@ -87,10 +87,16 @@ def load_with_local_readers(folder: Path) -> dict[str, Any]:
     }
 
 
-def test_one_rank_of_each_host_reads(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
-    results = run_ranks(4, load_with_local_readers, zoo_checkpoint("qwen3_moe"))
+@pytest.mark.parametrize(
+    ("hosts", "readers"), [("aabb", [0, 2]), ("abab", [0, 1]), ("abba", [0, 1])], ids=["by slot", "by node", "mixed"]
+)
+def test_one_rank_of_each_host_reads(
+    cluster: None, zoo_checkpoint: Callable[..., Path], hosts: str, readers: list[int]
+) -> None:
+    """However the launcher numbers ranks, and whatever it says of a host in variables."""
+    results = run_ranks(4, load_with_local_readers, zoo_checkpoint("qwen3_moe"), list(hosts))
     assert all(result["differences"] == [] for result in results)
-    assert [bool(result["opened"]) for result in results] == [True, False, True, False]
+    assert [rank for rank, result in enumerate(results) if result["opened"]] == readers
 
 
 SCRIPT = """

@@ -49,7 +49,7 @@ def join_as_launched() -> None:
     PartialState(backend="gloo")
 
 
-def prepared(checkpoint: Path, stage: int = 3) -> tuple[Any, Any]:
+def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
     """An accelerator and the engine that it made, as a training script has them."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
@@ -57,7 +57,7 @@ def prepared(checkpoint: Path, stage: int = 3) -> tuple[Any, Any]:
     import hf_zero_stream
 
     join_as_launched()
-    config = ds_config(torch.bfloat16, stage=stage, stage3_gather_16bit_weights_on_model_save=True)
+    config = ds_config(torch.bfloat16, stage=stage, stage3_gather_16bit_weights_on_model_save=True, **zero)
     config["gradient_accumulation_steps"] = 1
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
@@ -151,9 +151,9 @@ def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: P
 
 def saved_by_one(checkpoint: Path, folder: Path) -> None:
     import hf_zero_stream
-    from hf_zero_stream.saving import save
+    from hf_zero_stream.saving import gathered
 
-    save.ARRIVAL_S = 1.0
+    gathered.ARRIVAL_S = 1.0
     accelerator, engine = prepared(checkpoint)
     with hf_zero_stream.streaming():
         state_dict = accelerator.get_state_dict(engine)
@@ -161,7 +161,7 @@ def saved_by_one(checkpoint: Path, folder: Path) -> None:
             with pytest.raises(SaveError, match="Only 1 of 2 ranks .* accelerator.is_main_process"):
                 accelerator.unwrap_model(engine).save_pretrained(folder / "alone", state_dict=state_dict)
         accelerator.wait_for_everyone()
-        save.ARRIVAL_S = 60.0
+        gathered.ARRIVAL_S = 60.0
         accelerator.unwrap_model(engine).save_pretrained(folder / "together", state_dict=state_dict)
 
 

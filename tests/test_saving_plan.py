@@ -57,7 +57,7 @@ class Held:
     is_swapped = False
 
     def __init__(self, values: torch.Tensor, start: int, stop: int, everywhere: bool) -> None:
-        self.start, self.everywhere = start, everywhere
+        self.first = 0 if everywhere else start
         self._values = values if everywhere else values[start:stop]
 
     @contextmanager
@@ -135,6 +135,18 @@ def test_ranges_that_overlap_or_come_in_any_order() -> None:
 def test_an_element_that_nobody_holds() -> None:
     with pytest.raises(SaveError, match="q_proj: .* nobody holds number 7"):
         cover("q_proj", 12, [(0, 7), (8, 12)])
+
+
+def test_a_constant_among_what_another_rank_holds() -> None:
+    """A buffer that is joined with a parameter: its values may be others on every rank, and rank 0's are saved."""
+    buffer = LazyTensor.of(View.whole(HostTensor(2, torch.float32, torch.ones(2)), (2,)), None)
+    param = LazyTensor.of(View.whole(Stored(4, torch.float32, "p"), (4,)), None)
+    joined = torch.cat([param, buffer])
+    assert isinstance(joined, LazyTensor)
+    shard = ShardToWrite("file", ShardLayout(b"", {"joined": 0}, 24), {"joined": joined.view_of_node})
+    shares = {"p": (Share(1, 0, 4),)}
+    plan = make_save_plan([shard], shares, everywhere=set(), rank=1, world_size=2, chunk_bytes=64, single_writer=False)
+    assert [writer for of_round in plan.rounds for writer, _ in of_round] == [0] and plan.segments == ()
 
 
 def test_constants_are_everybodys() -> None:

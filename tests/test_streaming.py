@@ -15,9 +15,9 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
-from hf_zero_stream import StreamingConfig, integration, streaming
+from hf_zero_stream import StreamingConfig, integration, scope, streaming
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.seams.session import _HidingReference
+from hf_zero_stream.seams.ds_config import _HidingReference
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
@@ -51,7 +51,7 @@ def test_settings_hold_inside_what_has_none_of_its_own() -> None:
     """Such as the Streaming classes, which open a streaming() themselves."""
 
     def retries() -> int | None:
-        settings = integration._configs.get()[-1]
+        settings = scope.active_configs()[-1]
         return settings and settings.read_retries
 
     with streaming(StreamingConfig(read_retries=7)):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ..errors import CheckpointError, ReadError
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["CheckpointIndex", "Shard", "ShardHeader", "TensorEntry", "read_header"]
+__all__ = ["CheckpointIndex", "Shard", "ShardHeader", "TensorEntry", "open_at_once", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own cap on the length of a header."""
@@ -125,62 +125,134 @@ class Shard:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """All shards of a checkpoint and all tensors in them."""
+    """All shards of a checkpoint and all tensors in them.
+
+    Attributes:
+        shards: the files.
+        tensors: by name.
+        absent: tensors that ``model.safetensors.index.json`` promises and no shard holds -> the promised file.
+        notes: where the shards are not as that file says, and what was taken instead.
+    """
 
     shards: tuple[Shard, ...]
     tensors: Mapping[str, TensorEntry]
+    absent: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def from_files(cls, paths: Sequence[str | os.PathLike[str]]) -> CheckpointIndex:
+    def from_files(
+        cls, paths: Sequence[str | os.PathLike[str]], weight_map: Mapping[str, str] | None = None
+    ) -> CheckpointIndex:
         """Read and check the headers of `paths`.
 
         Raises:
             ReadError: a file is missing or cannot be read.
-            CheckpointError: a header is not a valid safetensors header, or two shards hold the same tensor.
+            CheckpointError: a header is not a valid safetensors header, or two shards hold the same tensor and
+                `weight_map` does not say which of them counts.
         """
-        return cls.from_headers(paths, [read_header(path) for path in paths])
+        return cls.from_headers(paths, [read_header(path) for path in paths], weight_map)
 
     @classmethod
-    def from_headers(cls, paths: Sequence[str | os.PathLike[str]], headers: Sequence[ShardHeader]) -> CheckpointIndex:
-        """Check `headers`, which some rank read, for the files `paths` as this rank sees them."""
+    def from_headers(
+        cls,
+        paths: Sequence[str | os.PathLike[str]],
+        headers: Sequence[ShardHeader],
+        weight_map: Mapping[str, str] | None = None,
+    ) -> CheckpointIndex:
+        """Check `headers`, which some rank read, for the files `paths` as this rank sees them.
+
+        Args:
+            weight_map: a tensor's name -> its shard's name, as ``model.safetensors.index.json`` has them.
+        """
+        weight_map = weight_map or {}
         shards: list[Shard] = []
         tensors: dict[str, TensorEntry] = {}
+        repeated: dict[str, list[TensorEntry]] = {}
         for position, (path, header) in enumerate(zip(paths, headers, strict=True)):
             shard, entries = _parse_header(os.fspath(path), position, header)
             shards.append(shard)
-            for entry in entries:
-                other = tensors.setdefault(entry.name, entry)
-                if other is not entry:
-                    raise CheckpointError(
-                        f"Tensor {excerpt(entry.name)} is in two shards: {shards[other.shard].path} and {shard.path}. "
-                        "Keep it in one of them."
-                    )
-        return cls(tuple(shards), tensors)
+            for found in entries:
+                other = tensors.setdefault(found.name, found)
+                if other is not found:
+                    repeated.setdefault(found.name, [other]).append(found)
+        for name, copies in repeated.items():
+            tensors[name] = _promised(copies, shards, weight_map)
+        absent: dict[str, str] = {}
+        misplaced: list[str] = []
+        for name, file in weight_map.items():
+            entry = tensors.get(name)
+            if entry is None:
+                absent[name] = file
+            elif not _is_file(shards[entry.shard].path, file):
+                misplaced.append(name)
+        notes = []
+        if repeated:
+            notes.append(f"{_some(repeated)} in two shards or more; taken from the one that the index names.")
+        if misplaced:
+            notes.append(f"{_some(misplaced)} in another shard than the one that the index names; taken from there.")
+        return cls(tuple(shards), tensors, absent, tuple(notes))
 
-    def check_weight_map(self, weight_map: Mapping[str, str]) -> None:
-        """Check that every tensor which ``model.safetensors.index.json`` promises is where it says.
+    def refuse_absent(self, wanted: Iterable[str]) -> None:
+        """Raise if any of the tensors `wanted` is in no shard, although the index promises it.
 
         Raises:
-            CheckpointError: a promised tensor is in no shard, or in another shard than promised.
+            CheckpointError: names the first of them, and the file that should hold it.
         """
-        for name, file_name in weight_map.items():
-            entry = self.tensors.get(name)
-            if entry is None:
-                raise CheckpointError(
-                    f"The checkpoint's index promises tensor {excerpt(name)} in {excerpt(file_name)}, but no shard "
-                    "holds it. Download or save the checkpoint again."
-                )
-            found = self.shards[entry.shard].path
-            if found != file_name and not found.endswith(f"/{file_name}"):
-                raise CheckpointError(
-                    f"The checkpoint's index promises tensor {excerpt(name)} in {excerpt(file_name)}, but it is in "
-                    f"{os.path.basename(found)} ({found}). Download or save the checkpoint again."
-                )
+        names = sorted(set(wanted) & self.absent.keys())
+        if names:
+            more = f" ({len(names)} such tensors in all)" if len(names) > 1 else ""
+            folder = os.path.dirname(self.shards[0].path) if self.shards else ""
+            raise CheckpointError(
+                f"{folder}: the checkpoint's index promises tensor {excerpt(names[0])} in "
+                f"{excerpt(self.absent[names[0]])}, but no shard holds it{more}. Download or save the checkpoint "
+                "again."
+            )
+
+    def numbered_from(self, first: int) -> CheckpointIndex:
+        """The same, with `first` as the number of the first shard: for files that are read together with others."""
+        if first == 0:
+            return self
+        return CheckpointIndex(
+            self.shards, {name: entry._replace(shard=entry.shard + first) for name, entry in self.tensors.items()}
+        )
+
+    @property
+    def note_of_absent(self) -> str:
+        """What to say of :attr:`absent` where nobody wants them."""
+        return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
 
     @property
     def data_bytes(self) -> int:
         """Bytes of all tensors, headers apart."""
         return sum(shard.size_bytes - shard.data_start for shard in self.shards)
+
+
+def _promised(entries: Sequence[TensorEntry], shards: Sequence[Shard], weight_map: Mapping[str, str]) -> TensorEntry:
+    """That of several entries of one tensor which is in the shard that the index names."""
+    name = entries[0].name
+    named = [entry for entry in entries if name in weight_map and _is_file(shards[entry.shard].path, weight_map[name])]
+    if not named:
+        first, second = (shards[entry.shard].path for entry in entries[:2])
+        raise CheckpointError(
+            f"Tensor {excerpt(name)} is in two shards: {first} and {second}, and no index says which of them counts. "
+            "Keep it in one of them."
+        )
+    return named[0]
+
+
+def _is_file(path: str, name: str) -> bool:
+    """Whether `path` is that of the shard which the index calls `name`."""
+    return path == name or path.endswith(f"/{name}")
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{1 + len(others)} tensors, among them {excerpt(first)}, are" if others else f"Tensor {excerpt(first)} is"
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """For ``open(opener=...)``: a pipe without a writer would never open otherwise; regular files do not care."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def read_header(path: str | os.PathLike[str]) -> ShardHeader:
@@ -192,7 +264,7 @@ def read_header(path: str | os.PathLike[str]) -> ShardHeader:
     """
     name = os.fspath(path)
     try:
-        with open(name, "rb", opener=_open_at_once) as file:
+        with open(name, "rb", opener=open_at_once) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{name}: expected a regular file, found a pipe, a socket or a device.")
@@ -222,10 +294,6 @@ def read_header(path: str | os.PathLike[str]) -> ShardHeader:
             "cut while it was read."
         )
     return ShardHeader(status.st_size, text)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # or a pipe without a writer would never open
 
 
 def _parse_header(path: str, position: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:

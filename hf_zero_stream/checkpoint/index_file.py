@@ -11,12 +11,12 @@ import os
 import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, ReadError
+from .index import open_at_once
 from .untrusted_json import excerpt, parse_object
 
 
@@ -58,7 +58,7 @@ def read_index_file(path: str | os.PathLike[str]) -> IndexFile:
     """
     name = os.fspath(path)
     try:
-        with open(name, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        with open(name, "rb", opener=open_at_once) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointError(f"{name}: expected a regular file, found a pipe, a socket or a device.")
             text = file.read(MAX_INDEX_BYTES + 1)
@@ -131,31 +131,23 @@ def _check_dtype(path: str, metadata: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{path}: metadata: dtype: expected a dtype of torch, found {excerpt(name)}.")
 
 
-def check_files(files: Iterable[str], folder: str | None = None) -> None:
-    """Check that `files` really lie below the checkpoint's folder, symbolic links resolved; they need not exist.
+def check_files(files: Iterable[str]) -> None:
+    """Check that `files` are regular ones, or links that end at regular ones; they need not exist.
 
-    A link may also lead into the blobs of a huggingface_hub cache, whose snapshots are folders of such links. Any
-    other link would let whoever packed the folder choose which of the reader's files is loaded.
-
-    Args:
-        files: paths of shards.
-        folder: the checkpoint's; default: each file's own.
+    Whoever opens them must look again: a link can be changed in between.
 
     Raises:
-        CheckpointError: a file is, or lies behind, a link to somewhere else.
+        CheckpointError: a file is, or leads to, a folder, a pipe, a socket or a device.
     """
     for file in files:
-        own, real = Path(os.path.realpath(folder or os.path.dirname(file))), Path(os.path.realpath(file))
-        if not real.is_relative_to(own) and not any(map(_is_hub_blobs, real.parents)):
-            raise CheckpointError(
-                f"{file}: it is a link to {real}, outside the checkpoint's folder {own}. Links are followed inside "
-                "the folder and into the blobs of a huggingface_hub cache. Load the folder where the files lie, or "
-                "copy them."
-            )
+        try:
+            mode = os.stat(file).st_mode
+        except OSError:  # not there, or a link that leads nowhere or in a circle: reading it says so
+            continue
+        if not stat.S_ISREG(mode):
+            link = f", to which it is a link: {os.path.realpath(file)}" if os.path.islink(file) else ""
+            raise CheckpointError(f"{file}: expected a regular file, found {_kind(mode)}{link}.")
 
 
-def _is_hub_blobs(folder: Path) -> bool:
-    """Whether `folder` is ``models--.../blobs`` of a hub cache, or the store that its repositories share."""
-    if folder.name != "blobs":
-        return False
-    return folder.parent.name.startswith("models--") or (folder / ".huggingface-shared-blobs").is_file()
+def _kind(mode: int) -> str:
+    return "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"

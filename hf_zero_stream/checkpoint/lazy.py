@@ -21,6 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .index import CheckpointIndex, TensorEntry
+from .no_memory import Address, NodeStorage, ValuesOnDemand, no_memory
 from .nodes import (
     Blockwise,
     Cat,
@@ -60,12 +61,12 @@ EXACT_POINTWISE = {
 }
 
 
-class LazyTensor(torch.Tensor):
+class LazyTensor(ValuesOnDemand, torch.Tensor):
     """A tensor without data: `view` says where its elements would come from.
 
-    It reports device ``cpu``, its true shape, strides and dtype. It must never meet code that needs its values
-    outside of torch's dispatcher (``numpy()``). Its addresses are not of memory: they only tell, to code that looks
-    for tied tensors, which lazy tensors share a node.
+    It reports device ``cpu``, its true shape, strides and dtype. Its addresses are not of memory: they only tell, to
+    code that looks for tied tensors, which lazy tensors share a node. Who reads from them, or pickles it, gets an
+    :class:`UnsupportedError`.
     """
 
     _meta: torch.Tensor
@@ -116,13 +117,23 @@ class LazyTensor(torch.Tensor):
         """Its values, read now, in a new host tensor."""
         return self._materialise(self.view_of_node)
 
-    def data_ptr(self) -> int:
-        """As if each node had a memory of its own."""
-        return self.untyped_storage().data_ptr() + int(self._meta.storage_offset()) * self.dtype.itemsize
+    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
+        """Another tensor of the same node: values of a node do not change."""
+        return memo.setdefault(id(self), LazyTensor(self._meta, self._node, self._materialise))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise no_memory(self._node, "it cannot be pickled, nor saved by torch.save")
+
+    def data_ptr(self) -> Any:
+        """As if each node had a memory of its own; can be compared and counted with, but not read from."""
+        start = self.untyped_storage().data_ptr()
+        return Address(start + int(self._meta.storage_offset()) * self.dtype.itemsize, self._node)
 
     def untyped_storage(self) -> Any:
         """What stands for the node's memory: it has a ``data_ptr()`` and a size."""
-        return _NodeStorage(self._node)
+        return NodeStorage(self._node)
+
+    storage = untyped_storage
 
     @property
     def view_of_node(self) -> View:
@@ -141,20 +152,6 @@ class LazyTensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
         return _run_on_meta(func, args, kwargs)
-
-
-class _NodeStorage:
-    """The ``UntypedStorage`` of a node, as far as code asks for it that must not read values."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-
-    def data_ptr(self) -> int:
-        # No storage is larger than 2**63, so those of two nodes cannot overlap; an empty one is at 0, as in torch.
-        return id(self._node) << 64 if self._node.numel else 0
-
-    def nbytes(self) -> int:
-        return self._node.numel * self._node.dtype.itemsize
 
 
 @functools.lru_cache(maxsize=4096)

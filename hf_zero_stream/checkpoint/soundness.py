@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ReadError
-from .index import CheckpointIndex, read_header
+from .index import CheckpointIndex, open_at_once, read_header
 from .index_file import MAX_INDEX_BYTES, check_files, parse_index, read_index_file
-from .untrusted_json import parse_object
+from .untrusted_json import excerpt, parse_object
 
 
 __all__ = ["Fault", "Soundness", "check_soundness", "known_sums", "read_sums", "shards_of"]
@@ -39,8 +39,8 @@ class Fault:
         file: the file's name in the checkpoint.
         kind: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (what safetensors do not
             allow, a truncated file included), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in
-            another shard than promised), "link" (out of the folder, see :func:`.index_file.check_files`), "sha256"
-            (contents that are not those of the checksum, or no checksum).
+            another shard than promised), "link" (to something that is no regular file), "sha256" (contents that are
+            not those of the checksum, or no checksum).
         message: what was expected, what was found and what to do.
     """
 
@@ -101,6 +101,7 @@ def check_soundness(
     if weight_map is not None:
         _check_promises(weight_map, indexes, found)
         _note_leftovers(folder, found)
+    _note_links(folder, found)
     if sha256 or sums is not None:
         present = [name for name in found.shards if (folder / name).is_file()]
         _check_contents(folder, present, known_sums(folder, present) if sums is None else sums, found, on_bytes)
@@ -114,7 +115,7 @@ def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] |
     the folder count.
 
     Raises:
-        CheckpointError: there are none, the index is not sound, or a shard is a link out of the folder.
+        CheckpointError: there are none, the index is not sound, or a shard is no regular file.
     """
     path = Path(path)
     if path.is_file():
@@ -124,7 +125,7 @@ def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] |
     if found.faults:
         raise CheckpointError(f"{path / found.faults[0].file}: {found.faults[0].message}")
     files = [str(path / name) for name in names]
-    check_files(files, str(path))
+    check_files(files)
     return files, weight_map
 
 
@@ -199,9 +200,9 @@ def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]
             found.fault(name, "missing", f"{why}. Download or save the checkpoint again.")
             continue
         try:
-            check_files([str(path)], str(folder))
+            check_files([str(path)])
         except CheckpointError as error:
-            found.fault(name, "link", _without_path(error, path))
+            found.fault(name, "link" if path.is_symlink() else "unreadable", _without_path(error, path))
             continue
         try:
             indexes[name] = CheckpointIndex.from_headers([str(path)], [read_header(path)])
@@ -249,7 +250,31 @@ def _check_promises(weight_map: Mapping[str, str], indexes: Mapping[str, Checkpo
 def _note_leftovers(folder: Path, found: Soundness) -> None:
     others = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(found.shards))
     if others:
-        found.notes.append(f"Safetensors files that the index does not name: {', '.join(others)}.")
+        found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, others))}.")
+
+
+def _note_links(folder: Path, found: Soundness) -> None:
+    """Links out of the folder are read like files; who did not make them may want to know where they lead."""
+    own = Path(os.path.realpath(folder))
+    others = [entry.name for entry in folder.iterdir() if entry.is_file() and not _is_at_home(entry, own)]
+    names = sorted({*others, *(name for name in found.shards if not _is_at_home(folder / name, own))})
+    if names:
+        found.notes.append(
+            f"Links out of the folder, which a copy of it would need too: {', '.join(map(excerpt, names))}."
+        )
+
+
+def _is_at_home(file: Path, own: Path) -> bool:
+    """Whether a file lies in its checkpoint's folder `own`, or where huggingface_hub keeps the files of its cache."""
+    real = Path(os.path.realpath(file))
+    return real.is_relative_to(own) or any(map(_is_hub_blobs, real.parents))
+
+
+def _is_hub_blobs(folder: Path) -> bool:
+    """Whether `folder` is ``models--.../blobs`` of a hub cache, or the store that its repositories share."""
+    if folder.name != "blobs":
+        return False
+    return folder.parent.name.startswith("models--") or (folder / ".huggingface-shared-blobs").is_file()
 
 
 # ------------------------------------------------------------------------------------------------- contents
@@ -321,7 +346,7 @@ def _check_contents(
 def _sha256_of(path: Path, on_bytes: Callable[[int], None]) -> str:
     digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0) as file:
+    with open(path, "rb", buffering=0, opener=open_at_once) as file:
         while length := file.readinto(buffer):
             digest.update(view[:length])
             on_bytes(length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -275,7 +276,7 @@ class ShardFiles:
 
     def _open(self, number: int) -> int:
         shard = self._shards[number]
-        flags = os.O_RDONLY | os.O_CLOEXEC
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe that took the file's place would never open
         try:
             handle = self._retries.call(lambda: os.open(shard.path, flags | (os.O_DIRECT if self._direct_io else 0)))
         except OSError as error:
@@ -296,7 +297,10 @@ class ShardFiles:
 
     @staticmethod
     def _check_size(shard: Shard, handle: int) -> None:
-        size = os.fstat(handle).st_size
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
+            raise CheckpointError(f"{shard.path}: expected a regular file, found a pipe, a socket or a device.")
+        size = found.st_size
         if size != shard.size_bytes:
             raise CheckpointError(
                 f"{shard.path}: expected {shard.size_bytes} bytes as when its header was read, found {size}. "

@@ -65,10 +65,7 @@ def _index(folder: Path) -> CheckpointIndex:
     from ..checkpoint.soundness import shards_of
 
     files, weight_map = shards_of(folder)
-    index = CheckpointIndex.from_files(files)
-    if weight_map is not None:
-        index.check_weight_map(weight_map)
-    return index
+    return CheckpointIndex.from_files(files, weight_map)
 
 
 def _shapes(folder: Path, trust_remote_code: bool, dequantize: bool) -> tuple[ModelShapes | None, str]:
@@ -99,6 +96,8 @@ def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
         ],
         "dtypes": {name: {"tensors": counts[name], "bytes": sizes[name]} for name in sizes},
         "tensors": _folded((entry.name, entry.dtype_name, entry.shape, entry.stop - entry.start) for entry in entries),
+        "promised_in_vain": [family.name for family in fold((name, ()) for name in index.absent)],
+        "notes": list(index.notes),
     }
 
 
@@ -139,6 +138,9 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[Table | str]:
         [(shard["file"], f"{shard['tensors']:,}", bytes_text(shard["bytes"])) for shard in shards],
     )
     yield _families("Tensor", data["tensors"])
+    if data["promised_in_vain"]:
+        yield f"Promised by the index, but in no shard: {', '.join(data['promised_in_vain'])}"
+    yield from data["notes"]
     if model is None:
         yield f"No model: {data['no_model_because'].removesuffix('.')}."
         return

@@ -178,7 +178,7 @@ def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict
 def _warnings(plan: LoadPlan, config: Mapping[str, Any], defaults: bool) -> Iterator[str]:
     import torch
 
-    from ..partition.zero3 import partition_dtype
+    from ..partition.zero3 import partition_dtype, undecided
 
     footprint = plan.footprint
     assert footprint is not None
@@ -207,7 +207,7 @@ def _warnings(plan: LoadPlan, config: Mapping[str, Any], defaults: bool) -> Iter
         yield f"Materialised parameters, whose sources are read whole ({reason}): {', '.join(names)}"
     if defaults:
         yield "No --ds-config: ZeRO-3 with DeepSpeed's defaults, no offload, and AdamW are assumed."
-    auto = [name for name in ("bf16", "fp16") if (config.get(name) or {}).get("enabled") == "auto"]
+    auto = undecided(config)
     if auto:
         yield f'"{auto[0]}.enabled" is "auto": counted as off; say --dtype {auto[0]} if that is what it becomes.'
     elif config and partition_dtype(config) == torch.float32:

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 import psutil
 
+from ..checkpoint.index import open_at_once
 from ..madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise
 
 
@@ -88,7 +89,7 @@ def _populate(path: str, begin: int, nbytes: int) -> bool:
     # Private and writable, because ctypes tells the address of nothing else; it is not written to.
     access = mmap.PROT_READ | mmap.PROT_WRITE
     with (
-        open(path, "rb", buffering=0) as file,
+        open(path, "rb", buffering=0, opener=open_at_once) as file,
         mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE, access, offset=begin) as window,
     ):
         address = ctypes.addressof(ctypes.c_char.from_buffer(window))

@@ -5,9 +5,9 @@ views of one flat buffer, in the order and with the padding in which DeepSpeed f
 of all trainable parameters in the model's order. ``deepspeed.initialize`` then takes the buffer as it is (see
 ``flatten_hook.py``); an optimizer with other groups is right as well, but has to copy (see ``relayout.py``).
 
-Until then two things differ from parameters with storages of their own: ``torch.save`` of a single parameter writes
-the whole buffer (as it does after ``deepspeed.initialize`` in stock), and a parameter begins at any multiple of its
-element's size, unless `zero_optimization.parameter_alignment` is set.
+Each parameter has a storage of its own over its part of the buffer, so that saving, pickling and sharing it concern
+that part alone. Two things differ from parameters in memory of their own: the buffer is freed only as a whole, and a
+parameter begins at any multiple of its element's size, unless `zero_optimization.parameter_alignment` is set.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .flat_layout import FlatLayout
+from .flat_layout import FlatLayout, own_storage
 from .flatten_hook import buffer_order, watch
+from .zero3 import is_enabled
 
 
 __all__ = ["FlatParameters", "allocate_flat", "separate_reason"]
@@ -94,7 +95,7 @@ def allocate_flat(
             places = dict(zip(names, layout.places, strict=True))
             watch(buffer, layout)
         tensors = {
-            name: buffer.narrow(0, *places[name]).view(shape)
+            name: own_storage(buffer.narrow(0, *places[name])).view(shape)
             if buffer is not None and name in places
             else torch.empty(shape, dtype=dtype, device=device)
             for name, shape, dtype, _ in described
@@ -116,7 +117,7 @@ def separate_reason(ds_config: Mapping[str, Any], dtypes: Sequence[torch.dtype])
         return "there is no trainable parameter"
     if len(set(dtypes)) > 1:
         return f"trainable parameters are of several dtypes: {', '.join(sorted(map(str, set(dtypes))))}"
-    enabled = {dtype for name, dtype in _ENABLED_DTYPES.items() if (ds_config.get(name) or {}).get("enabled") is True}
+    enabled = {dtype for name, dtype in _ENABLED_DTYPES.items() if is_enabled(ds_config, name)}
     if enabled and enabled != set(dtypes):
         return f"DeepSpeed casts parameters of {dtypes[0]} to {', '.join(sorted(map(str, enabled)))}"
     if zero.get("zenflow"):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-__all__ = ["WAITING", "FlatBuffers", "FlatLayout", "find_buffer", "storage_key", "zero_padding"]
+__all__ = ["WAITING", "FlatBuffers", "FlatLayout", "find_buffer", "own_storage", "zero_padding"]
 
 # DeepSpeed's nccl_start_alignment_factor: every rank's part of the buffer begins at a multiple of 4 bytes.
 _PART_ALIGNMENT = 2
@@ -65,42 +65,101 @@ class FlatLayout:
         return cls.padded(numels, paddings, _PART_ALIGNMENT * world_size)
 
 
+def own_storage(part: Tensor) -> Tensor:
+    """`part`, a piece of a larger tensor, with a storage of its own over the same memory.
+
+    So whatever looks at storages sees the piece alone: ``torch.save`` writes no more than its bytes, and two pieces of
+    a tensor do not count as shared. The memory lives as long as any of them. Such a storage cannot be resized.
+    """
+    return torch.from_dlpack(part) if part.numel() else torch.empty_like(part)
+
+
 class FlatBuffers:
     """The buffers that parameters were laid out in and that no engine has taken over yet.
 
-    It holds no memory: a buffer lives as long as the tensors that view it. Buffers are told apart by their storage,
-    because parameters keep it through ``.data =``, ``nn.Parameter(view)`` and ``swap_tensors``. Safe between threads.
+    It holds no memory: a buffer lives as long as the parameters in it. Which buffer a parameter lies in is told by its
+    address, which it keeps through ``.data =``, ``nn.Parameter(view)`` and ``swap_tensors``. Safe between threads.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # The weak reference keeps torch from using the address, the key, for another storage.
-        self._known: dict[int, tuple[StorageWeakRef, FlatLayout]] = {}
+        self._known: list[_Known] = []
 
     def add(self, buffer: Tensor, layout: FlatLayout) -> None:
         """Remember that parameters lie in `buffer` as `layout` says."""
-        reference = StorageWeakRef(buffer.untyped_storage())
+        storage = buffer.untyped_storage()
+        start = storage.data_ptr()
+        known = _Known(StorageWeakRef(storage), start, start + storage.nbytes(), buffer.device, buffer.dtype, layout)
         with self._lock:
-            self._known[reference.cdata] = (reference, layout)
+            self._known.append(known)
 
     def layout_of(self, tensor: Tensor) -> FlatLayout | None:
         """The layout of the buffer that `tensor` lies in, or None if that is no buffer of ours."""
-        key = storage_key(tensor)
-        with self._lock:
-            found = None if key is None else self._known.get(key)
-        return None if found is None else found[1]
+        known = self._find(tensor)
+        return None if known is None else known.layout
+
+    def buffer_of(self, tensor: Tensor) -> Tensor | None:
+        """The buffer that `tensor` lies in, or None if that is no buffer of ours."""
+        known = self._find(tensor)
+        storage = None if known is None else known.storage()
+        if known is None or storage is None:
+            return None
+        buffer = torch.empty(0, dtype=known.dtype, device=known.device)
+        return buffer.set_(storage, 0, (storage.nbytes() // known.dtype.itemsize,), (1,))
+
+    def memory_of(self, tensor: Tensor) -> tuple[int | None, int]:
+        """(address, bytes) of the memory that is freed with `tensor`: a whole buffer's, or its storage's."""
+        known = self._find(tensor)
+        if known is not None:
+            return known.start, known.stop - known.start
+        if not torch._C._has_storage(tensor):  # sparse tensors, wrappers
+            return None, 0
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
         """Forget the buffers that `tensors` lie in."""
-        keys = {storage_key(tensor) for tensor in tensors}
+        starts = {known.start for known in map(self._find, tensors) if known is not None}
         with self._lock:
-            self._known = {key: value for key, value in self._known.items() if key not in keys}
+            self._known = [known for known in self._known if known.start not in starts]
 
     def __len__(self) -> int:
         """Buffers that are still alive."""
         with self._lock:
-            self._known = {key: value for key, value in self._known.items() if not value[0].expired()}
+            self._drop_freed()
             return len(self._known)
+
+    def _find(self, tensor: Tensor) -> _Known | None:
+        if not torch._C._has_storage(tensor):
+            return None
+        address = tensor.data_ptr()
+        with self._lock:
+            self._drop_freed()  # their addresses may be those of other memory by now
+            for known in self._known:
+                if known.start <= address < known.stop and known.device == tensor.device:
+                    return known
+        return None
+
+    def _drop_freed(self) -> None:
+        if any(known.reference.expired() for known in self._known):
+            self._known = [known for known in self._known if not known.reference.expired()]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A buffer: a weak reference to its storage, its addresses, what it holds."""
+
+    reference: StorageWeakRef
+    start: int
+    stop: int
+    device: torch.device
+    dtype: torch.dtype
+    layout: FlatLayout
+
+    def storage(self) -> torch.UntypedStorage | None:
+        """Its storage, or None once it is freed."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        return storage
 
 
 WAITING = FlatBuffers()
@@ -114,19 +173,20 @@ def find_buffer(tensors: Sequence[Tensor], layout: FlatLayout) -> Tensor | None:
     """
     if not tensors:
         return None
-    first = tensors[0]
-    known = WAITING.layout_of(first)
+    known = WAITING.layout_of(tensors[0])
     # The same places as when the buffer was made: so no other parameter can be where padding is expected.
     if known is None or known.places != layout.places or known.numel < layout.numel:
         return None
+    buffer = WAITING.buffer_of(tensors[0])
+    if buffer is None:
+        return None
     for tensor, (offset, numel) in zip(tensors, layout.places, strict=True):
-        same_buffer = tensor.dtype == first.dtype and storage_key(tensor) == storage_key(first)
-        if not same_buffer or (tensor.storage_offset(), tensor.numel()) != (offset, numel):
+        address = buffer.data_ptr() + offset * buffer.element_size()
+        if (tensor.dtype, tensor.device, tensor.data_ptr()) != (buffer.dtype, buffer.device, address):
             return None
-        if not tensor.is_contiguous():
+        if tensor.numel() != numel or not tensor.is_contiguous():
             return None
-    buffer = torch.empty(0, dtype=first.dtype, device=first.device)
-    return buffer.set_(first.untyped_storage(), 0, (layout.numel,), (1,))
+    return buffer[: layout.numel]
 
 
 def zero_padding(buffer: Tensor, layout: FlatLayout) -> None:
@@ -136,8 +196,3 @@ def zero_padding(buffer: Tensor, layout: FlatLayout) -> None:
         for (_, stop), (start, _) in pairwise(ends):
             if stop < start:
                 buffer[stop:start].zero_()
-
-
-def storage_key(tensor: Tensor) -> int | None:
-    """What tells the storage of `tensor` from all others that live; None if it has none (sparse tensors, wrappers)."""
-    return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None

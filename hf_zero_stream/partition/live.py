@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from ..errors import UnsupportedError, VersionError
 
 
-__all__ = ["is_zero_param", "master_partition", "refresh_masters", "shape_of", "step_back"]
+__all__ = ["is_zero_param", "master_partition", "shape_of", "step_back"]
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
 _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
@@ -56,11 +56,3 @@ def master_partition(param: Any) -> torch.Tensor | None:
         )
     master, _ = optimizer._get_fp32_opt_state_partition(param, release_swap_buffers=False)
     return master
-
-
-def refresh_masters(engine: Any) -> None:
-    """Have the optimizer of a stage 1 or 2 engine copy the model's new 16-bit values into its fp32 partitions."""
-    optimizer = getattr(engine, "optimizer", None)
-    refresh = getattr(optimizer, "refresh_fp32_params", None)
-    if refresh is not None and not isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
-        refresh()

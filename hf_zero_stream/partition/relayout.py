@@ -25,7 +25,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from .flat_layout import WAITING, FlatLayout, find_buffer, storage_key
+from .flat_layout import WAITING, FlatLayout, find_buffer
 from .replicated import all_gather
 
 
@@ -177,11 +177,10 @@ def _vacated(moving: Sequence[Group], frozen: Sequence[nn.Parameter]) -> tuple[i
     storages: dict[int | None, int] = {}
     leaving: dict[int | None, int] = {}
     for param in (param for group in moving for param in group.params):
-        key = storage_key(param)
-        storages[key] = param.untyped_storage().nbytes()
+        key, storages[key] = WAITING.memory_of(param)
         leaving[key] = leaving.get(key, 0) + param.nbytes
     staying: dict[int | None, list[nn.Parameter]] = {key: [] for key in storages}
     for param in frozen:
-        staying.get(storage_key(param), []).append(param)
+        staying.get(WAITING.memory_of(param)[0], []).append(param)
     vacated = [key for key in storages if sum(param.nbytes for param in staying[key]) <= leaving[key]]
     return sum(storages[key] for key in vacated), [param for key in vacated for param in staying[key]]

@@ -1,8 +1,8 @@
-"""What a rank holds of a model's parameters when they are saved: 16-bit partitions, fp32 masters, or replicas."""
+"""What a rank holds of the parameters that are saved: partitions, fp32 masters, replicas, gathered values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -10,25 +10,18 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from deepspeed.utils import safe_get_local_fp32_param
-from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import nn
 
-from ..errors import UnsupportedError, VersionError
+from ..errors import UnsupportedError
 from ..planning.plan import partition_range
 from . import nvme
+from .gathered import gathered
+from .masters import Master, masters_of
 from .original_experts import expert_parts, part_name
 from .zero3 import own_range
 
 
 __all__ = ["Holding", "holdings"]
-
-_missing = [name for name in ("lp_fragment_address", "hp_fragment") if name not in tensor_fragment.__annotations__]
-_missing += [name for name in ("start", "numel") if name not in fragment_address.__annotations__]
-if _missing:
-    raise VersionError(
-        f"DeepSpeed's tensor fragments have no {', '.join(_missing)}; this version is not known to hf_zero_stream: "
-        "install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-    )
 
 
 @dataclass(frozen=True)
@@ -40,18 +33,25 @@ class Holding:
         dtype: dtype of the values that are held.
         start: first element that this rank gives.
         stop: one past the last; equal to `start` where it gives none.
-        everywhere: every rank holds all elements, and any of them could give any.
+        is_whole: this rank holds all elements, also those that it is not to give.
+        is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
         is_swapped: the values come out of a swap file each time they are opened.
-        open: a context with the flat values that are held; the first is element `start`, or 0 if held `everywhere`.
+        open: a context with the flat values that are held, from element :attr:`first` on.
     """
 
     shape: torch.Size
     dtype: torch.dtype
     start: int
     stop: int
-    everywhere: bool
+    is_whole: bool
     is_swapped: bool
     open: Callable[[], AbstractContextManager[torch.Tensor]]
+    is_gathered: bool = False
+
+    @property
+    def first(self) -> int:
+        """The number of the first element that is held."""
+        return 0 if self.is_whole else self.start
 
 
 def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
@@ -65,15 +65,26 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         world_size: number of ranks that save together.
 
     Raises:
-        UnsupportedError: masters are wanted, and the optimizer does not say where they are.
+        UnsupportedError: masters are wanted, and cannot be reached, or values are gathered in 16 bit that may not be
+            theirs any more; the message says what to do.
     """
+    in_context = {id(param) for param in gathered(model.parameters())}
     found: dict[int, Holding] = {}
     by_name: dict[str, Holding] = {}
     parts = expert_parts(model)
+    replaced = masters_of(param for param in model.parameters() if not is_zero_param(param)) if masters else {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if id(param) not in found:
-            of_param = (_master(name, param) if masters else None) or _own(param, rank, world_size)
-            found[id(param)] = of_param
+            of_param = _master(param, replaced.get(id(param)), rank, world_size) if masters else None
+            if id(param) in in_context:
+                if of_param is not None:
+                    raise UnsupportedError(
+                        f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in "
+                        f"{param.dtype}, and the fp32 values that the optimizer trains may be others. Save after the "
+                        "context, or without dtype."
+                    )
+                of_param = _gathered(param)
+            found[id(param)] = of_param or _own(param, rank, world_size)
         origin = parts.get(id(param))
         if origin is None:
             by_name[name] = found[id(param)]
@@ -89,13 +100,19 @@ def _others(shape: torch.Size, dtype: torch.dtype) -> Holding:
     return Holding(shape, dtype, 0, 0, False, False, lambda: _ready(torch.empty(0, dtype=dtype)))
 
 
+def _gathered(param: Any) -> Holding:
+    """All of a ZeRO-3 parameter; each rank gives the elements of its partition."""
+    _, start, stop = own_range(param)
+    return Holding(
+        torch.Size(param.ds_shape), param.dtype, start, stop, True, False, lambda: _ready(_flat(param)), True
+    )
+
+
 def _own(param: Any, rank: int, world_size: int) -> Holding:
     """The values that the model computes with."""
     if not is_zero_param(param):
         _, start, stop = partition_range(param.numel(), rank, world_size)
-        return Holding(
-            param.shape, param.dtype, start, stop, True, False, lambda: _ready(param.detach().contiguous().view(-1))
-        )
+        return Holding(param.shape, param.dtype, start, stop, True, False, lambda: _ready(_flat(param)))
     _, start, stop = own_range(param)
 
     @contextmanager
@@ -107,8 +124,12 @@ def _own(param: Any, rank: int, world_size: int) -> Holding:
     return Holding(shape, param.dtype, start, stop, False, swapped, partition)
 
 
-def _master(name: str, param: Any) -> Holding | None:
-    """The fp32 values that an optimizer trains for `param`, or None if the model's own are all there is."""
+def _master(param: Any, trained: Sequence[Master] | None, rank: int, world_size: int) -> Holding | None:
+    """The fp32 values that an optimizer trains for `param`, or None if the model's own are all there is.
+
+    Args:
+        trained: what an optimizer of stages 0 to 2 trains of it on this rank; None if there is no such optimizer.
+    """
     if not param.requires_grad or param.dtype == torch.float32:
         return None
     if is_zero_param(param):
@@ -117,26 +138,24 @@ def _master(name: str, param: Any) -> Holding | None:
         _, start, stop = own_range(param)
 
         @contextmanager
-        def master() -> Iterator[torch.Tensor]:
+        def of_partition() -> Iterator[torch.Tensor]:
             yield safe_get_local_fp32_param(param).detach().view(-1)[: stop - start]
 
-        return Holding(torch.Size(param.ds_shape), torch.float32, start, stop, False, True, master)
-    if not hasattr(param, "_hp_mapping"):
+        return Holding(torch.Size(param.ds_shape), torch.float32, start, stop, False, True, of_partition)
+    if trained is None:
         return None
-    fragment = param._hp_mapping
-    if fragment is None:  # all of it is trained by other ranks
+    if not trained:  # all of it is trained by other ranks
         return _others(param.shape, torch.float32)
-    start = fragment.lp_fragment_address.start
-    stop = start + fragment.lp_fragment_address.numel
-    if fragment.hp_fragment is None or fragment.hp_fragment.numel() != stop - start:
-        raise UnsupportedError(
-            f"dtype=torch.float32: DeepSpeed does not say where the fp32 values of {name} are. Save in the model's "
-            "own dtype, or use DeepSpeed's own checkpoints."
-        )
-    hp_fragment = fragment.hp_fragment
-    return Holding(
-        param.shape, torch.float32, start, stop, False, False, lambda: _ready(hp_fragment.detach().view(-1))
-    )
+    master = trained[0]
+    start, stop = master.start, master.stop
+    if master.is_whole:
+        _, start, stop = partition_range(param.numel(), rank, world_size)
+    values = master.values
+    return Holding(param.shape, values.dtype, start, stop, master.is_whole, False, lambda: _ready(values))
+
+
+def _flat(param: torch.Tensor) -> torch.Tensor:
+    return param.detach().contiguous().view(-1)
 
 
 @contextmanager

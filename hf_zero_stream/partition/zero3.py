@@ -8,7 +8,6 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +31,7 @@ from torch import nn
 from ..allocation import allocating
 from ..errors import UnsupportedError, VersionError
 from ..planning.plan import Target, partition_range
+from ..topology import announced_local_rank
 from . import nvme
 
 
@@ -39,6 +39,7 @@ __all__ = [
     "PartitionedInit",
     "gathered",
     "init_distributed",
+    "is_enabled",
     "is_partitioned",
     "local_device",
     "outside_zero_init",
@@ -49,7 +50,11 @@ __all__ = [
     "place_in_group",
     "placeholder",
     "refuse_unsupported",
+    "undecided",
 ]
+
+_TRUE = ("true", "1", "on", "t", "y", "yes")
+"""What pydantic, with which DeepSpeed parses its config, takes for true."""
 
 _RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
 _missing = [name for name in _RELIED_ON if not hasattr(Init, name)]
@@ -206,7 +211,10 @@ def gathered(params: Sequence[Any]) -> Iterator[None]:
     ``deepspeed.zero.GatheredParameters(modifier_rank=0)`` does the same, but fails on 0-dimensional parameters.
     """
     params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
-    params[0].all_gather(param_list=params)
+    # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order: another
+    # one could still write over the new values.
+    for param in params:
+        param.all_gather(param_list=[param])
     try:
         yield
     except BaseException:
@@ -242,21 +250,7 @@ def init_distributed() -> None:
 
 def local_device() -> torch.device:
     """The device on which this rank consumes parameters."""
-    return torch.device(get_accelerator().device_name(local_rank()))
-
-
-def local_rank() -> int:
-    """This rank's number on its host, as the launcher announces it."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-"""Variables of torchrun and accelerate, of the deepspeed launcher, of Open MPI and of Hydra (MPICH, Intel MPI)."""
-
-
-def ranks_on_this_host() -> int:
-    """Ranks that share this host's cores, as the launcher announces them."""
-    return int(next((os.environ[name] for name in LOCAL_SIZES if name in os.environ), "1"))
+    return torch.device(get_accelerator().device_name(announced_local_rank()))
 
 
 def reset_device_peak() -> None:
@@ -273,12 +267,24 @@ def device_peak_bytes() -> int:
 
 def partition_dtype(ds_config: Mapping[str, Any] | None) -> torch.dtype:
     """The dtype that DeepSpeed gives to every floating-point parameter with this config."""
-    config = ds_config or {}
     for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        settings = config.get(section)
-        if isinstance(settings, Mapping) and settings.get("enabled") is True:
+        if is_enabled(ds_config or {}, section):
             return dtype
     return torch.float32
+
+
+def is_enabled(ds_config: Mapping[str, Any], section: str) -> bool:
+    """Whether DeepSpeed reads ``ds_config[section]["enabled"]`` as true; it takes "auto" for absent."""
+    settings = ds_config.get(section)
+    return isinstance(settings, Mapping) and str(settings.get("enabled")).lower() in _TRUE
+
+
+def undecided(ds_config: Mapping[str, Any]) -> list[str]:
+    """The sections that would decide on the dtype and whose `enabled` is still "auto", if no other one decides."""
+    if partition_dtype(ds_config) != torch.float32:
+        return []
+    settings = {section: ds_config.get(section) for section in ("bf16", "bfloat16", "fp16")}
+    return [name for name, value in settings.items() if isinstance(value, Mapping) and value.get("enabled") == "auto"]
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:

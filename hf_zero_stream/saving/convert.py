@@ -7,6 +7,7 @@ then its code runs over tensors that carry only their layout.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ from .publish import Publication
 
 
 __all__ = ["Converted", "convert"]
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -90,14 +93,15 @@ def convert(
         raise ConfigError(f'layout: expected "same", "hub" or "model"; got {layout!r}')
     source = Path(source)
     paths, weight_map = shards_of(source)
-    index = CheckpointIndex.from_files(paths)
-    if weight_map:
-        index.check_weight_map(weight_map)
+    index = CheckpointIndex.from_files(paths, weight_map)
+    index.refuse_absent(index.absent)  # the copy would not even say that they are lost
+    for note in index.notes:
+        logger.warning("%s: %s", source, note)
     if dtype is not None:
         _refuse_quantised(source, index)
     memory = AnonymousMemory()
     reader = Reader(StreamingConfig(progress=progress), Coordinator(0, 1, alone=True), PhaseClock(), memory)
-    reader.use(index.shards)
+    reader.add(index.shards)
     publication = Publication.begin(Path(destination))
     try:
         with memory:
@@ -184,7 +188,7 @@ def _in_layout(
     model, missing, tied = lazily_loaded(
         str(source), load, lambda *found: found, trust_remote_code=trust_remote_code, local_files_only=True
     )
-    reader.use(load.shards)
+    reader.add(load.shards)
     lost = sorted(missing - tied)
     if lost:
         raise UnsupportedError(

@@ -58,7 +58,8 @@ class _Files:
                 except OSError as error:
                     raise SaveError(
                         f"{self._paths[shard]}: cannot be opened: {error.strerror or error}. All ranks write into the "
-                        'files that rank 0 made; where they do not see its disk, save with write_from="rank0".'
+                        'files that rank 0 made. Where they do not see its disk, save with write_from="rank0" or '
+                        '"auto".'
                     ) from error
             return self._handles[shard]
 

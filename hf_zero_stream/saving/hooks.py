@@ -1,88 +1,68 @@
-"""What the usual ways to save become inside ``streaming()``: ``save_pretrained``, the Trainer's and accelerate's.
+"""What accelerate's and the Trainer's ways to save become inside ``streaming()``.
 
 They end in ``model.save_pretrained(..., state_dict=...)`` with a state dict that was gathered on rank 0. Here that
 state dict is lazy, and so saving it is for all ranks. The Trainer calls ``save_pretrained`` on one rank only, within a
-``save_model`` that all of them call: there it is put off until ``save_model`` ends, and then done by all.
+``save_model`` that all of them call: there rank 0 leads (see :mod:`.calls`). Code of others that would do more with
+the state dict than save it gets stock's.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from .. import patching
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import View
 from ..coordination import Coordinator
 from ..errors import UnsupportedError
-from ..seams.saving import NotedShard, is_noting
+from ..rendezvous import SAVE
+from ..scope import active_configs
+from ..seams.saving import NotedShard
+from . import calls
 
 
-__all__ = ["REPLACEMENTS", "is_active", "trainer_patches"]
+__all__ = ["REPLACEMENTS", "trainer_patches"]
 
-is_active: ContextVar[bool] = ContextVar("hf_zero_stream_saves", default=False)
-"""Whether this thread is inside ``streaming()``."""
-
-_put_off: ContextVar[list[dict[str, Any]] | None] = ContextVar("hf_zero_stream_put_off_saves", default=None)
-_SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
-
-
-def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    arguments = _SIGNATURE.bind(self, *args, **kwargs).arguments
-    if not _is_ours(arguments):
-        return original(self, *args, **kwargs)
-    extra = arguments.pop("kwargs", {})
-    del arguments["self"]
-    call = {"model": self, "folder": arguments.pop("save_directory"), **arguments, **extra}
-    put_off = _put_off.get()
-    if put_off is not None:
-        put_off.append(call)
-    else:
-        _save(**call)
-    return None
-
-
-def _is_ours(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call of ``save_pretrained`` saves what ranks hold between them."""
-    if not is_active.get() or is_noting() or arguments.get("distributed_checkpoint"):
-        return False
-    state_dict = arguments.get("state_dict")
-    if state_dict is not None:
-        return any(isinstance(value, LazyTensor) for value in state_dict.values())
-    return any(hasattr(param, "ds_tensor") for param in arguments["self"].parameters())
-
-
-def _save(model: Any, folder: Any, **kwargs: Any) -> None:
-    from .save import Save  # imports deepspeed, which takes seconds
-
-    Save(model, Path(folder)).pretrained(**kwargs)
+logger = logging.get_logger(__name__)
 
 
 def _get_state_dict(original: Callable[..., Any], self: Accelerator, model: Any, *args: Any, **kwargs: Any) -> Any:
     # If the Trainer calls, and was imported only now, rank 0 is going to save alone this once, and needs the values.
-    if not is_active.get() or trainer_patches.put_in() or not _shares_its_model(model):
+    if not active_configs() or trainer_patches.put_in() or not _shares_its_model(model):
         return original(self, model, *args, **kwargs)
-    from ..partition.stored import holdings
-    from .parameters import lazy_parameters
-    from .save import lazy_state_dict
+    from .gathered import is_gathered_whole  # imports deepspeed, which takes seconds
 
     unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
+    if is_gathered_whole(unwrapped):  # as stock: rank 0 gets the values, and may save them alone
+        return unwrapped.state_dict() if dist.get_rank() == 0 else None
+    if _is_of_a_trainer(self) and not calls.is_led():
+        logger.warning_once(
+            "The values of the whole model are gathered on rank 0, as without streaming(), because code around the "
+            "Trainer asks for its state dict: an overridden _save() or save_model(), or a callback. For a save by all "
+            "ranks that gathers nothing, leave them to the Trainer, or call hf_zero_stream.save_pretrained."
+        )
+        return original(self, model, *args, **kwargs)
+    from ..partition.stored import holdings
+    from .parameters import lazy_parameters, lazy_state_dict
+
     held = holdings(unwrapped, masters=False, rank=dist.get_rank(), world_size=dist.get_world_size())
-    return lazy_state_dict(unwrapped, lazy_parameters(held, _refuse_values), _refuse_values)
+    return lazy_state_dict(unwrapped, lazy_parameters(held, calls.refuse_values), calls.refuse_values)
+
+
+def _is_of_a_trainer(accelerator: Accelerator) -> bool:
+    """Whether a Trainer made `accelerator`, and so others than the caller's own script may ask it for a state dict."""
+    plugin = getattr(accelerator.state, "deepspeed_plugin", None)
+    return isinstance(getattr(plugin, "hf_ds_config", None), HfTrainerDeepSpeedConfig)
 
 
 def _shares_its_model(engine: Any) -> bool:
@@ -91,25 +71,21 @@ def _shares_its_model(engine: Any) -> bool:
     return stage > 0 and isinstance(extract_model_from_parallel(engine, keep_torch_compile=False), PreTrainedModel)
 
 
-def _refuse_values(view: View) -> torch.Tensor:
-    raise UnsupportedError(
-        "Inside streaming(), accelerator.get_state_dict() gives tensors that can be saved, by all ranks, with "
-        "save_pretrained(..., state_dict=...), and whose values are not there. For the values themselves use "
-        "deepspeed.zero.GatheredParameters, or call it outside streaming()."
-    )
-
-
 def _save_model(
     original: Callable[..., Any], self: Accelerator, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """accelerate's function saves weights and no config, under the model's own names."""
     call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
     call.apply_defaults()
-    if not is_active.get() or not _shares_its_model(model) or not call.arguments["safe_serialization"]:
+    if not active_configs() or not _shares_its_model(model) or not call.arguments["safe_serialization"]:
         return original(self, model, save_directory, *args, **kwargs)
-    from .save import Save, lazy_state_dict
+    from .gathered import is_gathered_whole
+    from .parameters import lazy_state_dict
+    from .save import Save
 
     unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
+    if is_gathered_whole(unwrapped):
+        return original(self, model, save_directory, *args, **kwargs)
 
     def lay_out(folder: Path, parameters: Any) -> list[NotedShard]:
         noted: list[NotedShard] = []
@@ -131,52 +107,50 @@ def _save_model(
 def _trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:
-    if not is_active.get() or not _shares_its_model(getattr(self, "deepspeed", None)):
+    engine: Any = getattr(self, "deepspeed", None)
+    if not active_configs() or not _shares_its_model(engine) or not _saves_as_transformers(self):
         return original(self, output_dir, _internal_call=_internal_call)
-    error: BaseException | None = None
-    with _putting_off() as calls:
-        try:
-            original(self, output_dir, _internal_call=True)
-        except Exception as caught:
-            error = caught
-    _save_what_was_put_off(self.deepspeed, calls, error)
+    from .gathered import is_gathered_whole
+
+    if is_gathered_whole(engine.module):
+        return original(self, output_dir, _internal_call=_internal_call)
+    calls.led(engine, lambda: original(self, output_dir, _internal_call=True))
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
     return None
 
 
-@contextmanager
-def _putting_off() -> Iterator[list[dict[str, Any]]]:
-    calls: list[dict[str, Any]] = []
-    token = _put_off.set(calls)
-    try:
-        yield calls
-    finally:
-        _put_off.reset(token)
+def _saves_as_transformers(trainer: Any) -> bool:
+    """Whether what `trainer` does with a state dict is to save it, once.
 
-
-def _save_what_was_put_off(engine: Any, calls: list[dict[str, Any]], error: BaseException | None) -> None:
-    """All ranks save what rank 0 was asked to save; its state dict is the whole, or it would not be the Trainer's."""
-    described = [
-        {
-            **{key: call[key] for key in call if key not in ("model", "state_dict")},
-            "folder": os.path.abspath(call["folder"]),
-        }
-        for call in calls
-    ]
-    for call in Coordinator.of_default_group().exchange(described, error)[0]:
-        _save(engine, **call)
+    Raises:
+        UnsupportedError: on all ranks, if several of them are to save what only rank 0 could be given.
+    """
+    if getattr(trainer._save, "__module__", None) != "transformers.trainer":
+        return False
+    if not trainer.args.save_on_each_node:
+        return True
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched(SAVE):
+        savers = coordinator.exchange(bool(trainer.args.should_save))
+    if sum(savers) == 1:
+        return True
+    if trainer.deepspeed.zero_optimization_stage() < 3:
+        return False
+    raise UnsupportedError(
+        f"save_on_each_node=True: with ZeRO-3 the model is saved once, and {sum(savers)} ranks are to save it. "
+        "Stock, too, gives the weights to rank 0 only. Leave it off, and copy the folder from the node of rank 0."
+    )
 
 
 REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
-    (PreTrainedModel, "save_pretrained"): patching.function(_save_pretrained),
     (Accelerator, "get_state_dict"): patching.function(_get_state_dict),
     (Accelerator, "save_model"): patching.function(_save_model),
 }
 
 
 class TrainerPatches:
-    """The same for the Trainer, which takes seconds to import: put in once somebody has imported it."""
+    """The same for ``save_pretrained``, and for the Trainer once somebody has imported it, which takes seconds."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -185,6 +159,7 @@ class TrainerPatches:
 
     def acquire(self) -> None:
         """Begin to replace, now or at the next :meth:`put_in`."""
+        calls.patches.acquire()
         with self._lock:
             self._users += 1
         self.put_in()
@@ -206,6 +181,7 @@ class TrainerPatches:
             if self._users == 0 and self._patches is not None:
                 self._patches.release()
                 self._patches = None
+        calls.patches.release()
 
 
 trainer_patches = TrainerPatches()

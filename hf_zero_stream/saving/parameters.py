@@ -9,20 +9,27 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._pytree import tree_map
+from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
 from ..checkpoint.source import ShardFiles
 from ..coordination import Coordinator
 from ..engine.compute import Evaluator
+from ..engine.workers import share_out
 from ..errors import SaveError
 from ..messages import collective_device
+from ..partition.original_experts import with_original_experts
 from ..partition.stored import Holding
-from .plan import Share
+from .digest import digest
+from .plan import Share, view_of
 
 
-__all__ = ["Opened", "Parameters", "cover", "in_dtype", "lazy_parameters", "opened"]
+__all__ = ["Opened", "Parameters", "cover", "lazy_parameters", "lazy_state_dict", "opened"]
+
+logger = logging.get_logger(__name__)
 
 
 class Parameters:
@@ -33,6 +40,7 @@ class Parameters:
         coordinator: the ranks that save together.
         dtype: what those of floating point are saved in; default: as they are held.
         single_writer: rank 0 gives what every rank holds.
+        threads: how many threads compare replicas.
 
     Raises:
         SaveError: on all ranks, if elements of a parameter are held by nobody.
@@ -45,26 +53,66 @@ class Parameters:
         *,
         dtype: torch.dtype | None,
         single_writer: bool,
+        threads: int = 1,
     ) -> None:
         self._coordinator = coordinator
         self.lazy = lazy_parameters(holdings, self.gather, dtype)
         """A lazy tensor for each name; names of one parameter have one and the same."""
         self.holdings = {name: holdings[name] for name in _first_names(holdings).values()}
         """What this rank holds, by the first name of each parameter."""
-        self.shares = self._agree_on_shares(single_writer)
+        self.everywhere: set[str] = set()
+        """Parameters that every rank holds in full, with the same values; none if rank 0 gives them anyway."""
+        self.shares: dict[str, tuple[Share, ...]] = {}
         """Who gives which elements, by the first name of each parameter."""
+        self._agree_on_shares(single_writer, threads)
 
-    def _agree_on_shares(self, single_writer: bool) -> dict[str, tuple[Share, ...]]:
-        def given(holding: Holding) -> tuple[int, int]:
-            if single_writer and holding.everywhere:
-                return 0, holding.shape.numel() if self._coordinator.is_main else 0
-            return holding.start, holding.stop
+    def _agree_on_shares(self, single_writer: bool, threads: int) -> None:
+        compared = not single_writer and not self._coordinator.is_alone
+        digests = self._coordinator.together(lambda: self._digests(threads) if compared else {})
+        everyone = self._coordinator.exchange(
+            [
+                (holding.start, holding.stop, holding.is_whole, digests.get(name))
+                for name, holding in self.holdings.items()
+            ]
+        )
+        different = [rank for rank, of_rank in enumerate(everyone) if len(of_rank) != len(self.holdings)]
+        if different:
+            raise SaveError(
+                f"Rank(s) {different} have another number of parameters than this one ({len(self.holdings)}): the "
+                "model must be the same on every rank."
+            )
+        differing: list[str] = []
+        for position, (name, holding) in enumerate(self.holdings.items()):
+            held = [of_rank[position] for of_rank in everyone]
+            _, _, rank_0_is_whole, rank_0_digest = held[0]
+            same = compared and all(is_whole and found == rank_0_digest for _, _, is_whole, found in held)
+            if same:
+                self.everywhere.add(name)
+            numel = holding.shape.numel()
+            if same or not rank_0_is_whole or not numel:
+                self.shares[name] = cover(name, numel, [(start, stop) for start, stop, *_ in held])
+                continue
+            self.shares[name] = (Share(0, 0, numel),)
+            # What is gathered is expected to be new on rank 0.
+            if not holding.is_gathered and any(found not in (None, rank_0_digest) for *_, found in held):
+                differing.append(name)
+        if differing and self._coordinator.is_main:
+            logger.warning(
+                f"Ranks have different values for {', '.join(differing[:8])} ({len(differing)} parameter(s)), which "
+                "each of them holds in full. Those of rank 0 are saved."
+            )
 
-        everyone = self._coordinator.exchange([given(holding) for holding in self.holdings.values()])
-        return {
-            name: cover(name, holding.shape.numel(), [of_rank[position] for of_rank in everyone])
-            for position, (name, holding) in enumerate(self.holdings.items())
-        }
+    def _digests(self, threads: int) -> dict[str, bytes]:
+        """What tells whether other ranks have the same values, for each parameter that this rank holds in full."""
+        digests: dict[str, bytes] = {}
+
+        def work(names: Iterator[str]) -> None:
+            for name in names:
+                with self.holdings[name].open() as values:
+                    digests[name] = digest(values)
+
+        share_out([name for name, holding in self.holdings.items() if holding.is_whole], work, threads)
+        return digests
 
     def gather(self, view: View) -> torch.Tensor:
         """The values of `view` in host memory, on every rank; its parameters are gathered in full for it.
@@ -93,7 +141,7 @@ class Parameters:
 
     def _full(self, name: str) -> torch.Tensor:
         holding = self.holdings[name]
-        if holding.everywhere:
+        if name in self.everywhere:
             with holding.open() as values:
                 return values.cpu()
         full = torch.empty(holding.shape.numel(), dtype=holding.dtype, device=collective_device())
@@ -101,7 +149,7 @@ class Parameters:
             for share in self.shares[name]:
                 part = full[share.start : share.stop]
                 if share.rank == self._coordinator.rank:
-                    part.copy_(values[share.start - holding.start :][: len(part)])
+                    part.copy_(values[share.start - holding.first :][: len(part)])
                 if not self._coordinator.is_alone:
                     self._coordinator.wait(dist.broadcast(part.view(torch.uint8), share.rank, async_op=True))
         return full.cpu()
@@ -117,13 +165,32 @@ def lazy_parameters(
 
     def lazy(name: str, holding: Holding) -> torch.Tensor:
         node = Stored(holding.shape.numel(), holding.dtype, name)
-        return in_dtype(LazyTensor.of(View.whole(node, tuple(holding.shape)), materialise), dtype)
+        return _in_dtype(LazyTensor.of(View.whole(node, tuple(holding.shape)), materialise), dtype)
 
     by_parameter = {number: lazy(name, holdings[name]) for number, name in _first_names(holdings).items()}
     return {name: by_parameter[id(holding)] for name, holding in holdings.items()}
 
 
-def in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def lazy_state_dict(
+    model: nn.Module,
+    parameters: Mapping[str, torch.Tensor],
+    materialise: Callable[[View], torch.Tensor],
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
+    """``model.state_dict()`` with lazy tensors: `parameters`, and buffers in `dtype` if they are of floating point."""
+    memories: dict[Any, HostTensor] = {}
+
+    def lazy(name: str, value: Any) -> Any:
+        if name in parameters or not isinstance(value, torch.Tensor):
+            return parameters.get(name, value)
+        # A buffer is everyone's, and rank 0's values are written.
+        return _in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
+
+    entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
+    return with_original_experts(model, entries, parameters)
+
+
+def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """`tensor`, cast if it is of floating point and a dtype is asked for."""
     return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
@@ -170,8 +237,7 @@ class Opened:
             context = self._holdings[name].open()
             self._values[name] = context.__enter__()
             self._contexts[name] = context
-        holding = self._holdings[name]
-        return self._values[name], 0 if holding.everywhere else holding.start
+        return self._values[name], self._holdings[name].first
 
     def _close_swapped(self) -> None:
         """Give back the memory of values that come from swap files."""

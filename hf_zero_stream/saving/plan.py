@@ -122,7 +122,7 @@ class Segment:
     Attributes:
         shard: position of the shard among the files.
         parts: what ranks hold of it.
-        constants: what is not a parameter's, and is the same on every rank: buffers of the model, padding.
+        constants: what is not a parameter's: buffers of the model, padding. Rank 0 writes a segment that has any.
     """
 
     shard: int
@@ -185,7 +185,7 @@ def make_save_plan(
     Args:
         shards: the files of the checkpoint.
         shares: who gives which elements of each parameter; in order of elements, and all of them.
-        everywhere: parameters that every rank holds in full, and could give.
+        everywhere: parameters that every rank holds in full, with the same values, and could give.
         chunk_bytes: largest segment.
         single_writer: rank 0 writes everything.
     """
@@ -213,9 +213,10 @@ def make_save_plan(
                 continue
             for segment in _segments(view, shares, number, position, max(1, chunk_bytes // dtype.itemsize)):
                 turn += 1
-                segment = _given_by_one(segment, everywhere, 0 if single_writer else turn % world_size)
+                alone = _is_of_rank_0(segment, single_writer)
+                segment = _given_by_one(segment, everywhere, 0 if alone else turn % world_size)
                 holders = {part.rank for part in segment.parts} or {0}
-                writer = 0 if single_writer else min(holders)
+                writer = 0 if alone else min(holders)
                 if holders != {writer}:
                     exchanged.append(segment)
                 elif writer == rank:
@@ -224,6 +225,11 @@ def make_save_plan(
     nbytes += sum(segment.nbytes for segment in own)
     nbytes += sum(segment.nbytes for of_round in rounds for writer, segment in of_round if writer == rank)
     return SavePlan(tuple(runs), tuple(own), rounds, tuple(computations), nbytes)
+
+
+def _is_of_rank_0(segment: Segment, single_writer: bool) -> bool:
+    """Whether rank 0 must write `segment`: of what is not a parameter's, its values are saved, as by stock."""
+    return single_writer or bool(segment.constants)
 
 
 def _is_stored_run(region: Region) -> bool:
@@ -300,7 +306,7 @@ def _rounds(segments: Sequence[Segment], world_size: int, chunk_bytes: int, sing
         for part in segment.parts:
             leaving[part.rank] = leaving.get(part.rank, 0) + part.box.numel * segment.dtype.itemsize
         holders = sorted(leaving, key=lambda rank: (-leaving[rank], rank))
-        candidates = (0,) if single_writer else (*holders, *range(world_size))
+        candidates = (0,) if _is_of_rank_0(segment, single_writer) else (*holders, *range(world_size))
         writer = next((rank for rank in candidates if has_room(written, rank, segment.nbytes)), None)
         if writer is None or not all(has_room(sent, rank, nbytes) for rank, nbytes in leaving.items()):
             yield tuple(of_round)

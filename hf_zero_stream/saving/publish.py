@@ -97,7 +97,8 @@ class Publication:
         found = []
         for entry in self.folder.iterdir():
             shard = entry.name.startswith(stem) and _SHARD.fullmatch(entry.name.removesuffix(".safetensors"))
-            if entry.is_file() and entry.name not in names and (shard or entry.name in (weights_name, index_name)):
+            is_there = entry.is_file() or entry.is_symlink()
+            if is_there and entry.name not in names and (shard or entry.name in (weights_name, index_name)):
                 found.append(entry.name)
         return sorted(found)
 

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -15,40 +14,38 @@ from typing import Any, Literal
 
 import torch
 from accelerate.utils import extract_model_from_parallel
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import HostTensor, View
-from ..coordination import Coordinator
+from ..checkpoint.nodes import View
+from ..config import WRITERS, StreamingConfig
+from ..coordination import Coordinator, expected_at
 from ..errors import ConfigError, SaveError, UnsupportedError
-from ..liveness import default_store
 from ..memory import AnonymousMemory, collector_paused
-from ..partition import stored, zero3
-from ..partition.original_experts import with_original_experts
+from ..partition import stored
 from ..progress import progress_bar
+from ..rendezvous import SAVE
 from ..report import PhaseClock
+from ..scope import active_configs
+from ..seams import other_config, zero3_config
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
+from ..wrapped import refuse_wrapped
+from . import calls
 from .files import Comparison, ShardWriter, reserve
-from .parameters import Parameters, in_dtype
-from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write, view_of
+from .gathered import occasion_to_save
+from .parameters import Parameters, lazy_state_dict
+from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write
 from .publish import Publication
 from .report import PHASES, SaveReport, SavingRank
 from .write import Sink, execute_save
 
 
-__all__ = ["LayOut", "Save", "lazy_state_dict", "save_pretrained"]
+__all__ = ["LayOut", "Save", "save_pretrained"]
 
 logger = logging.get_logger(__name__)
 
 CHUNK_BYTES = 16 * 2**20
-
-ARRIVAL_S = 600.0
-"""How long the first rank waits for the last one to begin a save."""
-
-_begun = 0
-"""Saves that all ranks have begun together, by which they know the next one."""
 
 LayOut = Callable[[Path, Parameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
@@ -62,7 +59,7 @@ def save_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | str | None = None,
-    write_from: Literal["all", "rank0"] = "all",
+    write_from: Literal["auto", "all", "rank0"] | None = None,
     verify: bool = False,
     chunk_bytes: int = CHUNK_BYTES,
     progress: bool = True,
@@ -78,11 +75,12 @@ def save_pretrained(
 
     Args:
         model: the model, or the engine, or what ``accelerator.prepare`` made of it.
-        folder: where to save; seen by all ranks, unless rank 0 writes alone.
+        folder: where to save; it need not be seen by other ranks than rank 0.
         max_shard_size: of a file, in bytes, or as in ``"5GB"``.
         dtype: of the floating-point weights; default: the model's own. ``torch.float32`` takes the fp32 values that
             the optimizer trains, where there are any.
-        write_from: ``"all"`` ranks write, or ``"rank0"`` does, to which the others send theirs in chunks.
+        write_from: ``"all"`` ranks write, or ``"rank0"`` does, to which the others send theirs in chunks; ``"auto"``
+            is the first if all see the folder, else the second. Default: :attr:`StreamingConfig.write_from`.
         verify: compare what is in the files with what the ranks hold before the files get their names.
         chunk_bytes: memory of this size, a few times over, is what a rank needs to exchange elements with others.
         progress: show a bar on the first rank of each host.
@@ -98,8 +96,24 @@ def save_pretrained(
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
     """
-    save = Save(model, Path(folder), dtype=_dtype(dtype), write_from=write_from, chunk_bytes=chunk_bytes)
-    return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
+    with expected_at(SAVE):
+        dtype = _dtype(dtype)
+        save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes)
+        if not calls.has_own_save_pretrained(save.model):
+            return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
+        _refuse(kwargs)
+        settings = {"dtype": dtype, "write_from": write_from, "chunk_bytes": chunk_bytes}
+        report = calls.led(
+            save.model,
+            lambda: save.model.save_pretrained(folder, max_shard_size=max_shard_size, **kwargs),
+            takes_all=True,
+            verify=verify,
+            progress=progress,
+            **settings,
+        )
+        if report is None:
+            raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
+        return report
 
 
 class Save:
@@ -111,11 +125,11 @@ class Save:
         folder: Path,
         *,
         dtype: torch.dtype | None = None,
-        write_from: str = "all",
+        write_from: str | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        if write_from not in ("all", "rank0"):
-            raise ConfigError(f'write_from: expected "all" or "rank0"; got {write_from!r}')
+        if write_from is not None and write_from not in WRITERS:
+            raise ConfigError(f"write_from: expected one of {', '.join(WRITERS)}; got {write_from!r}")
         if chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: expected a size in bytes, at least 1; got {chunk_bytes!r}")
         unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
@@ -124,10 +138,16 @@ class Save:
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(unwrapped)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
-        self._model: PreTrainedModel = unwrapped
+        refuse_wrapped(
+            unwrapped.named_parameters(),
+            "save_pretrained",
+            "Save it with model.save_pretrained, which gathers such tensors.",
+        )
+        self.model: PreTrainedModel = unwrapped
         self._folder = folder
         self._dtype = dtype
-        self._single_writer = write_from == "rank0"
+        self._write_from = write_from
+        self._single_writer = False
         self._chunk_bytes = chunk_bytes
         self._coordinator = Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
@@ -152,23 +172,36 @@ class Save:
         def lay_out(folder: Path, parameters: Parameters) -> list[NotedShard]:
             entries = state_dict
             if entries is None:
-                entries = lazy_state_dict(self._model, parameters.lazy, parameters.gather, self._dtype)
+                entries = lazy_state_dict(self.model, parameters.lazy, parameters.gather, self._dtype)
+            else:
+                entries = {name: _with_values(value, parameters.gather) for name, value in entries.items()}
             count = sum(holding.shape.numel() for holding in parameters.holdings.values())
-            return lay_out_pretrained(self._model, folder, dict(entries), entries, count, self._dtype, **kwargs)
+            return lay_out_pretrained(
+                self.model, folder, dict(entries), entries, count, self._dtype, own_code=False, **kwargs
+            )
 
         return self.run(lay_out, index_name(kwargs.get("variant")), verify=verify, progress=progress)
 
     def run(self, lay_out: LayOut, index_name: str, *, verify: bool = False, progress: bool = True) -> SaveReport:
         """Save what `lay_out` lays out, and publish it; all ranks must call it."""
-        _await_ranks(self._coordinator)
-        with self._coordinator.watched():
+        with self._coordinator.watched(occasion_to_save(self.model, self._coordinator)):
             return self._run(lay_out, index_name, verify, progress)
 
     def _run(self, lay_out: LayOut, index_name: str, verify: bool, progress: bool) -> SaveReport:
         publication: Publication | None = None
         try:
-            with self._memory, self._clock("total"), collector_paused(), torch.no_grad(), torch.inference_mode(False):
-                publication = self._coordinator.share(lambda: Publication.begin(self._folder))
+            with (
+                self._coordinator.reporting(),
+                self._memory,
+                self._clock("total"),
+                collector_paused(),
+                torch.no_grad(),
+                torch.inference_mode(False),
+            ):
+                write_from, publication = self._coordinator.share(
+                    lambda: (self._write_from or _settings().write_from, Publication.begin(self._folder))
+                )
+                self._single_writer = write_from == "rank0" or (write_from == "auto" and self._is_hidden(publication))
                 with self._clock("plan"):
                     parameters, shards, plan = self._planned(publication, lay_out)
                 paths = [publication.temporary / shard.name for shard in shards]
@@ -178,11 +211,10 @@ class Save:
                 with self._clock("publish"):
                     weights = _SUFFIX.sub("", shards[0].name)
                     self._coordinator.on_main(lambda: publication.commit(weights, index_name))
-        except BaseException as error:
-            failure = self._coordinator.report(error)
+        except BaseException:
             if publication is not None and self._coordinator.is_main:
                 publication.abandon()
-            raise failure from (None if failure is error else error)
+            raise
         return self._report(plan, shards, verify)
 
     # ------------------------------------------------------------------------------------------------------- phases
@@ -191,19 +223,25 @@ class Save:
         coordinator = self._coordinator
         holdings = coordinator.together(
             lambda: stored.holdings(
-                self._model,
+                self.model,
                 masters=self._dtype == torch.float32,
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,
             )
         )
-        parameters = Parameters(holdings, coordinator, dtype=self._dtype, single_writer=self._single_writer)
+        parameters = Parameters(
+            holdings,
+            coordinator,
+            dtype=self._dtype,
+            single_writer=self._single_writer,
+            threads=_threads(coordinator.topology.sharing_cores),
+        )
         shards = coordinator.together(lambda: self._shards(publication, parameters, lay_out))
         plan = coordinator.together(
             lambda: make_save_plan(
                 shards,
                 parameters.shares,
-                everywhere={name for name, holding in parameters.holdings.items() if holding.everywhere},
+                everywhere=parameters.everywhere,
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,
                 chunk_bytes=self._chunk_bytes,
@@ -223,6 +261,14 @@ class Save:
 
         coordinator.on_main(reserve_all)
         return parameters, shards, plan
+
+    def _is_hidden(self, publication: Publication) -> bool:
+        """Whether there are ranks that cannot write into the folder that rank 0 has made: its name is unique."""
+        sees = self._coordinator.exchange(os.access(publication.temporary, os.W_OK | os.X_OK))
+        if not all(sees) and self._coordinator.is_main:
+            blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
+            logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
+        return not all(sees)
 
     def _shards(self, publication: Publication, parameters: Parameters, lay_out: LayOut) -> list[ShardToWrite]:
         """The files to write; on rank 0 everything else gets into the temporary folder."""
@@ -255,7 +301,7 @@ class Save:
                 parameters,
                 sink,
                 self._coordinator,
-                threads=_threads(),
+                threads=_threads(self._coordinator.topology.sharing_cores),
                 on_bytes=bar.update,
             )
         self._memory.sample()
@@ -281,43 +327,14 @@ class Save:
         return report
 
 
-def _await_ranks(coordinator: Coordinator) -> None:
-    """Return once all ranks are here. A rank that saves alone must hear of it, and not wait in a collective."""
-    global _begun
-    if coordinator.is_alone:
-        return
-    store, deadline = default_store(), time.monotonic() + ARRIVAL_S
-    key = f"hf_zero_stream/save/{_begun}"
-    store.add(key, 1)
-    while (arrived := store.add(key, 0)) < coordinator.world_size:
-        if time.monotonic() > deadline:
-            store.add(key, -1)  # another time it may be different
-            raise SaveError(
-                f"Only {arrived} of {coordinator.world_size} ranks came to save within {ARRIVAL_S:.0f} seconds. All "
-                "of them must call save_pretrained, because each writes its own part: take it out of "
-                "`if accelerator.is_main_process:` and the like."
-            )
-        time.sleep(0.002)
-    _begun += 1
+def _with_values(value: Any, materialise: Callable[[View], torch.Tensor]) -> Any:
+    """`value`, if it is lazy, with values for conversions that need them."""
+    return LazyTensor.of(value.view_of_node, materialise) if isinstance(value, LazyTensor) else value
 
 
-def lazy_state_dict(
-    model: nn.Module,
-    parameters: Mapping[str, torch.Tensor],
-    materialise: Callable[[View], torch.Tensor],
-    dtype: torch.dtype | None = None,
-) -> dict[str, Any]:
-    """``model.state_dict()`` with lazy tensors: `parameters`, and buffers in `dtype` if they are of floating point."""
-    memories: dict[Any, HostTensor] = {}
-
-    def lazy(name: str, value: Any) -> Any:
-        if name in parameters or not isinstance(value, torch.Tensor):
-            return parameters.get(name, value)
-        # A buffer is everyone's.
-        return in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
-
-    entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
-    return with_original_experts(model, entries, parameters)
+def _settings() -> StreamingConfig:
+    """Those of the ``streaming()`` around this thread's code, if any."""
+    return StreamingConfig.resolve((active_configs() or (None,))[-1], zero3_config() or other_config())
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
@@ -343,9 +360,9 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     return dtype
 
 
-def _threads() -> int:
-    """Writers into the page cache are bound by memory bandwidth: this rank's share of the host's cores, at most 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // max(1, zero3.ranks_on_this_host())))
+def _threads(ranks: int) -> int:
+    """Writers into the page cache are bound by memory bandwidth: the share of one of `ranks` of the cores, up to 8."""
+    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
 
 
 @contextmanager

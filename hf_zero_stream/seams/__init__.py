@@ -24,7 +24,16 @@ from .. import patching
 from ..errors import VersionError
 
 
-__all__ = ["REPLACEMENTS", "Session", "Stopped", "other_config", "raise_if_misfit", "zero3_config", "zero3_hidden"]
+__all__ = [
+    "ModelsConfig",
+    "REPLACEMENTS",
+    "Session",
+    "Stopped",
+    "other_config",
+    "raise_if_misfit",
+    "zero3_config",
+    "zero3_hidden",
+]
 
 _RELIED_ON = (
     (PreTrainedModel, "get_init_context"),
@@ -37,6 +46,7 @@ _RELIED_ON = (
     (modeling_utils, "load_state_dict"),
     (modeling_utils, "set_zero3_state"),
     (transformers_deepspeed, "_hf_deepspeed_config_weak_ref"),
+    (transformers_deepspeed, "set_hf_deepspeed_config"),
 )
 _missing = [name for owner, name in _RELIED_ON if not hasattr(owner, name)]
 if _missing:
@@ -47,8 +57,9 @@ if _missing:
 
 # Only now: these modules rely on the names above.
 from . import conversion, keys, loading, quantised  # noqa: E402
+from .ds_config import ModelsConfig, other_config, zero3_config, zero3_hidden  # noqa: E402
 from .loading import raise_if_misfit  # noqa: E402
-from .session import Session, Stopped, other_config, zero3_config, zero3_hidden  # noqa: E402
+from .session import Session, Stopped  # noqa: E402
 
 
 REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {

@@ -13,11 +13,13 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from .. import patching
-from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.index import TensorEntry
 from ..checkpoint.index_file import check_files, read_index_file
 from ..errors import CheckpointError, LoadError, UnsupportedError
+from ..wrapped import refuse_wrapped
+from .ds_config import zero3_hidden
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
-from .session import Session, Stopped, zero3_hidden
+from .session import Session, Stopped
 
 
 __all__ = ["REPLACEMENTS", "raise_if_misfit"]
@@ -32,10 +34,12 @@ def _get_init_context(original: Callable[..., Any], cls: Any, dtype: Any, is_qua
     if session.stock_reason:
         _warn_of_stock(session)
         return original(dtype, is_quantized, *args)
-    if not session.load.home.is_partitioned:
+    if session.inside is None and not session.load.home.is_partitioned:
         return [_building(session), *original(dtype, is_quantized, *args)]
     with zero3_hidden():
         contexts = original(dtype, is_quantized, *args)
+    if session.inside is not None:
+        return [_building(session), *contexts]
     # The line by which transformers says that it found ZeRO-3, and by which its own tests know.
     modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
     # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
@@ -70,6 +74,12 @@ def _load_pretrained_model(
 ) -> Any:
     session = Session.current()
     if session is not None and session.model is None and stays_quantised(load_config.hf_quantizer):
+        if session.inside is not None or session.has_nested:
+            raise UnsupportedError(
+                f"{load_config.pretrained_model_name_or_path}: this checkpoint stays quantised, and it belongs to a "
+                "model whose __init__ calls from_pretrained: the two cannot be streamed together. Pass a "
+                "quantization_config with dequantize=True, where the format has one, or load without streaming()."
+            )
         session.stock_reason = (
             "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
             "quantization_config with dequantize=True, where the format has one"
@@ -77,17 +87,28 @@ def _load_pretrained_model(
         _warn_of_stock(session)
     if session is None or session.stock_reason or session.model is not None:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    session.model = model
     load = session.load
+    refuse_wrapped(
+        model.named_parameters(), f"from_pretrained of {type(model).__name__}", "Load it without streaming()."
+    )
+    session.model = model
     slices = _open(session, state_dict, checkpoint_files, load_config)
     with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer):
-        dtype = load.home.dtype(load_config.dtype)
+        # A part of a model has no say in it.
+        dtype = load.home.dtype(load_config.dtype if session.inside is None else None)
         if dtype is not None:
             _cast_meta_parameters(model, dtype)
             # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
             load_config = replace(load_config, dtype=dtype)
         with _keeping_groups(model):
-            return original(model, slices, checkpoint_files, load_config, *args, **kwargs)
+            try:
+                result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
+            except Exception:
+                load.refuse_absent()  # it may be why
+                raise
+            load.refuse_absent()
+            result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
+            return result
 
 
 @contextmanager
@@ -127,14 +148,17 @@ def _get_checkpoint_shard_files(
         return original(name, index_filename, *args, **kwargs)
     read_index_file(index_filename)
     found = original(name, index_filename, *args, **kwargs)
-    # Files of the hub are where huggingface_hub put them; in a folder they are where somebody's archive put them.
-    check_files([index_filename, *found[0]], name if os.path.isdir(name) else None)
+    check_files(found[0])
     _read_ahead(session, found[0])  # while the model is built
     return found
 
 
 def _read_ahead(session: Session, files: Sequence[str]) -> None:
-    if session.instead_of_placing is None and all(file.endswith(".safetensors") for file in files):
+    if (
+        session.instead_of_placing is None
+        and session.inside is None
+        and all(file.endswith(".safetensors") for file in files)
+    ):
         session.load.read_ahead(files)
 
 
@@ -143,14 +167,36 @@ def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwar
 
     With ``weights_only``, transformers' default, no code in a pickle is run; what torch refuses is torch's own error.
     """
-    if Session.current() is None:
+    session = Session.current()
+    if session is None:
         return original(file, *args, **kwargs)
     if str(file).endswith(".safetensors"):
-        CheckpointIndex.from_files([file])
+        index = session.load.look_into(file)
+        if not session.load.reads_itself:
+            return {name: _on_meta(entry) for name, entry in index.tensors.items()}
     values = original(file, *args, **kwargs)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{file}: expected a map of names to tensors, found {type(values).__name__}.")
     return values
+
+
+def _on_meta(entry: TensorEntry) -> torch.Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
+def _get_resolved_checkpoint_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A rank that another one reads for need not see the one file of a checkpoint that has no index."""
+    try:
+        return original(*args, **kwargs)
+    except OSError:
+        session, folder = Session.streaming(), kwargs.get("pretrained_model_name_or_path")
+        if session is None or session.load.reads_itself or not folder or not os.path.isdir(folder):
+            raise
+        if kwargs.get("gguf_file") or kwargs.get("use_safetensors") is False:
+            raise
+        name = ".".join(filter(None, ("model", kwargs.get("variant"), "safetensors")))
+        subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
+        return [os.path.join(folder, subfolder, name)], None  # if rank 0 has others, the load says so
 
 
 def _open(session: Session, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Mapping[str, Any]:
@@ -159,6 +205,7 @@ def _open(session: Session, state_dict: Any, checkpoint_files: Any, load_config:
         return load.open_values(mapped_gguf_values(state_dict))
     if not checkpoint_files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
+    load.refuse_unseen(checkpoint_files)
     if load_config.sharded_metadata is None:
         check_files(checkpoint_files)
         _read_ahead(session, checkpoint_files)  # those of an index are read ahead since it was read
@@ -189,11 +236,18 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
             or (loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes)
         )
         if faulty:
+            if not session.load.reads_itself:
+                session.load.coordinator.check()  # the rank that reads for this one may have died, which is why
             raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
-        if session.load.config.strict:
+        if session.strict:
             raise_if_misfit(*_misfits(model, loading_info))
+        if session.inside is not None:
+            return  # what its checkpoint lacks stays on the meta device, as in any part of the model that is built
         missing = set(loading_info.missing_and_mismatched())
         tied = missing & set(getattr(model, "all_tied_weights_keys", ()))
+        if session.has_nested:
+            # These have their values from what the model's __init__ loaded.
+            missing -= {name for name, tensor in _tensors(model) if not tensor.is_meta} - tied
         if session.instead_of_placing is not None:
             loading_info.missing_keys -= tied  # no tie comes any more that would take them out of the LOAD REPORT
             raise Stopped(session.instead_of_placing(model, missing, tied))
@@ -211,6 +265,11 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
         inner = sum(after[phase] - before[phase] for phase in ("plan", "read", "convert", "copy"))
         session.load.clock.add("finalise", -inner)
         return result
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def raise_if_misfit(missing: Any, unexpected: Any, mismatched: Any) -> None:
@@ -238,17 +297,35 @@ def _move_missing_keys(original: Callable[..., Any], self: Any, *args: Any, **kw
         return original(self, *args, **kwargs)
     session.placing()
     session.placing = None
-    if not session.load.home.is_partitioned:
+    if session.inside is None and not session.load.home.is_partitioned:
         original(self, *args, **kwargs)
 
 
-def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
     session = Session.streaming()
+    if session is not None and session.inside is not None and not session.building:
+        return  # with the model that it is a part of
     if session is None or session.model is None or session.building or not session.load.home.is_partitioned:
-        return original(self, module, *args, **kwargs)
+        original(self, module, *args, **kwargs)
+        return
     from ..partition.initialise import run_gathering_what_is_touched
 
     run_gathering_what_is_touched(lambda: original(self, module, *args, **kwargs), module)
+
+
+def _is_fsdp_enabled(original: Callable[[], bool]) -> bool:
+    """A variable that asks to load on rank 0 alone, for FSDP, means nothing to a load that streams."""
+    return Session.streaming() is None and original()
+
+
+def _check_and_set_device_map(original: Callable[..., Any], device_map: Any) -> Any:
+    """`from_pretrained` in a model's ``__init__`` meets the meta device, which transformers takes for a mistake."""
+    session = Session.current()
+    if session is None or session.inside is None:
+        return original(device_map)
+    if device_map is not None:
+        raise ValueError("DeepSpeed Zero-3 is not compatible with passing a `device_map`.")  # transformers' words
+    return None
 
 
 def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: Any) -> bool:
@@ -268,9 +345,12 @@ REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
     (PreTrainedModel, "_finalize_model_loading"): patching.static_method(_finalize_model_loading),
     (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): patching.function(_move_missing_keys),
     (PreTrainedModel, "_initialize_weights"): patching.function(_initialize_weights),
+    (modeling_utils, "check_and_set_device_map"): patching.function(_check_and_set_device_map),
     (modeling_utils, "get_checkpoint_shard_files"): patching.function(_get_checkpoint_shard_files),
+    (modeling_utils, "_get_resolved_checkpoint_files"): patching.function(_get_resolved_checkpoint_files),
     (modeling_utils, "load_state_dict"): patching.function(_load_state_dict),
     (modeling_utils, "_tied_params_are_equal"): patching.function(_tied_params_are_equal),
+    (modeling_utils, "is_fsdp_enabled"): patching.function(_is_fsdp_enabled),
     (_distributed_owner, "_load_and_finalize_distributed_pretrained_model"): patching.function(
         _refuse_distributed_checkpoint
     ),

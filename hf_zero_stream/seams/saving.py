@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ def lay_out_pretrained(
     parameters: Mapping[str, torch.Tensor],
     num_parameters: int,
     dtype: torch.dtype | None,
+    *,
+    own_code: bool = True,
     **kwargs: Any,
 ) -> list[NotedShard]:
     """Have ``model.save_pretrained`` write everything but the shards into `folder`, and return those.
@@ -78,6 +81,8 @@ def lay_out_pretrained(
         parameters: lazy tensors with the shapes of the model's parameters, which partitioned ones do not show.
         num_parameters: number of elements of all parameters, for the index.
         dtype: written to the config as the dtype of the weights; default: the model's own.
+        own_code: run the ``save_pretrained`` of the model's class, which may do more than transformers' own; false
+            if that runs around this.
         kwargs: for ``save_pretrained``.
     """
     noted: list[NotedShard] = []
@@ -94,8 +99,8 @@ def lay_out_pretrained(
             should_save_on_this_rank=lambda *_: True,
             get_parameter=parameter,
         ):
-            # Its class may have its own, which does more.
-            model.save_pretrained(folder, is_main_process=True, state_dict=state_dict, **kwargs)
+            save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
+            save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     finally:
         _patches.release()
         _noted.reset(token)

@@ -1,23 +1,20 @@
-"""What the seams of one load share, and how ZeRO-3 is hidden from transformers."""
+"""What the seams of one load share."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.integrations import deepspeed as transformers_deepspeed
 
 
 if TYPE_CHECKING:
     from ..load import Load
 
 
-__all__ = ["Session", "Stopped", "other_config", "zero3_config", "zero3_hidden"]
+__all__ = ["Session", "Stopped"]
 
 
 class Session:
@@ -27,13 +24,25 @@ class Session:
         load: carries the load out.
         instead_of_placing: called with the lazy model, and the names that are missing or tied, instead of reading;
             :class:`Stopped` brings out what it returns.
+        inside: the session whose model is being built, where that model's ``__init__`` calls ``from_pretrained``. Then
+            the model of this one stays lazy, and is placed as a part of the other.
+        strict: raise if the checkpoint does not fit the model exactly.
     """
 
     def __init__(
-        self, load: Load, *, instead_of_placing: Callable[[torch.nn.Module, set[str], set[str]], Any] | None = None
+        self,
+        load: Load,
+        *,
+        instead_of_placing: Callable[[torch.nn.Module, set[str], set[str]], Any] | None = None,
+        inside: Session | None = None,
+        strict: bool = False,
     ) -> None:
         self.load = load
         self.instead_of_placing = instead_of_placing
+        self.inside = inside
+        self.strict = strict
+        self.has_nested = False
+        """Whether the model's ``__init__`` called ``from_pretrained``."""
         self.stock_reason = ""
         """Why the load is left to stock; empty while it streams."""
         self.building = False
@@ -48,7 +57,19 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         _session.reset(self._token)
-        self.load.close()
+        if self.inside is None:
+            self.load.close()
+
+    def nested(self, strict: bool) -> Session | None:
+        """A session for a ``from_pretrained`` that is called now, if that happens while the model is built lazily.
+
+        None where it is left to transformers, which outside ZeRO-3 has an error for it.
+        """
+        lazy = self.load.home.is_partitioned or self.instead_of_placing is not None
+        if not self.building or self.stock_reason or not (lazy or self.inside is not None):
+            return None
+        self.has_nested = True
+        return Session(self.load, inside=self, strict=strict)
 
     @staticmethod
     def current() -> Session | None:
@@ -70,55 +91,3 @@ class Stopped(BaseException):
 
     def __init__(self, result: Any) -> None:
         self.result = result
-
-
-def zero3_config() -> dict[str, Any] | None:
-    """The DeepSpeed config in which transformers finds ZeRO-3, or None if it does not."""
-    return transformers_deepspeed.deepspeed_config() if transformers_deepspeed.is_deepspeed_zero3_enabled() else None
-
-
-def other_config() -> dict[str, Any]:
-    """The DeepSpeed config of another stage that is alive; empty if there is none."""
-    return transformers_deepspeed.deepspeed_config() or {}
-
-
-# ------------------------------------------------------------------------------------------------ hiding ZeRO-3
-
-_hidden: ContextVar[bool] = ContextVar("hf_zero_stream_hides_zero3", default=False)
-_hiding_lock = threading.Lock()
-
-
-@contextmanager
-def zero3_hidden() -> Iterator[None]:
-    """transformers, its models included, finds no ZeRO-3 in this thread."""
-    token = _hidden.set(True)
-    with _hiding_lock:
-        reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-        if not isinstance(reference, _HidingReference):
-            transformers_deepspeed._hf_deepspeed_config_weak_ref = _HidingReference(reference)
-        transformers_deepspeed._hf_deepspeed_config_weak_ref.users += 1
-    try:
-        yield
-    finally:
-        _hidden.reset(token)
-        with _hiding_lock:
-            reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-            if isinstance(reference, _HidingReference):
-                reference.users -= 1
-                if reference.users == 0:
-                    transformers_deepspeed._hf_deepspeed_config_weak_ref = reference.original
-
-
-class _HidingReference:
-    """Stands in for the weak reference to the DeepSpeed config through which transformers detects ZeRO-3.
-
-    All of transformers, model files included, asks this one reference; to a thread that hides ZeRO-3 it answers that
-    there is no config.
-    """
-
-    def __init__(self, original: Callable[[], Any] | None) -> None:
-        self.original = original
-        self.users = 0
-
-    def __call__(self) -> Any:
-        return None if _hidden.get() or self.original is None else self.original()

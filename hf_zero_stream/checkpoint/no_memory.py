@@ -1,0 +1,105 @@
+"""What a lazy tensor has in place of memory: addresses and a storage that can be compared, and not read from."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from ..errors import UnsupportedError
+from .nodes import Node
+
+
+__all__ = ["Address", "NodeStorage", "ValuesOnDemand", "no_memory"]
+
+
+class ValuesOnDemand:
+    """What would read a tensor's memory outside of torch's dispatcher, and reads its values into a new one here."""
+
+    def materialise(self) -> Any:
+        """The values, in a tensor with memory."""
+        raise NotImplementedError
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Its values, read now, as a numpy array."""
+        return self.materialise().numpy(*args, **kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        values = self.materialise().numpy()
+        return values if dtype is None else values.astype(dtype)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialise().__dlpack__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        """Its values, read now, as numbers in lists."""
+        return self.materialise().tolist()
+
+
+def no_memory(node: Node, so: str) -> UnsupportedError:
+    """The error of who wants to read from `node`'s memory, or to copy it.
+
+    Args:
+        so: what therefore cannot be done.
+    """
+    return UnsupportedError(
+        f"This tensor of {node.numel} elements of {node.dtype} is lazy: inside hf_zero_stream.streaming() it has a "
+        f"shape and a dtype, and no memory. So {so}. Save it with save_pretrained(..., state_dict=...) on all ranks; "
+        "for the values themselves use deepspeed.zero.GatheredParameters, or ask for the state dict outside of "
+        "streaming()."
+    )
+
+
+@functools.total_ordering
+class Address:
+    """A number in place of an address, of which only code that compares addresses gets anything."""
+
+    def __init__(self, value: int, node: Node) -> None:
+        self._value = value
+        self._node = node
+
+    def __add__(self, other: Any) -> Address:
+        return Address(self._value + other, self._node)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> int:
+        return self._value - (other._value if isinstance(other, Address) else other)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, int) and other == 0 and self._value:
+            int(self)  # that is what safetensors asks before it reads
+        return self._value == (other._value if isinstance(other, Address) else other)
+
+    def __lt__(self, other: Any) -> bool:
+        return self._value < (other._value if isinstance(other, Address) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+    def __int__(self) -> int:
+        raise no_memory(self._node, "nothing can be read from it")
+
+    __index__ = __int__
+    _as_parameter_ = property(__int__)  # ctypes asks for it
+
+
+class NodeStorage:
+    """The ``UntypedStorage`` of a node, as far as code asks for it that must not read values."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def data_ptr(self) -> int:
+        # No storage is larger than 2**63, so those of two nodes cannot overlap; an empty one is at 0, as in torch.
+        return id(self._node) << 64 if self._node.numel else 0
+
+    def nbytes(self) -> int:
+        return self._node.numel * self._node.dtype.itemsize
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise no_memory(self._node, f"its storage has no {name}")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.__getattr__("bytes")

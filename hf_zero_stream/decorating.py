@@ -1,0 +1,120 @@
+"""A context around the body of a function of any kind: also of one that is suspended and goes on later.
+
+Of a generator, only the steps run in the context: what consumes it does not. A coroutine that waits stays in it, with
+the tasks and threads that it waits for.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from .errors import ConfigError
+
+
+__all__ = ["decorated"]
+
+Function = Callable[..., Any]
+MakeContext = Callable[[], AbstractContextManager[Any]]
+
+
+def decorated(what: Any, make_context: MakeContext, decorator: str) -> Any:
+    """`what`, a function or method of any kind, such that each call runs its body in a context of its own.
+
+    Args:
+        make_context: makes the context of one call, or of one step of a generator.
+        decorator: its name, for error messages.
+
+    Raises:
+        ConfigError: `what` is a class, or no function at all.
+    """
+    if isinstance(what, (staticmethod, classmethod)):
+        return type(what)(decorated(what.__func__, make_context, decorator))
+    if isinstance(what, type) or not callable(what):
+        raise ConfigError(
+            f"@{decorator}: expected a function or a method; got {what!r}. Of a class, decorate the methods."
+        )
+    # An object may be called like a function; inspect looks at functions, methods and functools.partial.
+    body = what if inspect.isroutine(what) or isinstance(what, functools.partial) else type(what).__call__
+    if inspect.iscoroutinefunction(body):
+        return _coroutine_function(what, make_context)
+    if inspect.isgeneratorfunction(body):
+        return _generator_function(what, make_context)
+    if inspect.isasyncgenfunction(body):
+        return _async_generator_function(what, make_context)
+    return _function(what, make_context)
+
+
+def _function(function: Function, make_context: MakeContext) -> Function:
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        with make_context():
+            result = function(*args, **kwargs)
+        # Such as of an `async def` inside another decorator that is none: its body has not run yet.
+        if inspect.iscoroutine(result):
+            return _coroutine_function(lambda: result, make_context)()
+        if inspect.isgenerator(result):
+            return _generator_function(lambda: result, make_context)()
+        if inspect.isasyncgen(result):
+            return _async_generator_function(lambda: result, make_context)()
+        return result
+
+    return inner
+
+
+def _coroutine_function(function: Function, make_context: MakeContext) -> Function:
+    @functools.wraps(function)
+    async def inner(*args: Any, **kwargs: Any) -> Any:
+        with make_context():
+            return await function(*args, **kwargs)
+
+    return inner
+
+
+def _generator_function(function: Function, make_context: MakeContext) -> Function:
+    @functools.wraps(function)
+    def inner(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        generator = function(*args, **kwargs)
+        step, argument = generator.send, None
+        while True:
+            try:
+                with make_context():
+                    value = step(argument)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                step, argument = generator.send, (yield value)
+            except GeneratorExit:
+                with make_context():
+                    generator.close()
+                raise
+            except BaseException as error:
+                step, argument = generator.throw, error
+
+    return inner
+
+
+def _async_generator_function(function: Function, make_context: MakeContext) -> Function:
+    @functools.wraps(function)
+    async def inner(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        generator = function(*args, **kwargs)
+        step, argument = generator.asend, None
+        while True:
+            try:
+                with make_context():
+                    value = await step(argument)
+            except StopAsyncIteration:
+                return
+            try:
+                step, argument = generator.asend, (yield value)
+            except GeneratorExit:
+                with make_context():
+                    await generator.aclose()
+                raise
+            except BaseException as error:
+                step, argument = generator.athrow, error
+
+    return inner

@@ -1,0 +1,132 @@
+"""A sign of life that needs nothing of the process but that it exists: its system answers on a listening socket.
+
+A rank on another host cannot be looked at as a process, and its heartbeat stops when something holds Python's lock,
+as a slow ``dlopen`` does. But while the process exists, the kernel of its host accepts connections to a socket that it
+listens on; when it ends, for whatever reason, the kernel resets them, and refuses new ones. Nothing is ever sent.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import weakref
+from contextlib import suppress
+
+
+__all__ = ["Line", "Listener"]
+
+BACKLOG = 4096
+"""Connections that the kernel holds for a process which does not take them, or fewer, as the kernel is configured."""
+
+
+class Listener:
+    """This process's socket. Children that are forked do not have it, or it would outlive the process.
+
+    Args:
+        towards: name or address of a host that other ranks reach too; the socket is bound to the interface that leads
+            there.
+    """
+
+    def __init__(self, towards: str) -> None:
+        self.address, self.port = "", 0
+        self._accepted: list[socket.socket] = []
+        self._socket: socket.socket | None = None
+        with suppress(OSError):
+            family, address = _local_address(towards)
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            self._socket.bind((address, 0))
+            self._socket.listen(BACKLOG)
+            self.address, self.port = self._socket.getsockname()[:2]
+            _listeners.add(self)
+
+    def take(self) -> None:
+        """Take the connections that wait, so that there is always room for more."""
+        with suppress(OSError):
+            while self._socket is not None:
+                self._accepted.append(self._socket.accept()[0])
+
+    def close(self) -> None:
+        """Close the socket, and the connections to it."""
+        for opened in (self._socket, *self._accepted):
+            if opened is not None:
+                opened.close()
+        self._socket = None
+        self._accepted.clear()
+
+
+class Line:
+    """A connection to the listener of another rank's process.
+
+    Args:
+        address: where that listens.
+        port: the same.
+    """
+
+    def __init__(self, address: str, port: int) -> None:
+        self._address = (address, port)
+        self._socket: socket.socket | None = None
+        self._dialled = 0
+        self._is_open = False
+        self.was_open = False
+        """Whether it ever led to the process, so that silence means something: no firewall is in between."""
+
+    def says(self) -> bool | None:
+        """Whether the process exists, without waiting; None if that is not known now, or not yet."""
+        if self._socket is None:
+            self._dial()
+            return None
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN | select.POLLOUT)
+        flags = next((flags for _, flags in poll.poll(0)), 0)
+        if flags & (select.POLLERR | select.POLLHUP | select.POLLIN):
+            failed_at_once = self._dialled not in (0, errno.EINPROGRESS)
+            error = self._dialled if failed_at_once else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            self.was_open |= error in (0, errno.ECONNRESET, errno.EPIPE)
+            self.close()
+            if error == errno.ECONNREFUSED and self.was_open:
+                return False
+            self._dial()  # a connection may end for other reasons: what counts is whether there is a new one
+            return None
+        if flags & select.POLLOUT:
+            self._is_open = self.was_open = True
+        return True if self._is_open else None
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._socket is not None:
+            self._socket.close()
+        self._socket, self._is_open = None, False
+
+    def _dial(self) -> None:
+        with suppress(OSError):
+            family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            # A host that has lost its power resets nothing.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4)):
+                if hasattr(socket, option):
+                    self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            self._dialled = self._socket.connect_ex(self._address)
+
+
+def _local_address(towards: str) -> tuple[int, str]:
+    """The family and the address of this host on the way to another; nothing is sent."""
+    family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)
+        return family, probe.getsockname()[0]
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for listener in list(_listeners):
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

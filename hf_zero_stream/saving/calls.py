@@ -1,0 +1,245 @@
+"""What a call of ``model.save_pretrained`` becomes: a save by all ranks, of what they hold between them.
+
+Usually all ranks make the call. But the Trainer makes it on rank 0 only, and a model's class may have a
+``save_pretrained`` of its own, which does something with the files afterwards. Such code is :func:`led`: rank 0 alone
+runs it, the others wait, and each save that it comes to is carried out by all ranks there and then.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from contextvars import ContextVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from accelerate.utils import extract_model_from_parallel
+from transformers import PreTrainedModel
+
+from .. import patching
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import View
+from ..coordination import Coordinator
+from ..errors import UnsupportedError
+from ..scope import active_configs
+from ..seams.saving import is_noting
+
+
+if TYPE_CHECKING:
+    from .report import SaveReport
+
+
+__all__ = ["has_own_save_pretrained", "is_led", "led", "patches", "refuse_values"]
+
+_SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
+_OF_THE_CALLER = ("is_main_process", "save_function")
+"""Arguments that say how to write; they are not passed on to other ranks."""
+
+
+def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    bound = _SIGNATURE.bind(self, *args, **kwargs)
+    arguments = bound.arguments
+    if not _is_ours(arguments):
+        return original(self, *args, **kwargs)
+    leader = _leader.get()
+    if leader is None and arguments.get("state_dict") is None:
+        from .gathered import is_gathered_whole  # imports deepspeed, which takes seconds
+
+        if is_gathered_whole(self):
+            # Of several callers rank 0 writes, as in newer versions of transformers.
+            arguments["is_main_process"] = arguments.get("is_main_process", True) and dist.get_rank() == 0
+            return original(*bound.args, **bound.kwargs)
+    given = {name: value for name, value in arguments.items() if name not in ("self", "save_directory", "kwargs")}
+    call = {"folder": arguments["save_directory"], **given, **arguments.get("kwargs", {})}
+    if leader is None:
+        _save(self, **call)
+    else:
+        leader.save(self, call)
+    return None
+
+
+def _is_ours(arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of ``save_pretrained`` saves what ranks hold between them."""
+    if is_noting():
+        return False
+    leader = _leader.get()
+    if leader is not None and leader.takes_all:
+        return True
+    if not active_configs() or arguments.get("distributed_checkpoint"):
+        return False
+    state_dict = arguments.get("state_dict")
+    if state_dict is not None:
+        return any(isinstance(value, LazyTensor) for value in state_dict.values())
+    return any(hasattr(param, "ds_tensor") for param in arguments["self"].parameters())
+
+
+def _save(
+    model: Any,
+    folder: Any,
+    *,
+    dtype: torch.dtype | None = None,
+    write_from: str | None = None,
+    chunk_bytes: int | None = None,
+    **kwargs: Any,
+) -> SaveReport:
+    from .save import CHUNK_BYTES, Save
+
+    save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes or CHUNK_BYTES)
+    return save.pretrained(**kwargs)
+
+
+patches = patching.Patches({(PreTrainedModel, "save_pretrained"): patching.function(_save_pretrained)})
+"""In while a thread is inside ``streaming()``, or saves a model whose class has a ``save_pretrained`` of its own."""
+
+
+def has_own_save_pretrained(model: Any) -> bool:
+    """Whether the model's class does more than transformers' ``save_pretrained``."""
+    return type(model).save_pretrained is not PreTrainedModel.save_pretrained
+
+
+def refuse_values(view: View) -> torch.Tensor:
+    """In place of values that a lazy tensor cannot give.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "Inside streaming(), accelerator.get_state_dict() gives tensors that are lazy: they can be saved, by all "
+        "ranks, with save_pretrained(..., state_dict=...), and their values are not there. For the values themselves "
+        "use deepspeed.zero.GatheredParameters, or call it outside streaming()."
+    )
+
+
+# --------------------------------------------------------------------------------------------------- rank 0 leads
+
+
+def led(model: Any, work: Callable[[], Any], *, takes_all: bool = False, **settings: Any) -> SaveReport | None:
+    """Run `work` on rank 0; the saves that it comes to are carried out by all ranks, which must call this together.
+
+    Args:
+        model: what is saved.
+        work: calls ``save_pretrained`` any number of times.
+        takes_all: also those calls that would be left to transformers, because each rank holds all of the model.
+        settings: of a save, for all of them.
+
+    Returns:
+        The report of the last save.
+
+    Raises:
+        HfZeroStreamError: on all ranks, if a save failed on any, or `work` on rank 0, which raises its own error.
+    """
+    if not Coordinator.of_default_group().is_main:
+        return _follow(model)
+    leader = _Leader(model, takes_all, settings)
+    token = _leader.set(leader)
+    error: BaseException | None = None
+    patches.acquire()
+    try:
+        work()
+    except BaseException as caught:  # Ctrl-C too: the other ranks would wait for this one
+        error = caught
+    finally:
+        patches.release()
+        _leader.reset(token)
+    leader.end(error)
+    return leader.report
+
+
+def is_led() -> bool:
+    """Whether this thread runs what other ranks wait for, in :func:`led`."""
+    return _leader.get() is not None
+
+
+class _Leader:
+    """Rank 0 while the others follow."""
+
+    def __init__(self, model: Any, takes_all: bool, settings: Mapping[str, Any]) -> None:
+        self._model = model
+        self.takes_all = takes_all
+        self.report: SaveReport | None = None
+        self._settings = settings
+        self._failure: BaseException | None = None
+        self._meet()
+
+    def _meet(self) -> None:
+        """Be seen to live by the others, until the next save, which watches for itself."""
+        self._coordinator = Coordinator.of_default_group()
+        self._watched = ExitStack()
+        self._watched.enter_context(_coming_together(self._model, self._coordinator))
+
+    def save(self, model: Any, call: Mapping[str, Any]) -> None:
+        """Carry out one save with all ranks."""
+        if self._failure is not None:
+            raise self._failure
+        call = {**self._settings, **{name: value for name, value in call.items() if name not in _OF_THE_CALLER}}
+        with self._watched:
+            if not self._coordinator.is_alone:
+                self._coordinator.share(lambda: pickle.dumps(_described(call)))
+        try:
+            self.report = _save(model, **call)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._meet()
+
+    def end(self, error: BaseException | None) -> None:
+        """Tell the others that there is no more to save; raise what they raise."""
+        if self._failure is not None:
+            raise self._failure  # they know, whatever became of it here
+        with self._watched:
+            if error is not None:
+                self._coordinator.agree(error)
+            self._coordinator.share(_nothing)
+
+
+_leader: ContextVar[_Leader | None] = ContextVar("hf_zero_stream_leader", default=None)
+
+
+def _follow(model: Any) -> SaveReport | None:
+    report = None
+    while True:
+        coordinator = Coordinator.of_default_group()
+        with _coming_together(model, coordinator):
+            call = coordinator.share(_nothing)
+        if call is None:
+            return report
+        report = _save(model, **_understood(pickle.loads(call)))
+
+
+def _nothing() -> bytes | None:
+    """What rank 0 shares when there is no more to save."""
+    return None
+
+
+def _coming_together(model: Any, coordinator: Coordinator) -> AbstractContextManager[None]:
+    """All ranks are here, and watch each other, until the context ends."""
+    from .gathered import occasion_to_save  # imports deepspeed, which takes seconds
+
+    return coordinator.watched(
+        occasion_to_save(extract_model_from_parallel(model, keep_torch_compile=False), coordinator)
+    )
+
+
+def _described(call: Mapping[str, Any]) -> dict[str, Any]:
+    """`call` as data: a lazy tensor becomes what it is a view of."""
+    state_dict = call.get("state_dict")
+    if state_dict is not None:
+        state_dict = {
+            name: value.view_of_node if isinstance(value, LazyTensor) else value for name, value in state_dict.items()
+        }
+    return {**call, "folder": os.path.abspath(call["folder"]), "state_dict": state_dict}
+
+
+def _understood(call: Mapping[str, Any]) -> dict[str, Any]:
+    state_dict = call["state_dict"]
+    if state_dict is not None:
+        state_dict = {
+            name: LazyTensor.of(value, refuse_values) if isinstance(value, View) else value
+            for name, value in state_dict.items()
+        }
+    return {**call, "state_dict": state_dict}
