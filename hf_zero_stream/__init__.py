@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
-    from .integration import plan as plan
+    from .dry_load import plan as plan
     from .integration import streaming as streaming
     from .live import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
@@ -25,7 +25,7 @@ _HOMES = {
     "SaveReport": ".saving.report",
     "StreamingConfig": ".config",
     "load_into": ".live",
-    "plan": ".integration",
+    "plan": ".dry_load",
     "save_pretrained": ".saving.save",
     "streaming": ".integration",
 }

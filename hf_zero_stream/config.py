@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +14,15 @@ from typing import Any
 from .errors import ConfigError
 
 
-__all__ = ["ENVIRONMENT_PREFIX", "SECTION", "StreamingConfig", "adopt_alias", "without_auto", "without_own_section"]
+__all__ = [
+    "ENVIRONMENT_PREFIX",
+    "SECTION",
+    "StreamingConfig",
+    "adopt_alias",
+    "buildable",
+    "without_auto",
+    "without_own_section",
+]
 
 SECTION = "hf_zero_stream"
 """The top-level key of a DeepSpeed config that holds our settings."""
@@ -298,3 +307,24 @@ def parse_size(value: Any, units: bool = True) -> int | None:
         return None
     number = Fraction(match[1]) * _UNITS[match[2]]
     return int(number) if number.denominator == 1 else None
+
+
+def buildable(ds_config: Any) -> Any:
+    """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it.
+
+    Raises:
+        ConfigError: the stage is a string, for which transformers would find no ZeRO-3, without a word.
+    """
+    if not isinstance(ds_config, Mapping):
+        with open(ds_config, encoding="utf-8") as file:
+            ds_config = json.load(file)
+    config = dict(ds_config)
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and isinstance(zero.get("stage"), str):
+        raise ConfigError(f"zero_optimization.stage: expected a number, 0 to 3; got {zero['stage']!r}")
+    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if config.get(key, "auto") == "auto":
+            config[key] = 1
+    if config.get("train_batch_size") == "auto":
+        del config["train_batch_size"]
+    return config

@@ -1,4 +1,4 @@
-"""``streaming()`` and ``plan()``: where a ``from_pretrained`` becomes a streaming load (saving: ``saving/hooks.py``).
+"""``streaming()``: where a ``from_pretrained`` becomes a streaming load (saving: ``saving/hooks.py``).
 
 Patches are put in when the first thread enters :func:`streaming` and taken out when the last one leaves. They look at
 context variables, so a thread that did not enter sees stock behaviour.
@@ -6,7 +6,6 @@ context variables, so a thread that did not enter sees stock behaviour.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,12 +18,11 @@ import transformers
 from transformers.utils import logging
 
 from . import patching, scope
-from .config import StreamingConfig, adopt_alias, without_own_section
+from .config import StreamingConfig, adopt_alias, buildable, without_own_section
 from .coordination import Coordinator, expected_at
 from .decorating import decorated
 from .errors import ConfigError, DisagreementError, UnsupportedError
 from .memory import collector_paused
-from .planning.plan import LoadPlan
 from .presence import make_contact
 from .rendezvous import LOAD, SHARED_LOAD, Apart
 from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
@@ -34,11 +32,9 @@ from .seams import (
     REPLACEMENTS,
     ModelsConfig,
     Session,
-    Stopped,
     other_config,
     raise_if_misfit,
     zero3_config,
-    zero3_hidden,
 )
 from .seams.placement import builds_without_memory, sharding_argument, why_elsewhere
 
@@ -47,7 +43,7 @@ if TYPE_CHECKING:
     from .load import Load
 
 
-__all__ = ["finish_saves_into", "lazily_loaded", "plan", "streaming"]
+__all__ = ["finish_saves_into", "streaming", "warn_of_open_dtype"]
 
 logger = logging.get_logger(__name__)
 
@@ -110,7 +106,7 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
     if ds_config is None:
         return _load(original, cls, args, kwargs, strict, None)
     with expected_at(LOAD):
-        own_config = ModelsConfig(_buildable(ds_config))
+        own_config = ModelsConfig(buildable(ds_config))
     try:
         result = _load(original, cls, args, kwargs, strict, own_config)
     except BaseException:
@@ -152,11 +148,11 @@ def _under_zero3(original: Callable[..., Any], found: dict[str, Any], args: Any,
     with coordinator.watched(LOAD), coordinator.reporting():
         zero3.reset_device_peak()
         adopt_alias(found, zero3.partition_dtype(found).itemsize)
-        load = Load(_settings(found, strict), without_own_section(_buildable(found)), coordinator)
+        load = Load(_settings(found, strict), without_own_section(buildable(found)), coordinator)
         zero3.refuse_unsupported(load.ds_config)
         _refuse_empty_weights()
         if (sections := zero3.undecided(found)) and coordinator.is_main:
-            _warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
+            warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
         with zero3.outside_zero_init():
             return _streamed(load, original, args, kwargs)
 
@@ -180,7 +176,7 @@ def _outside_zero3(
             try:
                 with coordinator.watched(SHARED_LOAD, subject), coordinator.reporting():
                     zero3.reset_device_peak()
-                    load = Load(settings, without_own_section(_buildable(found)), coordinator, replicated=True)
+                    load = Load(settings, without_own_section(buildable(found)), coordinator, replicated=True)
                     with zero3.outside_zero_init():
                         return _streamed(load, original, args, kwargs)
             except (Apart, DisagreementError) as why:
@@ -285,153 +281,11 @@ _patches = patching.Patches(
 )
 
 
-def plan(
-    path: str,
-    *,
-    world_size: int,
-    rank: int = 0,
-    ds_config: Mapping[str, Any] | str | None = None,
-    dtype: torch.dtype | str | None = None,
-    device: str | None = None,
-    **kwargs: Any,
-) -> LoadPlan:
-    """The load plan of one rank of a world of any size; needs no process group and reads no weights.
-
-    The model is built on the meta device, and transformers' own renames and conversions run over tensors that carry
-    only their layout, exactly as in a load.
-
-    Args:
-        path: a checkpoint's folder or the id of a repository, as for ``from_pretrained``.
-        world_size: number of ranks that share the checkpoint.
-        rank: the rank to plan for.
-        ds_config: a DeepSpeed config (dict or path), for the dtype that DeepSpeed gives to parameters, for the memory
-            that its engine needs (``plan.footprint``) and for our settings.
-        dtype: dtype of the parameters where `ds_config` is not given, or leaves it open (``"bf16": {"enabled":
-            "auto"}``, which accelerate and the Trainer fill in); default: the checkpoint's own, and where `ds_config`
-            leaves it open fp32, with a warning.
-        device: type of the device that will train ("cuda", "cpu"), for ``plan.footprint``; default: this machine's.
-        kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
-
-    Raises:
-        ConfigError: `rank` is not below `world_size`, or the stage of `ds_config` is not 3.
-        HfZeroStreamError: the checkpoint is not sound.
-        RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
-
-    Example:
-        >>> plan = hf_zero_stream.plan("Qwen/Qwen3-30B-A3B", world_size=64, rank=37)
-        >>> plan.cost.bytes_read, len(plan)
-    """
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
-    from .load import Load
-
-    found = {} if ds_config is None else _with_dtype(_buildable(ds_config), dtype)
-    stage = (found.get("zero_optimization") or {}).get("stage", 3)
-    if stage != 3:
-        raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
-    load = Load(
-        StreamingConfig.resolve(None, found), without_own_section(found), Coordinator(rank, world_size, alone=True)
-    )
-    load.device = device or load.device
-    return lazily_loaded(path, load, load.plan_only, dtype="auto" if dtype is None else dtype, **kwargs)
-
-
-def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
-    """The config once "auto" has become `dtype`; where that says nothing, DeepSpeed's reading, with a warning."""
-    from .partition import zero3
-
-    sections = zero3.undecided(ds_config)
-    if sections and dtype in (None, "auto"):
-        _warn_of_open_dtype(sections, "Pass plan(dtype=...) for another.")
-    enabled = {"torch.bfloat16": ("bf16", "bfloat16"), "torch.float16": ("fp16",)}
-    names = enabled.get(f"torch.{str(dtype).removeprefix('torch.')}", ())
-    return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
-
-
-def _warn_of_open_dtype(sections: list[str], advice: str) -> None:
+def warn_of_open_dtype(sections: list[str], advice: str) -> None:
     logger.warning_once(
         f'The DeepSpeed config has "{sections[0]}": {{"enabled": "auto"}}, and neither accelerate nor the Trainer has '
         f"filled it in. It counts as off, as in DeepSpeed: parameters are in fp32. {advice}"
     )
-
-
-def lazily_loaded(
-    path: str,
-    load: Load,
-    use: Callable[[torch.nn.Module, set[str], set[str]], Any],
-    dtype: Any = "auto",
-    **kwargs: Any,
-) -> Any:
-    """What `use` returns for the lazy model of a checkpoint, its missing names and its tied ones; nothing is read.
-
-    Args:
-        load: gives the lazy tensors; it is closed afterwards, but can still be read from.
-        kwargs: for ``from_pretrained``.
-
-    Raises:
-        UnsupportedError: the load is one that is left to stock.
-    """
-    refuse_sharding(path, kwargs)
-    model_class = model_class_of(path, kwargs)
-    with (
-        streaming(),
-        zero3_hidden(),
-        collector_paused(),
-        Session(load, instead_of_placing=use, strict=load.config.strict) as session,
-    ):
-        try:
-            model_class.from_pretrained(path, dtype=dtype, **kwargs)
-        except Stopped as stopped:
-            return stopped.result
-    raise UnsupportedError(f"{path}: {session.stock_reason}, and such a load is not streamed.")
-
-
-def refuse_sharding(path: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments by which transformers would shard the model that is streamed or planned.
-
-    Raises:
-        UnsupportedError: names the argument.
-    """
-    sharding = sharding_argument(kwargs)
-    if sharding:
-        raise UnsupportedError(
-            f"{path}: {sharding}= shards the model by transformers' own code, and sharded models are not streamed "
-            "yet. Leave it out, or load with from_pretrained."
-        )
-
-
-def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:
-    """The class that the checkpoint was saved from, else the Auto class that its own code is registered for."""
-    names = ("revision", "token", "cache_dir", "subfolder", "trust_remote_code", "local_files_only")
-    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(
-        path, **{name: kwargs[name] for name in names if name in kwargs}
-    )
-    architecture = (config.architectures or [""])[0]
-    if hasattr(transformers, architecture):
-        return getattr(transformers, architecture)
-    own = [auto for auto, name in getattr(config, "auto_map", {}).items() if str(name).endswith(f".{architecture}")]
-    return getattr(transformers, own[0] if own else "AutoModel")
-
-
-def _buildable(ds_config: Any) -> Any:
-    """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it.
-
-    Raises:
-        ConfigError: the stage is a string, for which transformers would find no ZeRO-3, without a word.
-    """
-    if not isinstance(ds_config, Mapping):
-        with open(ds_config, encoding="utf-8") as file:
-            ds_config = json.load(file)
-    config = dict(ds_config)
-    zero = config.get("zero_optimization")
-    if isinstance(zero, Mapping) and isinstance(zero.get("stage"), str):
-        raise ConfigError(f"zero_optimization.stage: expected a number, 0 to 3; got {zero['stage']!r}")
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        if config.get(key, "auto") == "auto":
-            config[key] = 1
-    if config.get("train_batch_size") == "auto":
-        del config["train_batch_size"]
-    return config
 
 
 def _warn_if_zero3_comes_too_late() -> None:

@@ -17,7 +17,7 @@ from .config import StreamingConfig
 from .coordination import Coordinator, expected_at
 from .errors import ConfigError, LoadError, UnsupportedError
 from .homes import Sourced, exchange_batches, swap_batch, whole
-from .integration import finish_saves_into, refuse_sharding, streaming
+from .integration import finish_saves_into, streaming
 from .load import Load, source_of
 from .memory import collector_paused
 from .partition import gathered, live, nvme, original_experts, zero3
@@ -27,6 +27,7 @@ from .reading import Batch, Item
 from .rendezvous import LOAD
 from .report import LoadReport
 from .seams import Session, Stopped, zero3_hidden
+from .seams.placement import refuse_sharding
 from .wrapped import refuse_wrapped
 
 

@@ -22,7 +22,8 @@ from deepspeed.accelerator import get_accelerator
 from transformers.integrations import HfDeepSpeedConfig
 
 from ..config import without_own_section
-from ..integration import model_class_of, streaming
+from ..dry_load import model_class_of
+from ..integration import streaming
 from ..memory import AnonymousMemory
 from ..partition import zero3
 

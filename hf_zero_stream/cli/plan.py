@@ -138,7 +138,7 @@ def _plans(
 ) -> tuple[LoadPlan, StockLoad | None, list[LoadPlan]]:
     """The plan of the rank that was asked for, stock's figures, and the plans of those that a picture shows."""
     from ..checkpoint.soundness import shards_of
-    from ..integration import plan as make_plan
+    from ..dry_load import plan as make_plan
     from .checkpoints import headers
     from .shapes import load_arguments, model_shapes, quantisation, transformers_errors
     from .stock import stock_load

@@ -14,8 +14,8 @@ from transformers.quantizers import AutoQuantizationConfig
 
 from ..config import StreamingConfig
 from ..coordination import Coordinator
+from ..dry_load import lazily_loaded
 from ..errors import CheckpointError, HfZeroStreamError
-from ..integration import lazily_loaded
 from ..load import Load
 
 

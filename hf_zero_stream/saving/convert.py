@@ -181,7 +181,7 @@ def _in_layout(
     trust_remote_code: bool,
 ) -> list[NotedShard]:
     """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
-    from ..integration import lazily_loaded
+    from ..dry_load import lazily_loaded
     from ..load import Load  # imports deepspeed, which takes seconds
 
     load = Load(StreamingConfig(), {}, Coordinator(0, 1, alone=True))

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from transformers.integrations import is_fsdp_enabled
 
+from ..errors import UnsupportedError
 
-__all__ = ["builds_without_memory", "sharding_argument", "why_elsewhere"]
+
+__all__ = ["builds_without_memory", "refuse_sharding", "sharding_argument", "why_elsewhere"]
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 
@@ -45,3 +47,17 @@ def why_elsewhere(kwargs: Mapping[str, Any]) -> str:
 def builds_without_memory() -> bool:
     """Whether accelerate's ``init_empty_weights()`` is active, under which every parameter becomes a meta tensor."""
     return torch.nn.Module.register_parameter.__module__.startswith("accelerate.")
+
+
+def refuse_sharding(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments by which transformers would shard the model that is streamed or planned.
+
+    Raises:
+        UnsupportedError: names the argument.
+    """
+    sharding = sharding_argument(kwargs)
+    if sharding:
+        raise UnsupportedError(
+            f"{path}: {sharding}= shards the model by transformers' own code, and sharded models are not streamed "
+            "yet. Leave it out, or load with from_pretrained."
+        )
