@@ -102,3 +102,14 @@ def test_digests_differ_with_a_single_bit() -> None:
     for dtype in (torch.bfloat16, torch.int8, torch.bool):
         assert digest(torch.ones(5, dtype=dtype)) != digest(torch.zeros(5, dtype=dtype))
     assert digest(torch.empty(0)) == digest(torch.empty(0))
+
+
+def test_digests_differ_where_values_are_of_a_pattern() -> None:
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        identity = torch.eye(512, dtype=dtype)
+        assert digest(identity) != digest(identity[[4, 1, 2, 3, 0, *range(5, 512)]])
+        values = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).to(dtype)
+        assert digest(values) != digest(-values)
+        flipped = values.clone()
+        flipped[3::64, 5::64] *= -1
+        assert digest(values) != digest(flipped)

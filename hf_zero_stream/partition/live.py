@@ -10,9 +10,10 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 from ..errors import UnsupportedError, VersionError
+from .masters import ZENFLOW
 
 
-__all__ = ["is_zero_param", "master_partition", "shape_of", "step_back"]
+__all__ = ["is_trained_apart", "is_zero_param", "master_partition", "shape_of", "step_back"]
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
 _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
@@ -39,15 +40,25 @@ def step_back(params: Iterable[Any]) -> None:
         param.ds_secondary_tensor = None
 
 
+def is_trained_apart(param: Any) -> bool:
+    """Whether the engine trains an fp32 partition in place of this ZeRO-3 parameter: not if it began frozen."""
+    optimizer = getattr(param, "_z3_optimizer", None)  # all parameters of the model have it
+    return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position
+
+
 def master_partition(param: Any) -> torch.Tensor | None:
     """The fp32 partition that an initialised engine trains for `param` (a view), or None if there is none.
 
+    A parameter that was frozen after the engine was initialised has one too: each step copies it back.
+
     Raises:
-        UnsupportedError: it lies in a swap file.
+        UnsupportedError: it lies in a swap file, or the engine keeps copies of it that cannot be reached.
     """
-    optimizer = getattr(param, "_z3_optimizer", None)
-    if optimizer is None or not param.requires_grad:
+    if not is_trained_apart(param):
         return None
+    optimizer = param._z3_optimizer
+    if getattr(optimizer, "zenflow", False):
+        raise UnsupportedError(ZENFLOW)
     group, _, _ = optimizer.grad_position[optimizer.get_param_id(param)]
     if optimizer._swappable_optimizer_subgroup(group):
         raise UnsupportedError(

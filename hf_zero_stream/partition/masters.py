@@ -29,7 +29,13 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ..errors import UnsupportedError, VersionError
 
 
-__all__ = ["Master", "masters_of"]
+__all__ = ["ZENFLOW", "Master", "masters_of"]
+
+ZENFLOW = (
+    "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before deepspeed.initialize, or use "
+    "DeepSpeed's own checkpoints."
+)
+"""Why its optimizers are refused."""
 
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
     DeepSpeedZeroOptimizer: (
@@ -72,10 +78,11 @@ def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
     Raises:
         UnsupportedError: an optimizer has moved them away, or keeps copies that cannot be reached.
     """
-    trainable = [param for param in params if param.requires_grad and param.numel()]
-    if all(param.dtype == torch.float32 and not hasattr(param, "_hp_mapping") for param in trainable):
+    # Also those that do not require gradients: one that was frozen after the start of its engine is still copied back.
+    whole = [param for param in params if param.numel()]
+    if all(param.dtype == torch.float32 and not hasattr(param, "_hp_mapping") for param in whole):
         return {}  # these have no masters, and need no search, which takes 60 ms
-    trained = set(map(id, trainable))
+    trained = set(map(id, whole))
     found: dict[int, list[Master]] = {}
     for optimizer in _optimizers_of(trained):
         _refuse_unreachable(optimizer)
@@ -95,10 +102,14 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Master | None]]:
         return
     for params, flat, part, *shared_by in zip(*groups, strict=True):
         rank = dist.get_rank(*shared_by) if shared_by else 0
+        following = 0
         for param in params:
-            offset = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
-            if not 0 <= offset <= flat.numel() - param.numel():
-                continue  # it has other memory by now, another optimizer's perhaps: no step of this one changes it
+            if shared_by:
+                offset = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
+                if not 0 <= offset <= flat.numel() - param.numel():
+                    continue  # it has other memory by now, another optimizer's perhaps: no step of this one changes it
+            else:  # a step copies to each parameter, wherever it lies, what comes next
+                offset, following = following, following + param.numel()
             start = max(0, rank * part.numel() - offset)
             stop = min(param.numel(), (rank + 1) * part.numel() - offset)
             first = offset + start - rank * part.numel()
@@ -163,7 +174,4 @@ def _refuse_unreachable(optimizer: Any) -> None:
             f"The engine has moved its {' and '.join(away)} away (offload_states). Call engine.reload_states() first."
         )
     if type(optimizer).__module__.startswith("deepspeed.runtime.zenflow"):
-        raise UnsupportedError(
-            "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before "
-            "deepspeed.initialize, or use DeepSpeed's own checkpoints."
-        )
+        raise UnsupportedError(ZENFLOW)

@@ -16,6 +16,7 @@ from ..errors import UnsupportedError
 from ..planning.plan import partition_range
 from . import nvme
 from .gathered import gathered
+from .live import is_trained_apart
 from .masters import Master, masters_of
 from .original_experts import expert_parts, part_name
 from .zero3 import own_range
@@ -130,16 +131,18 @@ def _master(param: Any, trained: Sequence[Master] | None, rank: int, world_size:
     Args:
         trained: what an optimizer of stages 0 to 2 trains of it on this rank; None if there is no such optimizer.
     """
-    if not param.requires_grad or param.dtype == torch.float32:
+    if param.dtype == torch.float32:
         return None
     if is_zero_param(param):
-        if getattr(param, "_z3_optimizer", None) is None:
+        if not is_trained_apart(param):
             return None
         _, start, stop = own_range(param)
 
         @contextmanager
         def of_partition() -> Iterator[torch.Tensor]:
-            yield safe_get_local_fp32_param(param).detach().view(-1)[: stop - start]
+            with _requiring_grad(param):  # DeepSpeed gives nothing for one that was frozen since
+                values = safe_get_local_fp32_param(param)
+            yield values.detach().view(-1)[: stop - start]
 
         return Holding(torch.Size(param.ds_shape), torch.float32, start, stop, False, True, of_partition)
     if trained is None:
@@ -152,6 +155,16 @@ def _master(param: Any, trained: Sequence[Master] | None, rank: int, world_size:
         _, start, stop = partition_range(param.numel(), rank, world_size)
     values = master.values
     return Holding(param.shape, values.dtype, start, stop, master.is_whole, False, lambda: _ready(values))
+
+
+@contextmanager
+def _requiring_grad(param: torch.Tensor) -> Iterator[None]:
+    before = param.requires_grad
+    param.requires_grad = True
+    try:
+        yield
+    finally:
+        param.requires_grad = before
 
 
 def _flat(param: torch.Tensor) -> torch.Tensor:
