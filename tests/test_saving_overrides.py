@@ -191,6 +191,58 @@ def save_with_metadata(checkpoint: Path, folder: Path, stage: int) -> None:
     assert len(report.ranks) == 2 and all(rank.bytes_written for rank in report.ranks)
 
 
+class Failing(Qwen3MoeForCausalLM):
+    """Asks for what cannot be saved, and would go on."""
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().save_pretrained(save_directory, *args, **{**kwargs, "max_shard_size": "no size"})
+        except ValueError:  # as in the Trainer
+            dist.barrier()
+
+
+def save_by_own_code(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    import hf_zero_stream
+
+    found: dict[str, Any] = {}
+    with hf_zero_stream.streaming():
+        model = Renaming.from_pretrained(checkpoint, ds_config=ds_config())
+        failing = Failing.from_pretrained(checkpoint, ds_config=ds_config())
+    hf_zero_stream.save_pretrained(model, folder / "left out")
+    hf_zero_stream.save_pretrained(model, folder / "left out, fp32", dtype=torch.float32)
+    try:
+        hf_zero_stream.save_pretrained(failing, folder / "fails")
+    except Exception as error:
+        found["fails"] = f"{type(error).__name__}: {error}"
+    model.save_pretrained = lambda folder, **_: hf_zero_stream.save_pretrained(model.model, folder)
+    try:
+        hf_zero_stream.save_pretrained(model, folder / "a part")
+    finally:
+        del model.save_pretrained
+    state_dict = {name: value.detach() for name, value in model.state_dict().items()}
+    try:
+        hf_zero_stream.save_pretrained(model, folder / "empty", state_dict=state_dict)
+    except hf_zero_stream.errors.SaveError as error:
+        found["empty"] = str(error)
+    return found
+
+
+def test_own_code_in_an_explicit_save(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """It is given a lazy state dict; an error in it is everyone's, whatever it does about it; a part may be saved."""
+    checkpoint = zoo_checkpoint("qwen3_moe")
+    found = run_ranks(2, save_by_own_code, checkpoint, tmp_path)
+    shards = checkpoint.glob("*.safetensors")
+    whole = {name: value for shard in shards for name, value in safetensors.torch.load_file(shard).items()}
+    for name in ("left out", "left out, fp32"):
+        saved = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        assert whole.keys() - saved.keys() == {"model.norm.weight"}
+        assert all(torch.equal(value, whole[key]) for key, value in saved.items())
+    part = safetensors.torch.load_file(tmp_path / "a part" / "model.safetensors")
+    assert part and all(torch.equal(value, whole[f"model.{key}"]) for key, value in part.items())
+    assert all("no size" in of_rank["fails"] for of_rank in found)
+    assert all("got none" in of_rank["empty"] for of_rank in found)
+
+
 def test_a_model_class_that_opens_the_files(
     cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -32,8 +32,8 @@ from ..errors import UnsupportedError, VersionError
 __all__ = ["ZENFLOW", "Master", "masters_of"]
 
 ZENFLOW = (
-    "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before deepspeed.initialize, or use "
-    "DeepSpeed's own checkpoints."
+    "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before deepspeed.initialize, or "
+    "use DeepSpeed's own checkpoints."
 )
 """Why its optimizers are refused."""
 

@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..coordination import Coordinator
+from ..coordination import Coordinator, expected_at
 from ..errors import UnsupportedError
+from ..rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.saving import is_noting
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from .report import SaveReport
 
 
-__all__ = ["has_own_save_pretrained", "is_led", "led", "patches", "refuse_values"]
+__all__ = ["has_own_save_pretrained", "is_led", "led", "patches", "refuse_values", "save_as_led"]
 
 _SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
 _OF_THE_CALLER = ("is_main_process", "save_function")
@@ -89,8 +90,9 @@ def _save(
 ) -> SaveReport:
     from .save import CHUNK_BYTES, Save
 
-    save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes or CHUNK_BYTES)
-    return save.pretrained(**kwargs)
+    with expected_at(SAVE):
+        save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes or CHUNK_BYTES)
+        return save.pretrained(**kwargs)
 
 
 patches = patching.Patches({(PreTrainedModel, "save_pretrained"): patching.function(_save_pretrained)})
@@ -109,9 +111,10 @@ def refuse_values(view: View) -> torch.Tensor:
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        "Inside streaming(), accelerator.get_state_dict() gives tensors that are lazy: they can be saved, by all "
-        "ranks, with save_pretrained(..., state_dict=...), and their values are not there. For the values themselves "
-        "use deepspeed.zero.GatheredParameters, or call it outside streaming()."
+        "This state dict is lazy: accelerator.get_state_dict() gives such a one inside streaming(), and a "
+        "save_pretrained of a model's own is given one. Its tensors can be saved, by all ranks, with "
+        "save_pretrained(..., state_dict=...), and their values are not there. For the values themselves use "
+        "deepspeed.zero.GatheredParameters, or call accelerator.get_state_dict() outside streaming()."
     )
 
 
@@ -155,6 +158,20 @@ def is_led() -> bool:
     return _leader.get() is not None
 
 
+def save_as_led(model: Any, folder: Any, **arguments: Any) -> SaveReport:
+    """Save with the ranks that wait for this thread."""
+    leader = _leader.get()
+    assert leader is not None
+    return leader.save(model, {"folder": folder, **arguments})
+
+
+class _Failed(BaseException):
+    """A save has failed, on whichever rank, and all ranks know: nothing that rank 0 does can mend it.
+
+    Not an ``Exception``: the Trainer takes a ``ValueError`` for a wish to save in another way, on rank 0 alone.
+    """
+
+
 class _Leader:
     """Rank 0 while the others follow."""
 
@@ -172,20 +189,38 @@ class _Leader:
         self._watched = ExitStack()
         self._watched.enter_context(_coming_together(self._model, self._coordinator))
 
-    def save(self, model: Any, call: Mapping[str, Any]) -> None:
-        """Carry out one save with all ranks."""
+    def save(self, model: Any, call: Mapping[str, Any]) -> SaveReport:
+        """Carry out one save with all ranks.
+
+        Raises:
+            UnsupportedError: `model` is no part of what is being saved.
+        """
         if self._failure is not None:
-            raise self._failure
-        call = {**self._settings, **{name: value for name, value in call.items() if name not in _OF_THE_CALLER}}
-        with self._watched:
-            if not self._coordinator.is_alone:
-                self._coordinator.share(lambda: pickle.dumps(_described(call)))
+            raise _Failed from self._failure
+        own = {name: value for name, value in call.items() if name not in _OF_THE_CALLER}
+        call = {**self._settings, **own, "part": self._name_of(model)}
         try:
-            self.report = _save(model, **call)
+            with self._watched:
+                if not self._coordinator.is_alone:
+                    self._coordinator.share(lambda: pickle.dumps(_described(call)))
+            self.report = _save_part(self._model, call)
+            self._meet()
         except BaseException as error:
             self._failure = error
-            raise
-        self._meet()
+            raise _Failed from error
+        return self.report
+
+    def _name_of(self, model: Any) -> str:
+        """The name of the module that is saved, which the other ranks have too."""
+        model = extract_model_from_parallel(model, keep_torch_compile=False)
+        whole = extract_model_from_parallel(self._model, keep_torch_compile=False)
+        for name, module in whole.named_modules():
+            if module is model:
+                return name
+        raise UnsupportedError(
+            f"save_pretrained: rank 0 saves a {type(model).__name__} that is no part of the {type(whole).__name__} "
+            "that all ranks are saving, so the others cannot take part. Save it by a call of its own, on all ranks."
+        )
 
     def end(self, error: BaseException | None) -> None:
         """Tell the others that there is no more to save; raise what they raise."""
@@ -208,7 +243,15 @@ def _follow(model: Any) -> SaveReport | None:
             call = coordinator.share(_nothing)
         if call is None:
             return report
-        report = _save(model, **_understood(pickle.loads(call)))
+        with expected_at(SAVE):
+            report = _save_part(model, _understood(pickle.loads(call)))
+
+
+def _save_part(model: Any, call: Mapping[str, Any]) -> SaveReport:
+    arguments = dict(call)
+    part = arguments.pop("part")
+    whole = extract_model_from_parallel(model, keep_torch_compile=False)
+    return _save(whole.get_submodule(part) if part else model, **arguments)
 
 
 def _nothing() -> bytes | None:
@@ -236,7 +279,7 @@ def _described(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _understood(call: Mapping[str, Any]) -> dict[str, Any]:
-    state_dict = call["state_dict"]
+    state_dict = call.get("state_dict")
     if state_dict is not None:
         state_dict = {
             name: LazyTensor.of(value, refuse_values) if isinstance(value, View) else value

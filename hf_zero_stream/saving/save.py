@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import os
 import re
 import tempfile
@@ -34,7 +35,7 @@ from ..wrapped import refuse_wrapped
 from . import calls
 from .files import Comparison, ShardWriter, reserve
 from .gathered import occasion_to_save
-from .parameters import Parameters, lazy_state_dict
+from .parameters import Parameters, lazy_parameters, lazy_state_dict
 from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write
 from .publish import Publication
 from .report import PHASES, SaveReport, SavingRank
@@ -96,19 +97,22 @@ def save_pretrained(
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
     """
+    settings = {"write_from": write_from, "chunk_bytes": chunk_bytes, "verify": verify, "progress": progress}
+    if calls.is_led():  # a save_pretrained of the model's own calls this
+        return calls.save_as_led(
+            model, folder, dtype=_dtype(dtype), max_shard_size=max_shard_size, **settings, **kwargs
+        )
     with expected_at(SAVE):
         dtype = _dtype(dtype)
         save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes)
         if not calls.has_own_save_pretrained(save.model):
             return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
         _refuse(kwargs)
-        settings = {"dtype": dtype, "write_from": write_from, "chunk_bytes": chunk_bytes}
         report = calls.led(
             save.model,
-            lambda: save.model.save_pretrained(folder, max_shard_size=max_shard_size, **kwargs),
+            lambda: save.by_own_code(max_shard_size=max_shard_size, **kwargs),
             takes_all=True,
-            verify=verify,
-            progress=progress,
+            dtype=dtype,
             **settings,
         )
         if report is None:
@@ -175,12 +179,29 @@ class Save:
                 entries = lazy_state_dict(self.model, parameters.lazy, parameters.gather, self._dtype)
             else:
                 entries = {name: _with_values(value, parameters.gather) for name, value in entries.items()}
+                _refuse_empty(entries, parameters)
             count = sum(holding.shape.numel() for holding in parameters.holdings.values())
             return lay_out_pretrained(
                 self.model, folder, dict(entries), entries, count, self._dtype, own_code=False, **kwargs
             )
 
         return self.run(lay_out, index_name(kwargs.get("variant")), verify=verify, progress=progress)
+
+    def by_own_code(self, **kwargs: Any) -> None:
+        """Call the ``save_pretrained`` of the model's own class, with a lazy state dict if it takes one."""
+        held = stored.holdings(
+            self.model,
+            masters=self._dtype == torch.float32,
+            rank=self._coordinator.rank,
+            world_size=self._coordinator.world_size,
+        )
+        lazy = lazy_parameters(held, calls.refuse_values, self._dtype)
+        given = {"state_dict": lazy_state_dict(self.model, lazy, calls.refuse_values, self._dtype), **kwargs}
+        try:
+            inspect.signature(self.model.save_pretrained).bind(self._folder, **given)
+        except TypeError:
+            given = kwargs
+        self.model.save_pretrained(self._folder, **given)
 
     def run(self, lay_out: LayOut, index_name: str, *, verify: bool = False, progress: bool = True) -> SaveReport:
         """Save what `lay_out` lays out, and publish it; all ranks must call it."""
@@ -330,6 +351,18 @@ class Save:
 def _with_values(value: Any, materialise: Callable[[View], torch.Tensor]) -> Any:
     """`value`, if it is lazy, with values for conversions that need them."""
     return LazyTensor.of(value.view_of_node, materialise) if isinstance(value, LazyTensor) else value
+
+
+def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:
+    """What ``model.state_dict()`` gives for a ZeRO-3 parameter has no elements, and must not be saved for it."""
+    for name, value in entries.items():
+        expected = parameters.lazy[name].numel() if name in parameters.lazy else 0
+        if expected and isinstance(value, torch.Tensor) and value.numel() == 0:
+            raise SaveError(
+                f"{name}: expected {expected} elements in the state dict that is to be saved; got none. "
+                "model.state_dict() does not hold the values of a ZeRO-3 model: use the state dict that "
+                "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
+            )
 
 
 def _settings() -> StreamingConfig:
