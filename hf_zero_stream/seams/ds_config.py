@@ -105,8 +105,7 @@ def _set_config(config: Any) -> None:
         entries = _alive_entries()
         if not isinstance(config, ModelsConfig):
             # It replaces what the user has set before, but no model's.
-            while entries and not isinstance(entries[-1](), ModelsConfig):
-                entries = entries[:-1]
+            entries = tuple(entry for entry in entries if isinstance(entry(), ModelsConfig))
         _set_entries((*entries, weakref.ref(config)))
 
 
