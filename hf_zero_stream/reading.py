@@ -95,6 +95,7 @@ class Reader:
         self._identities: list[Identity] = []
         self._group: dist.ProcessGroup | None = None
         self._server: RelayServer | None = None
+        self._earlier_bytes = self._earlier_reads = 0
         self._files = ShardFiles(())
         self._use_files(self._files)
 
@@ -107,12 +108,13 @@ class Reader:
     @property
     def bytes_read(self) -> int:
         """Bytes read so far, holes that were read through included; without what was read to verify."""
-        return self._files.bytes_read - (self._verifier.result.bytes_read if self._verifier else 0)
+        verified = self._verifier.result.bytes_read if self._verifier else 0
+        return self._earlier_bytes + self._files.bytes_read - verified
 
     @property
     def reads(self) -> int:
         """Positional reads so far."""
-        return self._files.reads
+        return self._earlier_reads + self._files.reads
 
     @property
     def verification(self) -> Verification:
@@ -171,7 +173,8 @@ class Reader:
         """From here on a rank that does not see the shards asks the one that does, in planning too."""
         is_first = self._group is None
         if is_first:
-            self._group = dist.new_group(backend="gloo")
+            with self._coordinator.connections():
+                self._group = dist.new_group(backend="gloo")
         reader, *clients = self._readers_clients()
         if self._coordinator.rank != reader:
             self._use_files(RelayedFiles(self.shards, reader, self._group, self._config.chunk_bytes))
@@ -191,6 +194,8 @@ class Reader:
 
     def _use_files(self, files: ShardFiles) -> None:
         self._files.close()
+        self._earlier_bytes += self._files.bytes_read
+        self._earlier_reads += self._files.reads
         self._files = files
         self._evaluator = Evaluator(
             files,
@@ -295,7 +300,7 @@ class Reader:
             def on_bytes(nbytes: int) -> None:
                 bar.update(nbytes)
                 if self._ahead is not None:
-                    self._ahead.reached(self.bytes_read / max(1, plan.cost.bytes_read))
+                    self._ahead.reached(self._files.bytes_read / max(1, plan.cost.bytes_read))
                 self._coordinator.check()  # no need to read on for ranks that are not there any more
 
             for batch in batches:

@@ -198,7 +198,15 @@ def test_what_every_rank_must_see(cluster: None, zoo_checkpoint: Callable[..., P
 
 
 def load_extra_state(folder: Path, how: str) -> None:
-    if dist.get_rank() == 0 and how == "fails":
+    if how == "dies early":
+
+        def lost(**kwargs: Any) -> None:
+            if dist.get_rank() == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("gloo: Connection closed by peer")  # as gloo says it, if it notices
+
+        dist.new_group = lost
+    elif dist.get_rank() == 0 and how == "fails":
 
         def failing_read(*args: Any) -> int:
             raise OSError(5, "Input/output error")
@@ -210,7 +218,7 @@ def load_extra_state(folder: Path, how: str) -> None:
         odd_models.ExtraState.from_pretrained(own_view(folder), ds_config=ds_config())
 
 
-@pytest.mark.parametrize("how", ["fails", "dies"])
+@pytest.mark.parametrize("how", ["fails", "dies", "dies early"])
 def test_a_reader_that_fails_while_others_plan(cluster: None, tmp_path: Path, how: str) -> None:
     odd_models.fill(odd_models.ExtraState(odd_models.OddConfig())).save_pretrained(tmp_path / "model")
     outcomes = run_ranks_expecting_errors(3, load_extra_state, tmp_path / "model", how, timeout=90)
