@@ -113,13 +113,13 @@ class Coordinator:
         rank, (kind, message) = next(iter(failures.items()))
         raise peer_error(rank, kind, message)
 
-    def refuse_unlike(self, what: T) -> None:
-        """An agreement that all ranks are about to do the same.
+    def refuse_unlike(self, what: T, error: BaseException | None = None) -> None:
+        """An agreement that all ranks are about to do the same, and that no rank brings an `error`.
 
         Raises:
             DisagreementError: on all ranks, if `what` is another on any.
         """
-        everyone = self.exchange(what)
+        everyone = self.exchange(what, error)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise DisagreementError(

@@ -24,7 +24,7 @@ from .decorating import decorated
 from .errors import ConfigError, DisagreementError, UnsupportedError
 from .memory import collector_paused
 from .presence import make_contact
-from .rendezvous import LOAD, SHARED_LOAD, Apart
+from .rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
 from .saving.hooks import trainer_patches
 from .saving.publish import finish_interrupted
@@ -105,8 +105,10 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
         return _nested(around, original, args, kwargs, bool(strict))
     if ds_config is None:
         return _load(original, cls, args, kwargs, strict, None)
-    with expected_at(LOAD):
-        own_config = ModelsConfig(buildable(ds_config))
+    with expected_at(_occasion_of(ds_config)):
+        ds_config = buildable(ds_config)
+    with expected_at(_occasion_of(ds_config)):  # which is known now, if it was read from a file
+        own_config = ModelsConfig(ds_config)
     try:
         result = _load(original, cls, args, kwargs, strict, own_config)
     except BaseException:
@@ -116,12 +118,21 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
     return result
 
 
+def _occasion_of(ds_config: Any) -> Occasion:
+    """What ranks come together for under `ds_config`, which may be wrong: ZeRO-3's load, if its stage is not known."""
+    if not isinstance(ds_config, Mapping):
+        return LOAD
+    zero = ds_config.get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
+    return SHARED_LOAD if str(stage) in ("0", "1", "2") else LOAD
+
+
 def _nested(around: Session, original: Callable[..., Any], args: Any, kwargs: Any, strict: bool) -> Any:
     """A call in the ``__init__`` of the model that `around` builds; the settings are those of that model's load."""
     session = around.nested(strict)
     if session is None:
         return _stock_from_pretrained(original, args, kwargs, strict)
-    finish_saves_into(_path_of(args, kwargs), around.load.coordinator)
+    finish_saves_into(_path_of(args, kwargs), around.load.config.read_from, around.load.coordinator)
     with session:
         return original(*args, **kwargs)
 
@@ -189,7 +200,7 @@ def _outside_zero3(
 
 def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """What stock's `from_pretrained` returns while its seams are ours."""
-    finish_saves_into(_path_of(args, kwargs), load.coordinator)
+    finish_saves_into(_path_of(args, kwargs), load.config.read_from, load.coordinator)
     # Partitions that are written later (by other threads, by training) must not be inference tensors.
     with (
         _patches.held(),  # streaming() may be left while a thread of its still loads
@@ -214,13 +225,23 @@ def _model_of(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def finish_saves_into(path: Any, coordinator: Coordinator) -> None:
-    """Have rank 0 finish a save into the folder `path` that died while its files got their final names."""
+def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> None:
+    """Have rank 0 finish a save into the folder `path` that died while its files got their final names.
 
-    def finish() -> list[str]:
-        return finish_interrupted(Path(path)) if path is not None and os.path.isdir(path) else []
+    The first agreement of a load, and so the one that all ranks have the same `read_from`: the next ones depend on it.
 
-    if coordinator.share(finish) and coordinator.is_main:
+    Raises:
+        DisagreementError: on all ranks, if one has another `read_from`.
+    """
+    error: BaseException | None = None
+    finished: list[str] = []
+    try:
+        if (coordinator.is_main or coordinator.is_alone) and path is not None and os.path.isdir(path):
+            finished = finish_interrupted(Path(path))
+    except Exception as caught:
+        error = caught
+    coordinator.refuse_unlike(f"read_from={read_from!r}", error)
+    if finished and coordinator.is_main:
         logger.warning(f"{path}: an interrupted save was complete; its files have their final names now.")
 
 

@@ -88,7 +88,7 @@ def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwa
     refuse_sharding(path, kwargs)
     coordinator = Coordinator.of_default_group()
     with coordinator.watched(LOAD), coordinator.reporting():
-        finish_saves_into(path, coordinator)
+        finish_saves_into(path, config.read_from, coordinator)
         load = _LiveLoad(replace(config, strict=strict), live_model, coordinator)
         with streaming(), zero3_hidden(), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
             _lazy_model(load, live_model, path, kwargs)

@@ -26,13 +26,16 @@ from .errors import HfZeroStreamError, PeerError
 from .presence import PREFIX, STORE_TIMEOUT_S, Presence, why_store_is_lost
 
 
-__all__ = ["PEER_TIMEOUT_S", "Verdict", "Watch", "peer_error"]
+__all__ = ["PEER_TIMEOUT_S", "VERDICT_KEYS", "Verdict", "Watch", "peer_error"]
 
 PEER_TIMEOUT_S = 8
 """Seconds without a heartbeat after which a rank counts as dead, unless the settings say otherwise."""
 
 INTERVAL_S = 0.5
 """Time between two heartbeats of a rank."""
+
+VERDICT_KEYS = ("failed", "dead", "heard")
+"""What a meeting may have in the store of ranks that failed."""
 
 FAREWELL_S = 3.0
 """How long rank 0, whose process may hold the store, stays after a death for the others to hear of it."""

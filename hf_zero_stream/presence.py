@@ -59,8 +59,11 @@ class Presence:
         self.world_size = world_size
         self.holds_store = holds_store
         self.group_timeout_s = store.timeout.total_seconds()
-        self.rounds: dict[str, int] = {}
-        """For each occasion to meet, the number of this rank's next round (see :mod:`hf_zero_stream.rendezvous`)."""
+        self.rounds = _rounds.setdefault(store, {})
+        """For each occasion to meet, the number of this rank's next round (see :mod:`hf_zero_stream.rendezvous`).
+
+        Those of an earlier presence with the same store go on: the other ranks count on.
+        """
         self.is_disappointed = False
         """Whether ranks did not come together the last time that they need not have."""
         self.is_lost = False
@@ -190,6 +193,7 @@ class Presence:
 
 
 _current: Presence | None = None
+_rounds: weakref.WeakKeyDictionary[dist.Store, dict[str, int]] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 

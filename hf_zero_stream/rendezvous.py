@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers.utils import logging
 
 from .errors import HfZeroStreamError, PeerError, SaveError
-from .liveness import Watch, peer_error
+from .liveness import VERDICT_KEYS, Watch, peer_error
 from .presence import PREFIX, Presence
 
 
@@ -38,6 +38,9 @@ DISAPPOINTED_PATIENCE_S = 0.5
 
 FAILURE_HOLDS_S = 60.0
 """How long ranks that are late are told of an error; after that, they come for something else."""
+
+_KEYS = ("count", "decision", "subject")
+"""What a round has in the store, apart from verdicts."""
 
 REMINDER_S = 30.0
 """After so long, a rank that waits says for whom."""
@@ -225,7 +228,7 @@ class Round:
         """All ranks are here, so none looks at earlier rounds any more. Where all were, one of them cleans up."""
         if self._is_last or len(earlier) > 1:
             with self._presence.lock:
-                for key in [f"{of_round}/{name}" for of_round in earlier for name in ("count", "decision", "subject")]:
+                for key in [f"{of_round}/{name}" for of_round in earlier for name in (*_KEYS, *VERDICT_KEYS)]:
                     self._presence.store.delete_key(key)
         earlier.clear()
 

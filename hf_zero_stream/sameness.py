@@ -27,7 +27,7 @@ __all__ = ["description", "refuse_differences", "refuse_other_files", "refuse_ot
 
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")
 
-_SETTINGS = ("read_from", "chunk_bytes", "share_reads", "strict", "verify")
+_SETTINGS = ("chunk_bytes", "share_reads", "strict", "verify")
 _DEEPSPEED = ("zero_optimization", "bf16", "bfloat16", "fp16", "expert_parallel", "weight_quantization")
 _MAY_DIFFER = {"_name_or_path", "nvme_path"}
 """Entries of configs that may be another on every node."""

@@ -154,6 +154,57 @@ def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Ca
         assert "the setting staging_bytes (2097152 there, 1048576 on rank 0)" in warning
 
 
+def read_from_one_rank(folder: Path) -> dict[str, Any]:
+    """Rank 1 alone has `read_from`, which decides what ranks say to each other from the start."""
+    import hf_zero_stream
+    from hf_zero_stream import StreamingConfig, integration
+    from hf_zero_stream.presence import PREFIX, Presence
+
+    warnings: list[str] = []
+    integration.logger.warning = lambda message, *args: warnings.append(message)
+    auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
+    settings = StreamingConfig(read_from="rank0") if dist.get_rank() == 1 else StreamingConfig()
+    with hf_zero_stream.streaming(settings):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found: dict[str, Any] = {"shared": hasattr(model, "streaming_report"), "warnings": "".join(warnings)}
+
+    def load_it(**kwargs: Any) -> None:
+        with hf_zero_stream.streaming(settings):
+            auto_class.from_pretrained(folder, ds_config=ds_config(), **kwargs)
+
+    ways = (load_it, lambda: load_it(dtype="auto"), lambda: hf_zero_stream.load_into(model, folder, config=settings))
+    found["errors"] = []
+    for way in ways:
+        try:
+            way()
+        except RuntimeError as error:
+            found["errors"].append(f"{type(error).__name__}: {error}")
+
+    # After that all is well, also with a rank that has lost the store for a while; and nothing stays in the store.
+    last = f"{PREFIX}/load/{len(ways) - 1}/failed"
+    presence = Presence.in_default_group()
+    found["was noted"] = presence.store.check([last])
+    presence.is_lost = dist.get_rank() == 1
+    model = auto_class.from_pretrained(folder, ds_config=ds_config())
+    found["loaded"] = len(model.streaming_report.ranks)
+    dist.barrier()
+    found["is noted"] = Presence.in_default_group().store.check([last])
+    return found
+
+
+def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The same error on all ranks; outside ZeRO-3 each loads alone. None hangs."""
+    folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "dtype"}))
+    text = "read_from='rank0' there, read_from='all' on rank 0"
+    for found in run_ranks(2, read_from_one_rank, folder, timeout=60):
+        assert not found["shared"] and text in found["warnings"]
+        assert len(found["errors"]) == 3
+        assert all(error.startswith("DisagreementError: rank 1") and text in error for error in found["errors"]), found
+        assert (found["was noted"], found["loaded"], found["is noted"]) == (True, 2, False)
+
+
 def load_from_other_places(folder: Path, own: Path) -> int:
     """What may differ: where the checkpoint lies, and settings that are each rank's own."""
     import hf_zero_stream

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
 
+from hf_zero_stream.errors import ConfigError
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
@@ -206,6 +208,11 @@ def fail_before_entering(folder: Path, own: Path) -> list[tuple[str, str, float]
     for work in (load_it, load_it_into, save_it):
         for is_late in (bad, dist.get_rank() == 2):
             trial(work, is_late)
+    dist.barrier()
+    if bad:  # what ranks do together without ZeRO-3 says nothing of loads under it
+        for zero in ({"stage": 2, "offload_optimizer": 7}, {"stage": "2"}):
+            with pytest.raises((AttributeError, ConfigError)):
+                auto_class.from_pretrained(folder, ds_config={"zero_optimization": zero})
     dist.barrier()
     hf_zero_stream.save_pretrained(model, own / "saved")
     assert auto_class.from_pretrained(own / "saved", ds_config=ds_config()).streaming_report.world_size == 3
