@@ -208,10 +208,10 @@ class Coordinator:
     def _arrive(self, occasion: Occasion, subject: str) -> Watch:
         with _naming_lost_store():
             presence = Presence.in_default_group()
-            arrival = Round(presence, occasion)
+            arrival = Round(presence, occasion, subject)
             watch = Watch(presence, arrival.key)
             try:
-                arrival.gather(watch, subject)
+                arrival.gather(watch)
             except BaseException:
                 watch.close()
                 raise

@@ -107,11 +107,13 @@ class Round:
     Args:
         presence: this rank among the others.
         occasion: what for.
+        subject: what this rank would share.
     """
 
-    def __init__(self, presence: Presence, occasion: Occasion) -> None:
+    def __init__(self, presence: Presence, occasion: Occasion, subject: str = "") -> None:
         self._presence = presence
         self._occasion = occasion
+        self._subject = subject
         number = presence.rounds.get(occasion.name, 0)
         while not self._arrives(number):
             number += 1
@@ -125,6 +127,11 @@ class Round:
         if decision is not None and not decision.is_fresh_failure:
             presence.is_disappointed |= self._occasion.is_optional
             return False
+        if self._subject:  # before this rank is counted: the last one to be counted decides that all go together
+            with presence.lock:
+                first = presence.store.compare_set(f"{self.key}/subject", "", self._subject).decode()
+            if first != self._subject:
+                self._decide(_Decision("apart", f"ranks load different models ({first}; {self._subject})"))
         with presence.lock:
             count = presence.store.add(f"{self.key}/count", 1)
         self._is_last = count == presence.world_size
@@ -137,12 +144,11 @@ class Round:
         else:
             self._decide(_Decision("failed", str(error), self._presence.rank, type(error).__name__, time.time()))
 
-    def gather(self, watch: Watch, subject: str = "") -> None:
+    def gather(self, watch: Watch) -> None:
         """Return once all ranks are here.
 
         Args:
             watch: over the ranks, by the name of :attr:`key`.
-            subject: what this rank would share.
 
         Raises:
             Apart: ranks go on alone; only where they may.
@@ -150,7 +156,7 @@ class Round:
             HfZeroStreamError: a rank came with an error; or not all came in time.
         """
         try:
-            decision = self._decided_at_once(subject) or self._wait(watch)
+            decision = self._decide(_Decision("together")) if self._is_last else self._wait(watch)
         except (HfZeroStreamError, dist.DistError):
             raise
         except BaseException as error:  # Ctrl-C
@@ -166,14 +172,6 @@ class Round:
             raise peer_error(decision.rank, decision.kind, decision.why)
         if decision.what == "apart":
             raise Apart(decision.why) if self._occasion.is_optional else self._occasion.error(decision.why)
-
-    def _decided_at_once(self, subject: str) -> _Decision | None:
-        if subject:
-            with self._presence.lock:
-                first = self._presence.store.compare_set(f"{self.key}/subject", "", subject).decode()
-            if first != subject:
-                return self._decide(_Decision("apart", f"ranks load different models ({first}; {subject})"))
-        return self._decide(_Decision("together")) if self._is_last else None
 
     def _wait(self, watch: Watch) -> _Decision:
         began = time.monotonic()
