@@ -34,7 +34,7 @@ IGNORED = {
         "stage3_param_persistence_threshold": "auto",
         "stage3_partition_stream_chunk_size": "auto",
         "zero_hpz_partition_size": "auto",
-        "offload_param": "auto",
+        "offload_param": {"device": "auto", "buffer_size": "auto"},
         "offload_optimizer": {"device": "auto", "ratio": "auto", "pin_memory": "auto"},
     },
     "aio": {"block_size": "auto"},
@@ -69,7 +69,7 @@ def test_a_plan_takes_an_open_dtype_from_its_argument(
     def plan(config: dict[str, Any], **kwargs: Any) -> Any:
         return hf_zero_stream.plan(folder, world_size=2, ds_config=config, **kwargs)
 
-    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "torch.float16"), (torch.float32, "float32")):
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
         decided = plan(ds_config(dtype))
         assert {target.dtype for target in decided.targets} == {dtype}
         assert plan(OPEN, dtype=dtype) == plan(OPEN, dtype=name) == decided
