@@ -106,3 +106,19 @@ def test_weight_map(tmp_path: Path) -> None:
     index.refuse_absent(["a"])
     with pytest.raises(CheckpointError, match="promises tensor 'b' in 'x.safetensors', but no shard holds it"):
         index.refuse_absent(["a", "b"])
+
+
+@pytest.mark.parametrize("promised", ["a/x/m.safetensors", "x/m.safetensors"])
+def test_names_are_relative_to_the_folder(tmp_path: Path, promised: str) -> None:
+    """One shard's name is the end of the other's path; even the folder is called as one of the shards' is."""
+    names = ["a/x/m.safetensors", "x/m.safetensors"]
+    paths = []
+    for name in names:
+        path = tmp_path / "a" / name
+        path.parent.mkdir(parents=True)
+        paths.append(write(path, {"t": entry()}))
+    weight_map = {"t": promised, **{f"in {name}": name for name in names}}
+    for given in (paths, paths[::-1]):
+        index = CheckpointIndex.from_files(given, weight_map)
+        assert index.shards[index.tensors["t"].shard].path == str(tmp_path / "a" / promised)
+        assert len(index.notes) == 1 and "in two shards" in index.notes[0]

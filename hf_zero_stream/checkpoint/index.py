@@ -175,15 +175,23 @@ class CheckpointIndex:
                 other = tensors.setdefault(found.name, found)
                 if other is not found:
                     repeated.setdefault(found.name, [other]).append(found)
+        names = _names_in_folder(shards, weight_map)
         for name, copies in repeated.items():
-            tensors[name] = _promised(copies, shards, weight_map)
+            promised = [entry for entry in copies if names[entry.shard] == weight_map.get(name)]
+            if not promised:
+                first, second = (shards[entry.shard].path for entry in copies[:2])
+                raise CheckpointError(
+                    f"Tensor {excerpt(name)} is in two shards: {first} and {second}, and no index says which of them "
+                    "counts. Keep it in one of them."
+                )
+            tensors[name] = promised[0]
         absent: dict[str, str] = {}
         misplaced: list[str] = []
         for name, file in weight_map.items():
             entry = tensors.get(name)
             if entry is None:
                 absent[name] = file
-            elif not _is_file(shards[entry.shard].path, file):
+            elif names[entry.shard] != file:
                 misplaced.append(name)
         notes = []
         if repeated:
@@ -227,22 +235,12 @@ class CheckpointIndex:
         return sum(shard.size_bytes - shard.data_start for shard in self.shards)
 
 
-def _promised(entries: Sequence[TensorEntry], shards: Sequence[Shard], weight_map: Mapping[str, str]) -> TensorEntry:
-    """That of several entries of one tensor which is in the shard that the index names."""
-    name = entries[0].name
-    named = [entry for entry in entries if name in weight_map and _is_file(shards[entry.shard].path, weight_map[name])]
-    if not named:
-        first, second = (shards[entry.shard].path for entry in entries[:2])
-        raise CheckpointError(
-            f"Tensor {excerpt(name)} is in two shards: {first} and {second}, and no index says which of them counts. "
-            "Keep it in one of them."
-        )
-    return named[0]
-
-
-def _is_file(path: str, name: str) -> bool:
-    """Whether `path` is that of the shard which the index calls `name`."""
-    return path == name or path.endswith(f"/{name}")
+def _names_in_folder(shards: Sequence[Shard], weight_map: Mapping[str, str]) -> list[str]:
+    """The shards' paths relative to the checkpoint's folder, where the shards are those that `weight_map` names."""
+    paths = [shard.path for shard in shards]
+    # In whatever order they come, the first path is the folder and the first name.
+    folder = min(paths).removesuffix(min(weight_map.values())) if paths and weight_map else ""
+    return [path.removeprefix(folder) for path in paths]
 
 
 def _some(names: Iterable[str]) -> str:
