@@ -20,7 +20,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-__all__ = ["ASYNC_IO", "COMPILER", "HEADERS", "NEEDS", "Need", "VENV", "explanation", "lacking", "main", "may_install"]
+__all__ = [
+    "ASYNC_IO",
+    "COMPILER",
+    "HEADERS",
+    "MPICH",
+    "NEEDS",
+    "Need",
+    "VENV",
+    "explanation",
+    "lacking",
+    "main",
+    "may_install",
+]
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,8 @@ COMPILER = Need(
 )
 HEADERS = Need(f"{_PYTHON}-dev", "whatever DeepSpeed compiles: the demo and most tests", _has_python_headers)
 ASYNC_IO = Need("libaio-dev", "DeepSpeed's offload to NVMe: its tests", _has_libaio)
-NEEDS = (VENV, COMPILER, HEADERS, ASYNC_IO)
+MPICH = Need("mpich", "the test of mpirun", lambda: shutil.which("mpirun.mpich") is not None)
+NEEDS = (VENV, COMPILER, HEADERS, ASYNC_IO, MPICH)
 
 
 def lacking(*needs: Need) -> list[Need]:

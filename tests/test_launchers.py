@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from scripts.system_packages import MPICH
 from tests.cluster import free_port
 from tests.commands import run_command
+from tests.conftest import skip_if_lacking
 
 
 RANK = """
@@ -71,7 +73,7 @@ subprocess.run(command)
     [
         ("torchrun --nproc-per-node 2", 2, 1, [0]),
         ("deepspeed --num_accelerators 2", 2, 0, [0]),
-        ("mpirun -n 4 python", 4, 1, [0, 1]),
+        ("mpirun.mpich -n 4 python", 4, 1, [0, 1]),
     ],
     ids=["torchrun", "deepspeed", "mpirun"],
 )
@@ -88,6 +90,8 @@ def test_a_death_before_a_save(
 
     Under mpirun the ranks of the second host do not see anybody's process: the kernel answers for them.
     """
+    if launcher.startswith("mpirun"):
+        skip_if_lacking(MPICH)
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "shield.py").write_text(SHIELD)
     arguments = f"{zoo_checkpoint('qwen3_moe')} {tmp_path / 'saved'} {victim} {free_port()}"
