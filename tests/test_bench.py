@@ -52,6 +52,7 @@ def test_memory_is_left_untouched_on_request(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "results.json").read_text())["touches_memory"] is False
 
 
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
 def test_saving_is_measured_for_every_arm(tmp_path: Path) -> None:
     results_file = tmp_path / "save.json"
