@@ -153,7 +153,7 @@ class _LiveLoad(Load):
 
     def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
         parameters = {_without_adapters(name): param for name, param in self._live.named_parameters()}
-        buffers = dict(self._live.named_buffers())
+        buffers = {_without_adapters(name): buffer for name, buffer in self._live.named_buffers()}
         of_parameters: dict[str, Sourced] = {}
         of_buffers: dict[str, Sourced] = {}
         for name, lazy in [*model.named_parameters(), *model.named_buffers()]:
@@ -246,7 +246,7 @@ class _LiveLoad(Load):
 
 
 def _without_adapters(name: str) -> str:
-    """The name of a parameter before PEFT put an adapter around its module, or beside it."""
+    """The name of a parameter or buffer before PEFT put an adapter around its module, or beside it."""
     return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
