@@ -83,7 +83,11 @@ class streaming:  # noqa: N801 - used like a function
     def __enter__(self) -> streaming:
         make_contact()
         _patches.acquire()
-        trainer_patches.acquire()
+        try:
+            trainer_patches.acquire()
+        except BaseException:
+            _patches.release()
+            raise
         self._open.append(scope.enter(self.config))
         return self
 

@@ -16,7 +16,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig, integration, scope, streaming
-from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.errors import ConfigError, VersionError
 from hf_zero_stream.seams.ds_config import _HidingReference
 from tests.cluster import run_ranks
 from tests.parity import ds_config
@@ -68,6 +68,18 @@ def test_restored_after_an_exception() -> None:
     with pytest.raises(KeyError), streaming():
         raise KeyError
     assert not is_patched()
+
+
+def test_a_trainer_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Trainer
+
+    monkeypatch.delattr(Trainer, "_save")
+    with pytest.raises(VersionError, match="no Trainer._save"), streaming():
+        pass
+    assert not is_patched()
+    monkeypatch.undo()
+    with streaming():
+        assert is_patched()
 
 
 def test_decorator() -> None:

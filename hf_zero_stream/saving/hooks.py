@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+import transformers
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
@@ -23,8 +24,8 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from .. import patching
-from ..coordination import Coordinator, expected_at
-from ..errors import UnsupportedError
+from ..coordination import Coordinator
+from ..errors import UnsupportedError, VersionError
 from ..rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.saving import NotedShard
@@ -100,8 +101,7 @@ def _save_model(
             del vars(self)["get_state_dict"], vars(self)["save"]
         return noted
 
-    with expected_at(SAVE):
-        Save(model, Path(save_directory)).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
+    Save(model, Path(save_directory)).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
     return None
 
 
@@ -163,14 +163,27 @@ class TrainerPatches:
         calls.patches.acquire()
         with self._lock:
             self._users += 1
-        self.put_in()
+        try:
+            self.put_in()
+        except BaseException:
+            self.release()
+            raise
 
     def put_in(self) -> bool:
-        """Replace, if the Trainer has been imported; returns whether that was new."""
+        """Replace, if the Trainer has been imported; returns whether that was new.
+
+        Raises:
+            VersionError: the Trainer is not one that is known.
+        """
         with self._lock:
             trainer = sys.modules.get("transformers.trainer")
             if trainer is None or self._patches is not None or not self._users:
                 return False
+            if not hasattr(trainer.Trainer, "_save"):
+                raise VersionError(
+                    f"transformers {transformers.__version__} has no Trainer._save; this version is not known to "
+                    "hf_zero_stream: install transformers>=5.1,<6 or a newer hf_zero_stream."
+                )
             self._patches = patching.Patches({(trainer.Trainer, "save_model"): patching.function(_trainer_save_model)})
             self._patches.acquire()
             return True

@@ -41,6 +41,7 @@ _RELIED_ON = (
     (PreTrainedModel, "_finalize_model_loading"),
     (PreTrainedModel, "_move_missing_keys_from_meta_to_device"),
     (PreTrainedModel, "_initialize_weights"),
+    (PreTrainedModel, "_adjust_missing_and_unexpected_keys"),
     (core_model_loading, "convert_and_load_state_dict_in_model"),
     (modeling_utils, "get_checkpoint_shard_files"),
     (modeling_utils, "load_state_dict"),

@@ -28,9 +28,10 @@ from ..errors import VersionError
 
 __all__ = ["NotedShard", "index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
 
-if "safe_save_file" not in vars(modeling_utils):
+_missing = [name for name in ("safe_save_file", "_add_variant") if name not in vars(modeling_utils)]
+if _missing:
     raise VersionError(
-        f"transformers {transformers.__version__} has no modeling_utils.safe_save_file; this version is not known to "
+        f"transformers {transformers.__version__} has no {', '.join(_missing)}; this version is not known to "
         "hf_zero_stream: install transformers>=5.1,<6 or a newer hf_zero_stream."
     )
 
