@@ -187,7 +187,7 @@ def _outside_zero3(
 
             coordinator = Coordinator.of_default_group()
             path = str(_path_of(args, kwargs))
-            subject = f"{cls.__name__} from {os.path.basename(os.path.normpath(path))}"
+            subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
             try:
                 with coordinator.watched(SHARED_LOAD, subject), coordinator.reporting():
                     zero3.reset_device_peak()

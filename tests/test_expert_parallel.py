@@ -190,13 +190,13 @@ def initialise_with(folder: Path, config: dict[str, Any], other: dict[str, Any])
 def test_losses_equal_those_without_expert_parallelism(
     cluster: None, checkpoint: Callable[..., Path], name: str, world_size: int
 ) -> None:
-    """To the last bit, but for DeepSeek-V3, whose layer DeepSpeed computes in another order: to fp32's rounding."""
+    """To fp32's rounding: a processor may multiply half of the experts in another order than all of them."""
     folder = checkpoint(name, torch.float32)
     config = expert_parallel()
     streamed = run_ranks(world_size, losses, folder, config, "streaming", {})
     stock = run_ranks(world_size, losses, folder, config, "stock", {})
     for ours, theirs in zip(streamed, stock, strict=True):
-        assert ours == (pytest.approx(theirs, rel=1e-6) if name == "deepseek_v3" else theirs)
+        assert ours == pytest.approx(theirs, rel=1e-6)
         assert len(set(ours)) == 3, "three steps must change the loss"
 
 
@@ -224,7 +224,10 @@ def test_with_offload(cluster: None, checkpoint: Callable[..., Path], tmp_path: 
     if home == "nvme":
         zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "buffer_size": 2**20}}
     config = expert_parallel(**zero)
-    assert run_ranks(4, losses, folder, config, "streaming", {}) == run_ranks(4, losses, folder, config, "stock", {})
+    streamed = run_ranks(4, losses, folder, config, "streaming", {})
+    stock = run_ranks(4, losses, folder, config, "stock", {})
+    for ours, theirs in zip(streamed, stock, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

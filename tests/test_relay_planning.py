@@ -34,8 +34,14 @@ def own_view(folder: Path, reader: int = 0, hide: tuple[str, ...] = ("*.safetens
     if rank == reader:
         return folder
     return shutil.copytree(
-        folder, folder.parent / f"{folder.name}-rank{rank}", ignore=shutil.ignore_patterns(*hide), dirs_exist_ok=True
+        folder, folder.parent / f"rank{rank}" / folder.name, ignore=shutil.ignore_patterns(*hide), dirs_exist_ok=True
     )
+
+
+def by_its_name(folder: Path) -> str:
+    """Outside ZeRO-3, ranks share a load of which all give the same path."""
+    os.chdir(folder.parent)
+    return folder.name
 
 
 def relayed(read_from: str = "rank0", **settings: Any) -> hf_zero_stream.streaming:
@@ -130,7 +136,7 @@ def load_in_other_ways(folder: Path) -> dict[str, Any]:
     plain = transformers.LlamaForCausalLM.from_pretrained(folder)
     found: dict[str, Any] = {}
     with relayed():
-        model = transformers.LlamaForCausalLM.from_pretrained(own_view(folder))
+        model = transformers.LlamaForCausalLM.from_pretrained(by_its_name(own_view(folder)))
     found["shared"] = unequal(model, plain)
     with torch.no_grad():
         for param in model.parameters():
@@ -138,7 +144,7 @@ def load_in_other_ways(folder: Path) -> dict[str, Any]:
     hf_zero_stream.load_into(model, str(own_view(folder)), config=StreamingConfig(read_from="rank0"))
     found["into"] = unequal(model, plain)
     os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
-    seen = own_view(folder, reader=rank - rank % 2)
+    seen = by_its_name(own_view(folder, reader=rank - rank % 2))
     with relayed("local_rank0"):
         found["on each host, shared"] = unequal(transformers.LlamaForCausalLM.from_pretrained(seen), plain)
         model = transformers.LlamaForCausalLM.from_pretrained(seen, ds_config=ds_config())
