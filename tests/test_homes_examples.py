@@ -61,7 +61,8 @@ def test_quantised_weights_need_a_gpu(folder: Path) -> None:
 
 
 def rows() -> list[list[str]]:
-    lines = [line for line in TABLE.read_text().splitlines() if line.startswith("| ")]
+    homes, _, _ = TABLE.read_text().partition("\n## ")
+    lines = [line for line in homes.splitlines() if line.startswith("| ")]
     return [line.split("|")[1:-1] for line in lines]
 
 

@@ -24,7 +24,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from .. import patching
-from ..coordination import Coordinator
+from ..coordination import Coordinator, expected_at
 from ..errors import UnsupportedError, VersionError
 from ..rendezvous import SAVE
 from ..scope import active_configs
@@ -101,7 +101,8 @@ def _save_model(
             del vars(self)["get_state_dict"], vars(self)["save"]
         return noted
 
-    Save(model, Path(save_directory)).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
+    with expected_at(SAVE):
+        Save(model, Path(save_directory)).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
     return None
 
 
