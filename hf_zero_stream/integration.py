@@ -28,14 +28,7 @@ from .rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
 from .saving.hooks import trainer_patches
 from .saving.publish import finish_interrupted
-from .seams import (
-    REPLACEMENTS,
-    ModelsConfig,
-    Session,
-    other_config,
-    raise_if_misfit,
-    zero3_config,
-)
+from .seams import REPLACEMENTS, ModelsConfig, Session, other_config, raise_if_misfit, zero3_config
 from .seams.placement import builds_without_memory, sharding_argument, why_elsewhere
 
 
@@ -283,7 +276,7 @@ def _refuse_empty_weights() -> None:
 
 
 def _settings(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
-    settings = StreamingConfig.resolve((scope.active_configs() or (None,))[-1], ds_config)
+    settings = StreamingConfig.resolve(scope.current_config(), ds_config)
     return settings if strict is None else replace(settings, strict=strict)
 
 

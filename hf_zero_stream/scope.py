@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .config import StreamingConfig
 
 
-__all__ = ["Block", "active_configs", "enter", "leave"]
+__all__ = ["Block", "active_configs", "current_config", "enter", "leave"]
 
 
 @dataclass(eq=False)
@@ -33,10 +33,14 @@ def active_configs() -> tuple[StreamingConfig | None, ...]:
     return tuple(block.config for block in _blocks.get() if block.is_open)
 
 
+def current_config() -> StreamingConfig | None:
+    """The settings of the innermost open block; None without one, or if it has none of its own."""
+    return (active_configs() or (None,))[-1]
+
+
 def enter(config: StreamingConfig | None) -> Block:
     """Begin a block; without settings of its own it has those of the block around it."""
-    around = active_configs()
-    block = Block(around[-1] if config is None and around else config)
+    block = Block(current_config() if config is None else config)
     _blocks.set((*_open_ones(), block))
     return block
 

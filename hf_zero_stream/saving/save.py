@@ -28,7 +28,7 @@ from ..partition import stored
 from ..progress import progress_bar
 from ..rendezvous import SAVE
 from ..report import PhaseClock
-from ..scope import active_configs
+from ..scope import current_config
 from ..seams import other_config, zero3_config
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
 from ..wrapped import refuse_wrapped
@@ -367,7 +367,7 @@ def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:
 
 def _settings() -> StreamingConfig:
     """Those of the ``streaming()`` around this thread's code, if any."""
-    return StreamingConfig.resolve((active_configs() or (None,))[-1], zero3_config() or other_config())
+    return StreamingConfig.resolve(current_config(), zero3_config() or other_config())
 
 
 def _refuse(kwargs: dict[str, Any]) -> None:
