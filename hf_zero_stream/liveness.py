@@ -207,16 +207,18 @@ class Watch:
     # ------------------------------------------------------------------------------------------- this thread
 
     def _run(self) -> None:
-        while not self._stop.wait(INTERVAL_S):
-            try:
-                self._beat()
+        try:
+            while True:
+                # At once: before a rank can die, there is a line to its host, which tells of its death.
                 self._listen()
                 found = None if self.verdict is not None and self.verdict.is_dead else self._look()
                 if found is not None:
                     self._pass(found)
-            except RuntimeError:
-                self._lose_store()
-                return
+                if self._stop.wait(INTERVAL_S):
+                    return
+                self._beat()
+        except RuntimeError:
+            self._lose_store()
 
     def _beat(self, has_left: bool = False) -> None:
         self._count += 1

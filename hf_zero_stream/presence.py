@@ -59,17 +59,14 @@ class Presence:
         self.world_size = world_size
         self.holds_store = holds_store
         self.group_timeout_s = store.timeout.total_seconds()
-        self.rounds = _rounds.setdefault(store, {})
-        """For each occasion to meet, the number of this rank's next round (see :mod:`hf_zero_stream.rendezvous`).
-
-        Those of an earlier presence with the same store go on: the other ranks count on.
-        """
+        # Those of an earlier presence with the same store go on: the other ranks count on.
+        self.rounds, self.passed = _meetings.setdefault(store, ({}, defaultdict(list)))
+        """For each occasion to meet, the number of this rank's next round (see :mod:`hf_zero_stream.rendezvous`); and
+        keys of earlier meetings of a kind, which can go once everybody has come to a later one."""
         self.is_disappointed = False
         """Whether ranks did not come together the last time that they need not have."""
         self.is_lost = False
         """Whether the store did not answer."""
-        self.passed: dict[str, list[str]] = defaultdict(list)
-        """Keys of earlier meetings of a kind, which can go once everybody has come to a later one."""
         self.lock = threading.Lock()
         """Held while :attr:`store` is used."""
         self._of = weakref.ref(store)
@@ -193,7 +190,8 @@ class Presence:
 
 
 _current: Presence | None = None
-_rounds: weakref.WeakKeyDictionary[dist.Store, dict[str, int]] = weakref.WeakKeyDictionary()
+_Meetings = tuple[dict[str, int], defaultdict[str, list[str]]]
+_meetings: weakref.WeakKeyDictionary[dist.Store, _Meetings] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 

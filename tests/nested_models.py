@@ -9,7 +9,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, PreTrainedConfig, PreTrainedModel, initialization
 
 from tests.odd_models import bert_config
 
@@ -45,8 +45,8 @@ class AroundOne(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            transformers.initialization.constant_(module.weight, 3.0)
-            transformers.initialization.zeros_(module.bias)
+            initialization.constant_(module.weight, 3.0)
+            initialization.zeros_(module.bias)
 
 
 class AroundTwo(PreTrainedModel):

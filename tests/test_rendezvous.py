@@ -274,7 +274,7 @@ def race(rounds: int) -> list[str]:
     chance = random.Random(dist.get_rank())
     for number in range(rounds):
         dist.barrier()
-        time.sleep(chance.uniform(0.0, 0.012))
+        time.sleep(chance.uniform(0.0, 0.02))
         try:
             with coordinator.watched(occasion, str(number)):
                 found.append("together")
