@@ -41,7 +41,7 @@ ARMS: dict[str, tuple[str, int, float | None]] = {
 
 def build(arm: str, nbytes: int, config: dict[str, Any], device: str) -> nn.Module:
     """A model of about `nbytes` bytes in bf16, each parameter filled with a number of its own."""
-    from hf_zero_stream.partition.flat import allocate_flat
+    from hf_zero_stream.destinations.deepspeed.flat.allocate import allocate_flat
 
     layers = max(1, round(nbytes / (2 * WIDTH * WIDTH)))
     with torch.device("meta"):
@@ -70,7 +70,7 @@ def measure(arm: str, groups: int, free: float | None, nbytes: int, stage: int, 
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from hf_zero_stream.memory import AnonymousMemory
+    from hf_zero_stream.reports.memory import AnonymousMemory
 
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
     if free is not None:

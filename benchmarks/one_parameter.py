@@ -61,8 +61,8 @@ def measure(arm: str, folder: str, device: str) -> dict[str, Any]:
     from transformers.integrations import HfDeepSpeedConfig
 
     import hf_zero_stream.integration  # otherwise imported by the first load, which is measured, as is the next one
-    import hf_zero_stream.load  # noqa: F401
-    from hf_zero_stream.memory import AnonymousMemory
+    import hf_zero_stream.loading.load  # noqa: F401
+    from hf_zero_stream.reports.memory import AnonymousMemory
 
     deepspeed.init_distributed("gloo")
     kept_alive = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})

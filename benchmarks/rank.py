@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.arms import ARMS, MODEL_ARMS, Task, digest, owned_bytes
 from hf_zero_stream.cli import page_cache
-from hf_zero_stream.memory import AnonymousMemory
+from hf_zero_stream.reports.memory import AnonymousMemory
 
 
 def measure(task: Task) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     import hf_zero_stream.integration  # otherwise imported by the load, which is timed, as is the next one
-    import hf_zero_stream.load  # noqa: F401
+    import hf_zero_stream.loading.load  # noqa: F401
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     config = {

@@ -75,7 +75,7 @@ def main() -> None:
 
     from examples import demo_embeddings
     from hf_zero_stream import StreamingAutoModelForCausalLM
-    from hf_zero_stream.memory import AnonymousMemory
+    from hf_zero_stream.reports.memory import AnonymousMemory
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--loader", choices=["streaming", "stock"], required=True)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
-    from .dry_load import plan as plan
     from .integration import streaming as streaming
-    from .live import load_into as load_into
+    from .loading.dry_load import plan as plan
+    from .loading.into import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
-    from .report import LoadReport as LoadReport
-    from .saving.report import SaveReport as SaveReport
+    from .reports.load import LoadReport as LoadReport
+    from .reports.save import SaveReport as SaveReport
     from .saving.save import save_pretrained as save_pretrained
 
 __version__ = "0.1.0"
@@ -21,11 +21,11 @@ __version__ = "0.1.0"
 # Imported at first use: transformers takes seconds to import, and a launcher's main process may never need it.
 _HOMES = {
     "LoadPlan": ".planning.plan",
-    "LoadReport": ".report",
-    "SaveReport": ".saving.report",
+    "LoadReport": ".reports.load",
+    "SaveReport": ".reports.save",
     "StreamingConfig": ".config",
-    "load_into": ".live",
-    "plan": ".dry_load",
+    "load_into": ".loading.into",
+    "plan": ".loading.dry_load",
     "save_pretrained": ".saving.save",
     "streaming": ".integration",
 }

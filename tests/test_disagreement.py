@@ -40,7 +40,7 @@ def other_zero(arguments: dict[str, Any], folder: Path) -> None:
 
 
 def other_library(arguments: dict[str, Any], folder: Path) -> None:
-    from hf_zero_stream import sameness
+    from hf_zero_stream.loading import sameness
 
     real = sameness._version
     sameness._version = lambda name: "4.0.0" if name == "transformers" else real(name)
@@ -98,7 +98,7 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
     finally:
         os.preadv = real
     if change is other_library:
-        from hf_zero_stream import sameness
+        from hf_zero_stream.loading import sameness
 
         sameness._version = lambda name: "the same"
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config())
@@ -158,7 +158,7 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
     """Rank 1 alone has `read_from`, which decides what ranks say to each other from the start."""
     import hf_zero_stream
     from hf_zero_stream import StreamingConfig, integration
-    from hf_zero_stream.presence import PREFIX, Presence
+    from hf_zero_stream.ranks.presence import PREFIX, Presence
 
     warnings: list[str] = []
     integration.logger.warning = lambda message, *args: warnings.append(message)

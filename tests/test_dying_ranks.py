@@ -31,7 +31,7 @@ def kill_in_first_read() -> None:
 
 
 def kill_in_second_all_gather() -> None:
-    from hf_zero_stream.partition import replicated
+    from hf_zero_stream.destinations import replicated
 
     real, calls = replicated.all_gather, []
 
@@ -43,21 +43,21 @@ def kill_in_second_all_gather() -> None:
 
 
 def kill_in_a_request() -> None:
-    from hf_zero_stream.engine import relay
+    from hf_zero_stream.sources import relay
 
     relay.RelayedFiles._ask = lambda *args: kill_this_process()
 
 
 def look_as_on_other_hosts() -> None:
     """Ranks do not see each other's processes."""
-    from hf_zero_stream.topology import Place
+    from hf_zero_stream.ranks.topology import Place
 
     Place.sees = lambda self, other: False  # type: ignore[method-assign]
 
 
 def look_as_behind_firewalls() -> None:
     """Ranks cannot ask each other's kernels either: only their heartbeats tell."""
-    from hf_zero_stream import pulse
+    from hf_zero_stream.ranks import pulse
 
     look_as_on_other_hosts()
     pulse.Line._dial = lambda self: None  # type: ignore[method-assign]
@@ -264,8 +264,8 @@ def test_a_rank_that_has_ended(cluster: None, zoo_checkpoint: Callable[..., Path
 def watch_with_own_store(port: int) -> str:
     """Rank 0's process holds the store, and dies; the others are about to meet it."""
     from hf_zero_stream.errors import PeerError
-    from hf_zero_stream.liveness import Watch
-    from hf_zero_stream.presence import Presence
+    from hf_zero_stream.ranks.liveness import Watch
+    from hf_zero_stream.ranks.presence import Presence
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=30))
@@ -308,7 +308,7 @@ def test_loads_leave_nothing_in_the_store(cluster: None, zoo_checkpoint: Callabl
 
 def give_up(folder: Path) -> str:
     """Rank 1 leaves the load, as by a second Ctrl-C, without waiting for anybody."""
-    from hf_zero_stream.coordination import Coordinator
+    from hf_zero_stream.ranks.coordinator import Coordinator
 
     coordinator = Coordinator.of_default_group()
     try:

@@ -15,7 +15,7 @@ from torch import nn
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
-from hf_zero_stream.checkpoint.source import ShardFiles
+from hf_zero_stream.sources.local import ShardFiles
 from tests.allocations import AllocationWatch
 from tests.cluster import ROOT, run_ranks, run_ranks_expecting_errors
 from tests.commands import losses as printed_losses

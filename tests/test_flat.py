@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hf_zero_stream.partition import flatten_hook
-from hf_zero_stream.partition.flat import FlatParameters, allocate_flat, separate_reason
-from hf_zero_stream.partition.flat_layout import WAITING, FlatLayout
+from hf_zero_stream.destinations.deepspeed.flat import flatten_hook
+from hf_zero_stream.destinations.deepspeed.flat.allocate import FlatParameters, allocate_flat, separate_reason
+from hf_zero_stream.destinations.deepspeed.flat.layout import WAITING, FlatLayout
 from tests.cluster import run_ranks
 from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO

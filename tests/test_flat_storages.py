@@ -17,10 +17,10 @@ from torch import nn
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
-from hf_zero_stream.coordination import Coordinator
-from hf_zero_stream.homes import ReplicatedHome
-from hf_zero_stream.partition import zero3
-from hf_zero_stream.partition.flat_layout import WAITING
+from hf_zero_stream.destinations.deepspeed import zero3
+from hf_zero_stream.destinations.deepspeed.flat.layout import WAITING
+from hf_zero_stream.destinations.homes import ReplicatedHome
+from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.cluster import run_ranks
 from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO

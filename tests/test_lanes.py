@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 
 from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.lazy import checkpoint_slices
-from hf_zero_stream.checkpoint.source import ShardFiles
 from hf_zero_stream.engine import execute
 from hf_zero_stream.engine.execute import execute_reads
 from hf_zero_stream.engine.lanes import Copies, Lane
 from hf_zero_stream.planning.plan import LoadPlan, Target, make_plan
+from hf_zero_stream.sources.local import ShardFiles
 
 
 class LateCopies:

@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.lazy import LazyTensor, checkpoint_slices
-from hf_zero_stream.checkpoint.source import ShardFiles
 from hf_zero_stream.engine.compute import Evaluator
 from hf_zero_stream.engine.execute import execute_reads
 from hf_zero_stream.planning.plan import LoadPlan, Target, make_plan, partition_range
+from hf_zero_stream.sources.local import ShardFiles
 
 
 Program = Callable[[dict[str, torch.Tensor]], torch.Tensor]

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from hf_zero_stream import memory
-from hf_zero_stream.memory import AnonymousMemory
+from hf_zero_stream.reports import memory
+from hf_zero_stream.reports.memory import AnonymousMemory
 
 
 MIB = 2**20

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
-from hf_zero_stream.memory import AnonymousMemory
+from hf_zero_stream.reports.memory import AnonymousMemory
 from tests.allocations import AllocationWatch
 from tests.cluster import run_ranks
 from tests.parity import ds_config
@@ -62,7 +62,7 @@ def _import_everything() -> None:
     import rich.table  # noqa: F401
     from transformers import Qwen3MoeForCausalLM  # noqa: F401
 
-    import hf_zero_stream.load  # noqa: F401
+    import hf_zero_stream.loading.load  # noqa: F401
 
 
 def _read_bytes() -> int:

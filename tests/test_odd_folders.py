@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 import hf_zero_stream
 from hf_zero_stream.checkpoint.index import CheckpointIndex, read_header
 from hf_zero_stream.checkpoint.index_file import check_files
-from hf_zero_stream.checkpoint.source import ShardFiles
-from hf_zero_stream.engine.read_ahead import ReadAhead
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.saving.convert import convert
+from hf_zero_stream.sources.local import ShardFiles
+from hf_zero_stream.sources.read_ahead import ReadAhead
 from tests.cluster import run_ranks
 from tests.loading import Messages
 from tests.parity import ds_config, unequal

@@ -115,7 +115,7 @@ def rewritten(folder: Path) -> Any:
 
 def no_memory(folder: Path) -> Any:
     """As torch's allocator on a CPU says it."""
-    from hf_zero_stream.partition import zero3
+    from hf_zero_stream.destinations.deepspeed import zero3
 
     def empty(size: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         if isinstance(size, int) and size > 1000:

@@ -22,8 +22,8 @@ from transformers.distributed import DistributedConfig
 import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
+from hf_zero_stream.checkpoint.wrapped import lacks_values
 from hf_zero_stream.errors import LoadError, UnsupportedError
-from hf_zero_stream.wrapped import lacks_values
 from tests.cluster import run_ranks
 from tests.loading import Messages
 from tests.odd_models import Odd, OddConfig

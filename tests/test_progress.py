@@ -7,7 +7,7 @@ import huggingface_hub.utils
 import pytest
 from transformers.utils import logging
 
-from hf_zero_stream.progress import progress_bar
+from hf_zero_stream.reports.progress import progress_bar
 
 
 @pytest.fixture(autouse=True)

@@ -16,15 +16,15 @@ import pytest
 import torch.distributed as dist
 import transformers
 
-from hf_zero_stream import reading
 from hf_zero_stream.cli import page_cache
 from hf_zero_stream.config import StreamingConfig
-from hf_zero_stream.coordination import Coordinator
-from hf_zero_stream.engine import read_ahead
-from hf_zero_stream.engine.read_ahead import WINDOW_BYTES, ReadAhead
+from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.memory import AnonymousMemory
-from hf_zero_stream.report import PhaseClock
+from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.reports.load import PhaseClock
+from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.sources import read_ahead
+from hf_zero_stream.sources.read_ahead import WINDOW_BYTES, ReadAhead
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 

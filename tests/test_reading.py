@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.lazy import checkpoint_slices
-from hf_zero_stream.coordination import Coordinator
-from hf_zero_stream.memory import AnonymousMemory
-from hf_zero_stream.reading import Reader
-from hf_zero_stream.report import PhaseClock
+from hf_zero_stream.engine.reader import Reader
+from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.reports.load import PhaseClock
+from hf_zero_stream.reports.memory import AnonymousMemory
 
 
 def test_reads_of_all_checkpoints_count(tmp_path: Path) -> None:

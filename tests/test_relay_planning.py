@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.engine.relay import RelayServer
+from hf_zero_stream.sources.relay import RelayServer
 from tests import odd_models
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.parity import differences, ds_config, unequal

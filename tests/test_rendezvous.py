@@ -232,7 +232,7 @@ def test_a_rank_that_fails_before_it_enters(cluster: None, zoo_checkpoint: Check
 def never_come(folder: Path) -> str:
     """Rank 1 does not come to a load under ZeRO-3 before the others' time is over, but to the next."""
     import hf_zero_stream
-    from hf_zero_stream import presence
+    from hf_zero_stream.ranks import presence
 
     model = None
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
@@ -265,8 +265,8 @@ def race(rounds: int) -> list[str]:
     """Ranks arrive at about the moment that the others' patience ends."""
     import random
 
-    from hf_zero_stream import rendezvous
-    from hf_zero_stream.coordination import Coordinator
+    from hf_zero_stream.ranks import rendezvous
+    from hf_zero_stream.ranks.coordinator import Coordinator
 
     rendezvous.SHARING_PATIENCE_S = rendezvous.DISAPPOINTED_PATIENCE_S = 0.01
     occasion = rendezvous.Occasion("race", "race", "", 0.01, is_optional=True)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from hf_zero_stream.partition.replicated import exchanges
+from hf_zero_stream.destinations.replicated import exchanges
 from tests.cluster import run_ranks
 from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO
@@ -103,8 +103,8 @@ def broken_on_one_rank(folder: Path) -> str:
     from unittest import mock
 
     import hf_zero_stream
-    from hf_zero_stream.checkpoint.source import ShardFiles
     from hf_zero_stream.errors import ReadError
+    from hf_zero_stream.sources.local import ShardFiles
 
     def fail(self: Any, *args: Any) -> None:
         raise ReadError("made to fail")

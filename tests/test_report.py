@@ -9,8 +9,8 @@ import time
 import pytest
 import torch
 
-from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
-from hf_zero_stream.report import PHASES, LoadReport, Materialised, PhaseClock, RankReport, Verification
+from hf_zero_stream.footprint.memory import EngineSettings, ParameterShape, memory_footprint
+from hf_zero_stream.reports.load import PHASES, LoadReport, Materialised, PhaseClock, RankReport, Verification
 
 
 def rank_report(rank=0, **changes):

@@ -14,9 +14,9 @@ import tenacity
 import torch.distributed as dist
 
 from hf_zero_stream.checkpoint.index import Shard
-from hf_zero_stream.checkpoint.retries import Retries
-from hf_zero_stream.checkpoint.source import Identity, ShardFiles
 from hf_zero_stream.errors import CheckpointError, ReadError
+from hf_zero_stream.sources.local import Identity, ShardFiles
+from hf_zero_stream.sources.retries import Retries
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero_stream.checkpoint import source
 from hf_zero_stream.checkpoint.index import Shard
-from hf_zero_stream.checkpoint.source import ShardFiles
 from hf_zero_stream.errors import CheckpointError, ReadError
+from hf_zero_stream.sources import local as source
+from hf_zero_stream.sources.local import ShardFiles
 
 
 SIZE = 50_001

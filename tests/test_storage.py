@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero_stream.checkpoint.storage import is_on_network, kind_of_file_system
 from hf_zero_stream.engine import streams
 from hf_zero_stream.engine.streams import choose_request_bytes, choose_threads
+from hf_zero_stream.sources.mounts import is_on_network, kind_of_file_system
 
 
 MIB = 2**20

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from hf_zero_stream import topology
-from hf_zero_stream.topology import LOCAL_RANKS, LOCAL_SIZES, Place, Topology
+from hf_zero_stream.ranks import topology
+from hf_zero_stream.ranks.topology import LOCAL_RANKS, LOCAL_SIZES, Place, Topology
 from tests.cluster import run_ranks
 from tests.hosts import move_to_host
 
@@ -62,8 +62,8 @@ def test_a_process_that_has_ended() -> None:
 
 def asked() -> tuple[list[int], int, bool]:
     """Ranks on two hosts, one of which has two containers that cannot see each other's processes."""
-    from hf_zero_stream.coordination import Coordinator
-    from hf_zero_stream.presence import Presence
+    from hf_zero_stream.ranks.coordinator import Coordinator
+    from hf_zero_stream.ranks.presence import Presence
 
     rank = dist.get_rank()
     move_to_host("abab"[rank])

@@ -15,9 +15,9 @@ import transformers
 from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.lazy import checkpoint_slices
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
-from hf_zero_stream.checkpoint.source import ShardFiles
 from hf_zero_stream.engine.lookup import Lookup
-from hf_zero_stream.verification import BLOCK, digest_of
+from hf_zero_stream.engine.verification import BLOCK, digest_of
+from hf_zero_stream.sources.local import ShardFiles
 from tests.cluster import Outcome, run_ranks, run_ranks_expecting_errors
 from tests.homes import make_even_llama
 from tests.parity import ds_config
@@ -80,7 +80,7 @@ def test_a_sample_is_small(
 
 
 def verified_in_small_samples(folder: Path) -> Any:
-    from hf_zero_stream import verification
+    from hf_zero_stream.engine import verification
 
     verification.SAMPLE = 16
     return verified(folder, ["zero3"], "sample")
@@ -88,8 +88,8 @@ def verified_in_small_samples(folder: Path) -> Any:
 
 def load_and_corrupt(folder: Path, home: str, how: str, where: str) -> Any:
     """Rank 1 gets one wrong element, either where it puts what it read or (replicated) in what others sent it."""
-    from hf_zero_stream import reading
-    from hf_zero_stream.partition import replicated
+    from hf_zero_stream.destinations import replicated
+    from hf_zero_stream.engine import reader as reading
 
     if dist.get_rank() == 1 and where == "placed":
         real = reading.execute_reads

@@ -22,10 +22,10 @@ from deepspeed.accelerator import get_accelerator
 from transformers.integrations import HfDeepSpeedConfig
 
 from ..config import without_own_section
-from ..dry_load import model_class_of
+from ..destinations.deepspeed import zero3
 from ..integration import streaming
-from ..memory import AnonymousMemory
-from ..partition import zero3
+from ..loading.dry_load import model_class_of
+from ..reports.memory import AnonymousMemory
 
 
 _FILE_PAGES = re.compile(rb"^RssFile:\s*(\d+) kB$", re.MULTILINE)
@@ -64,7 +64,7 @@ class MappedFiles:
 
 def _work(arm: str, folder: str, config: dict[str, Any]) -> Callable[[], Any]:
     """What is timed."""
-    import hf_zero_stream.load  # noqa: F401 - or the first load would import it
+    import hf_zero_stream.loading.load  # noqa: F401 - or the first load would import it
 
     model_class, dtype = model_class_of(folder, {"trust_remote_code": False}), zero3.partition_dtype(config)
     if arm == "streaming":

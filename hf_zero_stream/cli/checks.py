@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.index import Shard
-from ..checkpoint.source import ShardFiles
-from ..checkpoint.storage import is_on_network, kind_of_file_system
 from ..config import StreamingConfig, without_own_section
 from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
+from ..sources.local import ShardFiles
+from ..sources.mounts import is_on_network, kind_of_file_system
 
 
 __all__ = ["Check", "check_ds_config", "check_launcher", "check_storage", "check_tools", "features", "ops", "versions"]
@@ -77,8 +77,8 @@ def features(compatible: Mapping[str, bool]) -> Iterator[Check]:
 
     yield Check("accelerator", "ok", get_accelerator().device_name())
     yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
-    yield _imports("streaming under ZeRO-3", "hf_zero_stream.load", "hf_zero_stream.integration", needed=True)
-    yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.partition.experts")
+    yield _imports("streaming under ZeRO-3", "hf_zero_stream.loading.load", "hf_zero_stream.integration", needed=True)
+    yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.destinations.deepspeed.experts")
     for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
         yield Check(what, "ok" if compatible.get(op) else "no", f"DeepSpeed's op {op}")
     for what, package in (
@@ -205,7 +205,7 @@ def _check_accelerate_file(path: str) -> Iterator[Check]:
 
 def check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
     """A DeepSpeed config: settings that cannot be right, and those that cost."""
-    from ..partition import zero3
+    from ..destinations.deepspeed import zero3
 
     zero = config.get("zero_optimization") or {}
     if zero.get("stage") != 3:

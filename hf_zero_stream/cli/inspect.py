@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..folding import fold
+from ..reports.folding import fold
 from .output import (
     CheckpointArgument,
     DequantizeOption,

@@ -103,7 +103,7 @@ def quiet() -> Iterator[None]:
 
 def bytes_text(nbytes: float) -> str:
     """Bytes with a binary unit, as in the load report."""
-    from .. import report_table  # imports the planner, hence torch
+    from ..reports import load_table as report_table  # imports the planner, hence torch
 
     return report_table.bytes_text(nbytes)
 

@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from ..planning.footprint import MemoryFootprint
+from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from ..folding import fold
+from ..reports.folding import fold
 from .output import (
     CheckpointArgument,
     DequantizeOption,
@@ -31,7 +31,7 @@ from .settings import Dtype, zero3_config
 
 
 if TYPE_CHECKING:
-    from ..planning.footprint import MemoryFootprint
+    from ..footprint.memory import MemoryFootprint
     from ..planning.plan import LoadPlan
     from .stock import StockLoad
 
@@ -138,7 +138,7 @@ def _plans(
 ) -> tuple[LoadPlan, StockLoad | None, list[LoadPlan]]:
     """The plan of the rank that was asked for, stock's figures, and the plans of those that a picture shows."""
     from ..checkpoint.soundness import shards_of
-    from ..dry_load import plan as make_plan
+    from ..loading.dry_load import plan as make_plan
     from .checkpoints import headers
     from .shapes import load_arguments, model_shapes, quantisation, transformers_errors
     from .stock import stock_load
@@ -178,7 +178,7 @@ def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict
 def _warnings(plan: LoadPlan, config: Mapping[str, Any], defaults: bool) -> Iterator[str]:
     import torch
 
-    from ..partition.zero3 import partition_dtype, undecided
+    from ..destinations.deepspeed.zero3 import partition_dtype, undecided
 
     footprint = plan.footprint
     assert footprint is not None

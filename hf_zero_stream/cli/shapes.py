@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig
 from transformers.quantizers import AutoQuantizationConfig
 
 from ..config import StreamingConfig
-from ..coordination import Coordinator
-from ..dry_load import lazily_loaded
 from ..errors import CheckpointError, HfZeroStreamError
-from ..load import Load
+from ..loading.dry_load import lazily_loaded
+from ..loading.load import Load
+from ..ranks.coordinator import Coordinator
 
 
 __all__ = ["ModelShapes", "Shape", "load_arguments", "model_shapes", "quantisation", "transformers_errors"]

@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from ..planning.footprint import HOST
+from ..footprint.memory import HOST
 from ..planning.plan import LoadPlan
 from .shapes import Shape
 

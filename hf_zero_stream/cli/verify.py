@@ -9,16 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from .output import (
-    CheckpointArgument,
-    Format,
-    FormatOption,
-    RevisionOption,
-    bytes_text,
-    count_text,
-    emit,
-    table,
-)
+from .output import CheckpointArgument, Format, FormatOption, RevisionOption, bytes_text, count_text, emit, table
 
 
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B --sha256"
@@ -41,7 +32,7 @@ def run(
     --sums all shards are read. A repository's id means what the Hub's cache holds of it.
     """
     from ..checkpoint.soundness import check_soundness, read_sums
-    from ..progress import progress_bar
+    from ..reports.progress import progress_bar
     from .checkpoints import cached_folder, size_of_shards
 
     if sums is not None and not os.path.isfile(sums):

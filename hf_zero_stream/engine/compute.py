@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_map
 
 from ..checkpoint.index import Shard
 from ..checkpoint.nodes import Blockwise, Computed, HostTensor, Node, Opaque, Pointwise, View
-from ..checkpoint.source import ShardFiles
 from ..planning.boxes import Axis, Placed, place
 from ..planning.plan import LoadPlan, Placement, Target, make_plan, materialise_reason
 from ..planning.regions import Region, box_of_view
+from ..sources.local import ShardFiles
 from .execute import execute_reads
 from .workers import share_out
 

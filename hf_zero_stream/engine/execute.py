@@ -16,9 +16,9 @@ from itertools import chain
 
 import torch
 
-from ..checkpoint.source import ShardFiles
 from ..planning.plan import LoadPlan
 from ..planning.reads import Read
+from ..sources.local import ShardFiles
 from .huge_pages import HugePages
 from .lanes import Lane
 from .workers import share_out

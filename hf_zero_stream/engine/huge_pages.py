@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from ..madvise import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
+from ..sources.madvise import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 
 
 __all__ = ["HugePages"]

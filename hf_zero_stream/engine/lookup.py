@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..checkpoint.index import TensorEntry
 from ..checkpoint.nodes import Cat, Copy, FileTensor, Gather, HostTensor, Node, Pointwise, View, row_major_strides
-from ..checkpoint.source import ShardFiles
+from ..sources.local import ShardFiles
 
 
 __all__ = ["Lookup"]

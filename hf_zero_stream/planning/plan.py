@@ -11,7 +11,7 @@ import torch
 
 from ..checkpoint.index import Shard
 from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View
-from .footprint import MemoryFootprint
+from ..footprint.memory import MemoryFootprint
 from .reads import Piece, Read, merge_pieces, pieces_of_region
 from .regions import Region, regions_of_range
 

@@ -24,15 +24,15 @@ from transformers import PreTrainedModel
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..coordination import Coordinator, expected_at
 from ..errors import UnsupportedError
-from ..rendezvous import SAVE
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.saving import is_noting
 
 
 if TYPE_CHECKING:
-    from .report import SaveReport
+    from ..reports.save import SaveReport
 
 
 __all__ = ["has_own_save_pretrained", "is_led", "led", "patches", "refuse_values", "save_as_led"]

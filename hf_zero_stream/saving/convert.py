@@ -23,12 +23,12 @@ from ..checkpoint.lazy import LazyTensor, checkpoint_slices
 from ..checkpoint.nodes import View
 from ..checkpoint.soundness import shards_of
 from ..config import StreamingConfig
-from ..coordination import Coordinator
+from ..engine.reader import Batch, Item, Reader
 from ..errors import ConfigError, UnsupportedError
-from ..memory import AnonymousMemory
 from ..planning.plan import Target
-from ..reading import Batch, Item, Reader
-from ..report import PhaseClock
+from ..ranks.coordinator import Coordinator
+from ..reports.load import PhaseClock
+from ..reports.memory import AnonymousMemory
 from ..seams.saving import NotedShard, lay_out_pretrained, note_dtype
 from .files import ShardWriter, reserve
 from .plan import ShardToWrite, shard_to_write
@@ -181,8 +181,8 @@ def _in_layout(
     trust_remote_code: bool,
 ) -> list[NotedShard]:
     """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
-    from ..dry_load import lazily_loaded
-    from ..load import Load  # imports deepspeed, which takes seconds
+    from ..loading.dry_load import lazily_loaded
+    from ..loading.load import Load  # imports deepspeed, which takes seconds
 
     load = Load(StreamingConfig(), {}, Coordinator(0, 1, alone=True))
     model, missing, tied = lazily_loaded(

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..checkpoint.source import IOV_MAX, advance
 from ..errors import SaveError
+from ..sources.local import IOV_MAX, advance
 
 
 __all__ = ["Comparison", "ShardWriter", "reserve"]

@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from torch import nn
 
-from ..coordination import Coordinator
-from ..partition.gathered import gathered, not_in_full
-from ..rendezvous import SAVE, Occasion
+from ..destinations.deepspeed.gathered import gathered, not_in_full
+from ..ranks.coordinator import Coordinator
+from ..ranks.rendezvous import SAVE, Occasion
 
 
 __all__ = ["is_gathered_whole", "occasion_to_save"]

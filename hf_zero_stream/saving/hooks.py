@@ -24,9 +24,9 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from .. import patching
-from ..coordination import Coordinator, expected_at
 from ..errors import UnsupportedError, VersionError
-from ..rendezvous import SAVE
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.saving import NotedShard
 from . import calls
@@ -53,7 +53,7 @@ def _get_state_dict(original: Callable[..., Any], self: Accelerator, model: Any,
             "ranks that gathers nothing, leave them to the Trainer, or call hf_zero_stream.save_pretrained."
         )
         return original(self, model, *args, **kwargs)
-    from ..partition.stored import holdings
+    from ..destinations.deepspeed.stored import holdings
     from .parameters import lazy_parameters, lazy_state_dict
 
     held = holdings(unwrapped, masters=False, rank=dist.get_rank(), world_size=dist.get_world_size())

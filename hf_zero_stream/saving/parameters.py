@@ -15,14 +15,14 @@ from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
-from ..checkpoint.source import ShardFiles
-from ..coordination import Coordinator
+from ..destinations.deepspeed.original_experts import with_original_experts
+from ..destinations.deepspeed.stored import Holding
 from ..engine.compute import Evaluator
 from ..engine.workers import share_out
 from ..errors import SaveError
-from ..messages import collective_device
-from ..partition.original_experts import with_original_experts
-from ..partition.stored import Holding
+from ..ranks.coordinator import Coordinator
+from ..ranks.messages import collective_device
+from ..sources.local import ShardFiles
 from .digest import digest
 from .plan import Share, view_of
 

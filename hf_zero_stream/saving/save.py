@@ -20,25 +20,25 @@ from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..checkpoint.wrapped import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
-from ..coordination import Coordinator, expected_at
+from ..destinations.deepspeed import stored
 from ..errors import ConfigError, SaveError, UnsupportedError
-from ..memory import AnonymousMemory, collector_paused
-from ..partition import stored
-from ..progress import progress_bar
-from ..rendezvous import SAVE
-from ..report import PhaseClock
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.rendezvous import SAVE
+from ..reports.load import PhaseClock
+from ..reports.memory import AnonymousMemory, collector_paused
+from ..reports.progress import progress_bar
+from ..reports.save import PHASES, SaveReport, SavingRank
 from ..scope import current_config
 from ..seams import other_config, zero3_config
 from ..seams.saving import NotedShard, index_name, lay_out_pretrained
-from ..wrapped import refuse_wrapped
 from . import calls
 from .files import Comparison, ShardWriter, reserve
 from .gathered import occasion_to_save
 from .parameters import Parameters, lazy_parameters, lazy_state_dict
 from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write
 from .publish import Publication
-from .report import PHASES, SaveReport, SavingRank
 from .write import Sink, execute_save
 
 

@@ -10,12 +10,12 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.source import IOV_MAX
-from ..coordination import Coordinator
 from ..engine.workers import share_out
 from ..errors import PeerError
-from ..messages import collective_device
 from ..planning.boxes import Box
+from ..ranks.coordinator import Coordinator
+from ..ranks.messages import collective_device
+from ..sources.local import IOV_MAX
 from .parameters import Opened, Parameters, opened
 from .plan import Part, Round, Run, SavePlan, Segment
 

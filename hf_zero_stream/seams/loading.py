@@ -15,8 +15,8 @@ from transformers.utils import logging
 from .. import patching
 from ..checkpoint.index import TensorEntry
 from ..checkpoint.index_file import check_files, read_index_file
+from ..checkpoint.wrapped import refuse_wrapped
 from ..errors import CheckpointError, LoadError, UnsupportedError
-from ..wrapped import refuse_wrapped
 from .ds_config import zero3_hidden
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
 from .session import Session, Stopped
@@ -308,7 +308,7 @@ def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *a
     if session is None or session.model is None or session.building or not session.load.home.is_partitioned:
         original(self, module, *args, **kwargs)
         return
-    from ..partition.initialise import run_gathering_what_is_touched
+    from ..destinations.deepspeed.initialise import run_gathering_what_is_touched
 
     run_gathering_what_is_touched(lambda: original(self, module, *args, **kwargs), module)
 
@@ -331,7 +331,7 @@ def _check_and_set_device_map(original: Callable[..., Any], device_map: Any) -> 
 def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: Any) -> bool:
     if not hasattr(source, "ds_tensor") or not hasattr(target, "ds_tensor"):
         return original(source, target)
-    from ..partition.zero3 import partitions_equal
+    from ..destinations.deepspeed.zero3 import partitions_equal
 
     return partitions_equal(source, target)
 

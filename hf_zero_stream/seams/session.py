@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 
 if TYPE_CHECKING:
-    from ..load import Load
+    from ..loading.load import Load
 
 
 __all__ = ["Session", "Stopped"]

@@ -1,0 +1,51 @@
+"""Tensors that hold other tensors (DTensor, torchao's quantised ones), and tensors that hold no values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from ..errors import UnsupportedError
+from .lazy import LazyTensor
+
+
+__all__ = ["inner_tensors", "lacks_values", "refuse_wrapped"]
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapper tensor holds its values in; empty if `tensor` is no wrapper."""
+    if type(tensor) in _PLAIN or isinstance(tensor, LazyTensor):
+        return []
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
+    held = vars(tensor).values() if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    return [value for value in held if isinstance(value, torch.Tensor)]
+
+
+def lacks_values(tensor: torch.Tensor) -> bool:
+    """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
+    if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
+        return True
+    return any(map(lacks_values, inner_tensors(tensor)))
+
+
+def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, instead: str) -> None:
+    """Refuse wrapper tensors: their own bytes are not their values.
+
+    Args:
+        tensors: by name.
+        doing: begins the message.
+        instead: ends it.
+
+    Raises:
+        UnsupportedError: names the first wrapper.
+    """
+    for name, tensor in tensors:
+        if hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, LazyTensor):
+            raise UnsupportedError(
+                f"{doing}: expected plain tensors or ZeRO partitions; {name} is a {type(tensor).__name__}, which "
+                f"holds other tensors in its place. {instead}"
+            )

@@ -1,0 +1,177 @@
+"""What :mod:`..planning.footprint` asks about a model and a DeepSpeed config, answered by DeepSpeed's own parsers."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.config import DtypeEnum
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from torch import nn
+
+from ...config import CHUNK_ALIAS
+from ...errors import VersionError
+from ...footprint.memory import EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
+from . import zero3
+
+
+__all__ = ["engine_settings", "leaf_modules", "model_footprint"]
+
+# The package has a function of the same name.
+leaf_flags = importlib.import_module("deepspeed.utils.z3_leaf_module")
+
+_RELIED_ON = ("sub_group_size", "reduce_bucket_size", "offload_param", "offload_optimizer", "leaf_module")
+_missing = [name for name in _RELIED_ON if name not in DeepSpeedZeroConfig.model_fields]
+_missing += [name for name in ("apply_zero_leaf_module_config", "z3_leaf_module") if not hasattr(leaf_flags, name)]
+if _missing:
+    raise VersionError(
+        f"DeepSpeed {deepspeed.__version__} has no {', '.join(_missing)}; "
+        "this version is not known to hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
+    )
+
+# Optimizers that are not like Adam, by their lower-case names in a DeepSpeed config: tensors that they keep for each
+# parameter, and settings that each add one.
+_STATES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "adagrad": (1, ()),
+    "lion": (1, ()),
+    "muon": (2, ()),  # its auxiliary Adam; a matrix has one less
+    "musgd": (0, ("momentum",)),
+    "rmsprop": (1, ("momentum", "centered")),
+    "sgd": (0, ("momentum",)),
+}
+_ADAM: tuple[int, tuple[str, ...]] = (2, ("amsgrad",))
+_SWAP_FROM_BYTES = 2**20  # MIN_AIO_BYTES of deepspeed/runtime/swap_tensor/utils.py
+
+
+def model_footprint(
+    model: nn.Module,
+    ds_config: Mapping[str, Any],
+    *,
+    tied: Collection[str],
+    world_size: int,
+    staging_bytes: int,
+    device: str,
+) -> MemoryFootprint:
+    """The memory that one rank needs for `model` under ZeRO-3, all ranks being alike.
+
+    Args:
+        model: its parameters are placeholders (of the right dtype) but for `tied` ones; buffers are real.
+        ds_config: a DeepSpeed config with ZeRO-3; if it is empty, DeepSpeed's defaults for the model's dtype.
+        tied: names that will be replaced by the other end of a tie.
+        world_size: ranks that share a parameter without a group of its own.
+        staging_bytes: bound of the load's staging buffers.
+        device: the type of the device that will train.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    placed = (param.dtype for name, param in named if name not in tied and param.is_floating_point())
+    dtype = next(placed, torch.float32)
+    parameters: list[ParameterShape] = []
+    seen: set[int] = set()
+    for name, param in named:
+        _, ranks = zero3.place_in_group(param, 0, world_size)
+        own_dtype = dtype if param.is_floating_point() else param.dtype
+        is_tied = name in tied or id(param) in seen
+        seen.add(id(param))
+        parameters.append(ParameterShape(name, param.numel(), own_dtype, param.requires_grad, ranks, is_tied))
+    return memory_footprint(
+        parameters,
+        engine_settings(ds_config, model, dtype, device),
+        buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+        staging_bytes=staging_bytes,
+        leaf_modules=leaf_modules(model, ds_config),
+    )
+
+
+def engine_settings(ds_config: Mapping[str, Any], model: nn.Module, dtype: torch.dtype, device: str) -> EngineSettings:
+    """What a config means for memory, "auto" and what is not in it included.
+
+    Without an ``optimizer`` section (as with accelerate and the Trainer) the optimizer is taken for AdamW.
+    """
+    zero = _zero_config(ds_config, model)
+    half = {**(ds_config.get("fp16") or {}), **(ds_config.get("bf16") or ds_config.get("bfloat16") or {})}
+    gradient = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
+    bucket = ds_config.get("communication_data_type")
+    masters_in_half = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
+    master = dtype.itemsize if masters_in_half is True else torch.float32.itemsize
+    states, state = _optimizer_states(ds_config, zero, half, master)
+    to_disk = zero.offload_param is not None and zero.offload_param.device == "nvme"
+    return EngineSettings(
+        device=device,
+        offload_param=_device(zero.offload_param),
+        offload_optimizer=_device(zero.offload_optimizer),
+        offload_ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
+        pinned_optimizer=bool(zero.offload_optimizer and zero.offload_optimizer.pin_memory),
+        swap_from_bytes=max(_SWAP_FROM_BYTES, (ds_config.get("aio") or {}).get("block_size", 0)),
+        parameter_swap_bytes=(
+            zero.offload_param.buffer_count * zero.offload_param.buffer_size * dtype.itemsize if to_disk else 0
+        ),
+        optimizer_swap_buffers=zero.offload_optimizer.buffer_count if zero.offload_optimizer else 0,
+        sub_group_size=zero.sub_group_size,
+        reduce_bucket_numel=zero.reduce_bucket_size if zero.contiguous_gradients else 0,
+        bucket_itemsize=_itemsize(bucket, dtype),
+        gradient_itemsize=_itemsize(gradient, dtype),
+        master_itemsize=master,
+        states=states,
+        state_itemsize=state,
+        secondary_ranks=zero.zero_hpz_partition_size,
+    )
+
+
+def leaf_modules(model: nn.Module, ds_config: Mapping[str, Any]) -> list[str]:
+    """Names of the modules that ``deepspeed.initialize`` will gather whole, flagged already or by the config.
+
+    DeepSpeed's own rule decides (by default some mixture-of-experts blocks are); its flags are taken off again.
+    """
+    flagged = {id(module) for module in model.modules() if leaf_flags.z3_leaf_module(module)}
+    found = leaf_flags.apply_zero_leaf_module_config(model, _zero_config(ds_config, model).leaf_module)
+    names = [name for name, module in model.named_modules() if leaf_flags.z3_leaf_module(module)]
+    for module in found:
+        if id(module) not in flagged:
+            leaf_flags.set_z3_leaf_module(module, False)
+    return names
+
+
+def _zero_config(ds_config: Mapping[str, Any], model: nn.Module) -> DeepSpeedZeroConfig:
+    zero = dict(ds_config.get("zero_optimization") or {"stage": 3})
+    zero.pop(CHUNK_ALIAS, None)  # ours, and unknown to DeepSpeed's releases
+    hidden_size = _hidden_size(getattr(model, "config", None))
+    if zero.get("reduce_bucket_size") == "auto" and hidden_size:
+        zero["reduce_bucket_size"] = hidden_size**2  # as transformers and accelerate will fill it in
+    return DeepSpeedZeroConfig(**zero)
+
+
+def _hidden_size(config: Any) -> int:
+    """The hidden size by which transformers fills in "auto" (HfTrainerDeepSpeedConfig.trainer_config_finalize)."""
+    for holder in (config, getattr(config, "text_config", None)):
+        size = getattr(holder, "hidden_size", None) or max(getattr(holder, "hidden_sizes", None) or [0])
+        if isinstance(size, int) and size:
+            return size
+    return 0
+
+
+def _itemsize(name: str | None, default: torch.dtype) -> int:
+    """Bytes of an element of the dtype that DeepSpeed calls `name` ("fp32", "bf16", ...)."""
+    dtype: torch.dtype = DtypeEnum(name).value if name else default
+    return dtype.itemsize
+
+
+def _device(offload: Any) -> str:
+    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+
+
+def _optimizer_states(
+    ds_config: Mapping[str, Any], zero: DeepSpeedZeroConfig, half: Mapping[str, Any], master_itemsize: int
+) -> tuple[int, int]:
+    """(tensors that the optimizer keeps for each parameter, bytes of their elements)."""
+    section = ds_config.get("optimizer") or {}
+    name, params = str(section.get("type", "AdamW")).lower(), section.get("params") or {}
+    states, extras = _STATES.get(name, _ADAM)
+    states += sum(bool(params.get(extra)) for extra in extras)
+    # DeepSpeed's Adam for the CPU keeps states in fp32 whatever it trains, unless it is told not to.
+    on_cpu = _device(zero.offload_optimizer) != "none" and name in ("adam", "adamw") and not params.get("torch_adam")
+    if on_cpu and not half.get("bf16_optimizer_states") and params.get("fp32_optimizer_states", True):
+        return states, torch.float32.itemsize
+    return states, master_itemsize

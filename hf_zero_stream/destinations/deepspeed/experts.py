@@ -1,0 +1,321 @@
+"""Expert parallelism as DeepSpeed's AutoEP does it, with each rank given its own experts before anything is read.
+
+``deepspeed.initialize`` with an ``expert_parallel`` section gathers every fused expert tensor on every rank, to keep
+a slice of it. Here DeepSpeed's own conversion (``AutoEP``) runs while the model has layouts and no data: a rank's
+expert parameters are slices of lazy tensors, marked to be partitioned over the ranks that hold the same experts (the
+*expert-data-parallel* group), and are then loaded like all other parameters.
+
+So ``deepspeed.initialize`` finds the work done. It is told so in ``AutoEP.ep_parser``, which from the first conversion
+on finds no layers to convert in models that were converted here, and is as before for all others. Everything else that
+the section means to DeepSpeed stays: leave it in the config.
+
+Tried with DeepSpeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.utils import groups
+from torch import nn
+
+from ... import patching
+from ...errors import ConfigError, LoadError, UnsupportedError, VersionError
+from .original_experts import Origin, note_origin
+
+
+try:
+    from deepspeed.module_inject.auto_ep import AutoEP
+    from deepspeed.module_inject.auto_ep_config import (
+        MoELayerSpec,
+        parse_autoep_config,
+        validate_autoep_config,
+        validate_autoep_post_detection,
+    )
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+    from deepspeed.module_inject.auto_ep_presets import base as presets
+    from deepspeed.moe.ep_repack import repack_expert_weights
+    from deepspeed.runtime.config import get_expert_data_topo_config
+
+    _missing = [
+        f"{owner.__name__}.{name}"
+        for owner, names in (
+            (AutoEP, ("ep_parser", "replace_moe_layers")),
+            (groups, ("_create_expert_and_data_parallel", "_get_expert_parallel_rank")),
+            (groups, ("_get_expert_data_parallel_group",)),
+            (presets, ("_install_instance_transformers_output_recorders",)),
+        )
+        for name in names
+        if not hasattr(owner, name)
+    ]
+except ImportError as error:
+    _missing = [str(error)]
+if _missing:
+    raise VersionError(
+        f"DeepSpeed {deepspeed.__version__} lacks parts of AutoEP that hf_zero_stream relies on "
+        f"({', '.join(_missing)}): install deepspeed>=0.19.8,<0.20, or remove expert_parallel from its config."
+    )
+
+
+__all__ = ["convert"]
+
+
+def convert(
+    model: nn.Module,
+    ds_config: Mapping[str, Any],
+    missing: set[str],
+    rank: int,
+    world_size: int,
+    *,
+    make_groups: bool,
+) -> None:
+    """Replace the mixture-of-experts blocks of a lazy model by DeepSpeed's, with this rank's experts only.
+
+    All ranks raise the same errors.
+
+    Args:
+        model: its loaded parameters are lazy tensors, its other ones on the meta device.
+        ds_config: the DeepSpeed config, with ``expert_parallel`` enabled.
+        missing: names of parameters and buffers that are not in the checkpoint.
+        rank: this rank.
+        world_size: number of ranks.
+        make_groups: make the process groups of the experts too (a collective); without them the model can be planned
+            for, and no more.
+
+    Raises:
+        ConfigError: ``autoep_size`` divides neither the ranks nor the experts, or another value is wrong.
+        UnsupportedError: AutoEP does not know this model, or cannot be combined with another section.
+        LoadError: a router or its experts are not in the checkpoint, so that there is nothing to convert.
+    """
+    config = parse_autoep_config(ds_config["expert_parallel"])
+    _check(config, ds_config, world_size)
+    auto_ep = AutoEP(model, config)
+    try:
+        specs = auto_ep.ep_parser()
+    except ValueError as error:
+        raise UnsupportedError(f"expert_parallel: DeepSpeed cannot convert this model. {error}") from error
+    try:
+        validate_autoep_post_detection(config, specs)
+    except ValueError as error:
+        raise ConfigError(f"expert_parallel: {error}") from error
+    for spec in specs:
+        _refuse_missing(spec, missing)
+
+    place = _Place.of(config.autoep_size, rank, world_size, get_expert_data_topo_config(ds_config))
+    if make_groups:
+        place = place.with_group()
+    with torch.no_grad():
+        blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
+        shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
+        values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
+        with torch.device("meta"), _recorders_found_by_name():
+            auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
+        for spec, taken, of_block in zip(specs, values, shapes, strict=True):
+            layer = model.get_submodule(spec.moe_module_name)
+            _give_values(layer, taken, place)
+            note_origin(layer, Origin(spec, place.parts, place.part, of_block))
+    if make_groups:
+        _PREEMPTION.acquire()  # for good: nobody says when the model is initialised, or how often
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Which experts a rank holds, and where it stands among the ranks that hold the same."""
+
+    parts: int
+    """The experts of a layer are cut into so many parts: DeepSpeed's expert-parallel size."""
+
+    part: int
+    """This rank holds this one."""
+
+    rank: int
+    """Its rank among the ranks that hold the same part, which is partitioned over them."""
+
+    ranks: int
+    """Their number."""
+
+    parts_lie_together: bool
+    """Whether ranks with the same part follow each other (DeepSpeed's use_data_before_expert_parallelism)."""
+
+    group: dist.ProcessGroup | None = None
+    """Their process group."""
+
+    @classmethod
+    def of(cls, parts: int, rank: int, world_size: int, parts_lie_together: bool) -> _Place:
+        ranks = world_size // parts
+        part, own = divmod(rank, ranks) if parts_lie_together else reversed(divmod(rank, parts))
+        return cls(parts, part, own, ranks, parts_lie_together)
+
+    def with_group(self) -> _Place:
+        """The same with DeepSpeed's process groups made, by all ranks."""
+        groups._create_expert_and_data_parallel(
+            self.parts,
+            mp_size=1,
+            pp_size=1,
+            mp_mode="sp",
+            use_data_before_expert_parallel_=self.parts_lie_together,
+        )
+        name = f"ep_size_{self.parts}"
+        part, group = groups._get_expert_parallel_rank(name), groups._get_expert_data_parallel_group(name)
+        return replace(self, part=part, rank=dist.get_rank(group), ranks=dist.get_world_size(group), group=group)
+
+
+def _check(config: Any, ds_config: Mapping[str, Any], world_size: int) -> None:
+    """Refuse what can be known to be wrong from the config alone."""
+    size = config.autoep_size
+    if not isinstance(size, int) or size < 1 or world_size % size:
+        divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
+        raise ConfigError(
+            f"expert_parallel.autoep_size is {size!r}, which does not divide the {world_size} ranks of this run; "
+            f"use one of {divisors}, or another number of ranks."
+        )
+    tensor_parallel = ds_config.get("tensor_parallel", {}).get("autotp_size", 1)
+    if tensor_parallel > 1:
+        raise UnsupportedError(
+            f"expert_parallel with tensor_parallel.autotp_size {tensor_parallel}: models are not streamed into tensor "
+            "parallelism. Remove one of the two sections."
+        )
+    hpz = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    if hpz > 1:
+        raise UnsupportedError(
+            f"expert_parallel with zero_hpz_partition_size {hpz}: DeepSpeed has no secondary partitions of experts. "
+            "Remove one of the two settings."
+        )
+    try:
+        validate_autoep_config(config, world_size, pp_size=1, tp_size=1, sp_size=1)
+    except ValueError as error:
+        raise ConfigError(f"expert_parallel: {error}") from error
+
+
+def _refuse_missing(spec: MoELayerSpec, missing: set[str]) -> None:
+    prefixes = tuple(f"{spec.moe_module_name}.{child}." for child in (spec.router_name, spec.experts_name))
+    found = sorted(name for name in missing if name.startswith(prefixes))
+    if found:
+        raise LoadError(
+            f"expert_parallel: the checkpoint has no usable values for {', '.join(found[:8])} ({len(found)} in all), "
+            "and the model's own initialisation does not know DeepSpeed's layers. Initialise and save the model "
+            "without expert_parallel first, then load that checkpoint."
+        )
+
+
+# --------------------------------------------------------------------------------------------------- values and layers
+
+
+def _take_values(block: nn.Module, spec: MoELayerSpec, place: _Place) -> dict[str, torch.Tensor]:
+    """The lazy values that `block`'s replacement will have, by their names in it; leaves meta tensors in `block`."""
+    router = block.get_submodule(spec.router_name)
+    experts = block.get_submodule(spec.experts_name)
+    w1, w2, w3 = repack_expert_weights(experts, spec, place.part, place.parts)
+    values = {"experts.w1": w1, "experts.w2": w2, "experts.w3": w3, "router.gate.weight": router.weight}
+    if spec.gate_bias:
+        values["router.gate.bias"] = router.bias
+    if spec.e_score_correction_bias_path is not None:
+        owner = block.get_submodule(spec.e_score_correction_bias_path)
+        values["router.e_score_correction_bias"] = owner.e_score_correction_bias
+    kept = tuple(f"{name}." for name in (spec.shared_experts_name, spec.shared_experts_gate_name) if name)
+    for prefix, module in block.named_modules():
+        if f"{prefix}.".startswith(kept):
+            continue  # moves into the replacement as it is
+        for key, param in module._parameters.items():
+            if param is not None:
+                stand_in = torch.empty(param.shape, dtype=param.dtype, device="meta")
+                module._parameters[key] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+    return values
+
+
+def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], place: _Place) -> None:
+    """Put lazy values into a replacement that was built on the meta device, with all that DeepSpeed noted on it."""
+    layer._hf_zero_stream_converted = True
+    for path, value in values.items():
+        prefix, _, key = path.rpartition(".")
+        module = layer.get_submodule(prefix)
+        old = getattr(module, key)
+        if isinstance(old, nn.Parameter):
+            param = nn.Parameter(value.detach(), requires_grad=old.requires_grad)
+            vars(param).update(vars(old))
+            param._is_hf_initialized = True
+            module._parameters[key] = param
+        else:
+            module._buffers[key] = value
+    for param in layer.experts.parameters():  # with DeepSpeed's names, which zero.Init reads or sets again
+        param.ds_zero_partition_rank = place.rank
+        param.ds_zero_partition_world_size = place.ranks
+        if place.group is not None:
+            param.ds_zero_partition_process_group = place.group
+    for key, buffer in layer._buffers.items():
+        if buffer is not None:  # counts of tokens, which begin at nothing
+            layer._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
+
+
+# ------------------------------------------------------------------------------------------------ DeepSpeed's own part
+
+
+def _find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
+    """What ``deepspeed.initialize`` gets as the layers to convert: none, if they were converted when loading."""
+    sizes = {m.ep_size for m in auto_ep.model.modules() if getattr(m, "_hf_zero_stream_converted", False)}
+    if not sizes:
+        return original(auto_ep)
+    if sizes != {auto_ep.config.autoep_size}:
+        raise ConfigError(
+            f"expert_parallel.autoep_size is {auto_ep.config.autoep_size} now, and was {sizes.pop()} when the model "
+            "was loaded; give from_pretrained and deepspeed.initialize the same config."
+        )
+    return []
+
+
+_PREEMPTION = patching.Patches({(AutoEP, "ep_parser"): patching.function(_find_layers)})
+
+
+class _ByName(dict):
+    """transformers' table of what models record, by class name, whichever way its own methods are keyed.
+
+    Since it is a dict subclass that is given models (transformers 5.23), DeepSpeed's two-argument `get` with a name
+    is an error, and what it stores by name lands under the name of `str`.
+    """
+
+    def __init__(self, registry: dict[str, Any]) -> None:
+        self._registry = registry
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return dict.get(self._registry, name, default)
+
+    def update(self, entries: Mapping[str, Any]) -> None:  # type: ignore[override]
+        dict.update(self._registry, entries)
+
+    def pop(self, name: str, default: Any = None) -> Any:
+        return dict.pop(self._registry, name, default)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self._registry, name, value)
+
+
+def _install_recorders(original: Any, model: Any, entries: Any, output_capturing: Any, *args: Any) -> bool:
+    by_name = SimpleNamespace(
+        maybe_install_capturing_hooks=output_capturing.maybe_install_capturing_hooks,
+        _CAN_RECORD_REGISTRY=_ByName(output_capturing._CAN_RECORD_REGISTRY),
+    )
+    return original(model, entries, by_name, *args)
+
+
+_RECORDERS = patching.Patches(
+    {(presets, "_install_instance_transformers_output_recorders"): patching.function(_install_recorders)}
+)
+
+
+@contextmanager
+def _recorders_found_by_name() -> Iterator[None]:
+    _RECORDERS.acquire()
+    try:
+        yield
+    finally:
+        _RECORDERS.release()

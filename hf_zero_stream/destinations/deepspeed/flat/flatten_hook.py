@@ -1,0 +1,207 @@
+"""DeepSpeed's flatten of ZeRO stages 1 and 2 takes a buffer in which parameters lie already, instead of copying them.
+
+While its optimizer is constructed, DeepSpeed (``runtime/zero/stage_1_and_2.py``, 0.18.9 and 0.19.8) flattens one group
+after the other: on the device if ``available_memory()`` says that a second copy fits, else each parameter goes to the
+host, is concatenated there and comes back. Three attributes are replaced, from the moment when parameters have been
+laid out (see ``flat.py``) until an engine has taken them over, or they are gone when the next are laid out:
+
+- the optimizer's constructor: for an optimizer of such parameters, everything is first moved to where its groups ask
+  for it (see ``relayout.py``), which is nothing in the usual case of one group of all trainable parameters;
+- ``flatten_dense_tensors_aligned``: returns the buffer if the tensors lie in it, in order and with the padding;
+- ``available_memory`` of the accelerator: inside that constructor the room is there, because nothing will be copied.
+
+Optimizers of other parameters never see a difference. A buffer is recognised once: a second engine over the same
+parameters copies them, as in stock. `round_robin_gradients` and `parameter_alignment` are recognised like the usual
+order. Left to DeepSpeed's own flatten: ZenFlow, DeepSpeed's MoE layers, groups of several dtypes, and parameters that
+are not on the device.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import logger
+from torch import Tensor, nn
+
+from ....errors import VersionError
+from ....patching import Patches, function
+from .layout import WAITING, FlatLayout, find_buffer, zero_padding
+from .relayout import Group, lay_out
+
+
+__all__ = ["buffer_order", "free_device_bytes", "watch"]
+
+_SIGNATURES = {
+    "__init__": ("init_optimizer", "param_names", "dp_process_group", "round_robin_gradients", "has_moe_layers"),
+    "flatten_dense_tensors_aligned": ("tensor_list", "alignment", "use_cpu_data"),
+    "_round_robin_reorder": ("tensor_list", "num_partitions"),
+}
+_missing = [
+    f"{name}({argument})"
+    for name, arguments in _SIGNATURES.items()
+    for argument in arguments
+    if argument not in inspect.signature(getattr(DeepSpeedZeroOptimizer, name, lambda: None)).parameters
+]
+if "available_memory" not in vars(type(get_accelerator())):
+    _missing.append(f"{type(get_accelerator()).__name__}.available_memory")
+if _missing:
+    raise VersionError(
+        f"DeepSpeed {deepspeed.__version__} has no {', '.join(_missing)} in its ZeRO optimizer of stages 1 and 2; "
+        "this version is not known to hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
+    )
+
+_INIT = inspect.signature(DeepSpeedZeroOptimizer.__init__)
+
+# Whether this thread is inside the constructor of an optimizer all of whose groups lie in buffers of ours.
+_taking_over: ContextVar[bool] = ContextVar("hf_zero_stream_taking_over", default=False)
+
+
+def watch(buffer: Tensor, layout: FlatLayout) -> None:
+    """From now on DeepSpeed's flatten recognises parameters that lie in `buffer` as `layout` says."""
+    WAITING.add(buffer, layout)
+    _install_or_remove()
+
+
+def buffer_order(count: int, world_size: int, round_robin: bool) -> list[int]:
+    """Which of a group's `count` parameters comes first in DeepSpeed's flat buffer, which second, and so on."""
+    indices = list(range(count))
+    return DeepSpeedZeroOptimizer._round_robin_reorder(None, indices, world_size)[0] if round_robin else indices
+
+
+def free_device_bytes() -> int:
+    """Memory of the device that nobody uses, in bytes, after torch has given back what it only keeps."""
+    accelerator = get_accelerator()
+    accelerator.empty_cache()
+    if accelerator.device_name() == "cuda":
+        # DeepSpeed's own figure is the total less this process's share where pynvml is not installed.
+        return torch.cuda.mem_get_info()[0]
+    return accelerator.available_memory()
+
+
+def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    arguments = _INIT.bind(self, *args, **kwargs).arguments
+    param_groups = [list(group["params"]) for group in arguments["init_optimizer"].param_groups]
+    optimized = [param for params in param_groups for param in params]
+    if not any(WAITING.layout_of(param) is not None for param in optimized):
+        original(self, *args, **kwargs)
+        return
+    everything = [*optimized, *(param for param in arguments["param_names"] or () if isinstance(param, nn.Parameter))]
+    token = None
+    try:
+        reason = _stock_reason(self, arguments, param_groups)
+        if reason:
+            logger.info(f"hf_zero_stream: parameters are flattened by DeepSpeed: {reason}")
+        else:
+            self.hf_zero_stream_flatten = _prepare(arguments, param_groups, everything)
+            token = _taking_over.set(True)
+        original(self, *args, **kwargs)
+    finally:
+        if token is not None:
+            _taking_over.reset(token)
+        # What DeepSpeed has now is its own, whichever way it got it.
+        WAITING.forget(everything)
+        _install_or_remove()
+
+
+def _prepare(arguments: dict[str, Any], param_groups: Sequence[Any], everything: Sequence[nn.Parameter]) -> str:
+    process_group = arguments.get("dp_process_group")
+    world_size = dist.get_world_size(process_group)
+    groups: list[Group] = []
+    moved: set[int] = set()
+    for params in param_groups:
+        params = [param for param in params if _is_flattened(param)]
+        order = buffer_order(len(params), world_size, arguments.get("round_robin_gradients", False))
+        params = [params[index] for index in order]
+        layout = FlatLayout.of_group(
+            [param.numel() for param in params],
+            params[0].element_size(),
+            world_size,
+            parameter_alignment=arguments.get("parameter_alignment", False),
+        )
+        groups.append(Group(params, layout))
+        moved.update(map(id, params))
+    others = {id(param): param for param in everything if id(param) not in moved}
+    how = lay_out(groups, list(others.values()), process_group, free_device_bytes)
+    if dist.get_rank(process_group) == 0:
+        numel = sum(group.layout.numel for group in groups)
+        logger.info(f"hf_zero_stream: {len(groups)} flat buffer(s) of {numel} elements in all: {how}")
+    return how
+
+
+def _stock_reason(self: Any, arguments: dict[str, Any], param_groups: Sequence[Any]) -> str:
+    """Why this optimizer is left to DeepSpeed's own flatten, or an empty string."""
+    if type(self) is not DeepSpeedZeroOptimizer or arguments.get("zenflow_config") is not None:
+        return "ZenFlow"
+    if arguments.get("has_moe_layers"):
+        return "DeepSpeed's MoE layers are partitioned over other groups of ranks"
+    device = torch.device(get_accelerator().current_device_name())
+    for params in param_groups:
+        params = [param for param in params if _is_flattened(param)]
+        if not params:
+            return "an optimizer group without trainable parameters"
+        if len({param.dtype for param in params}) > 1:
+            return "an optimizer group of several dtypes"
+        if any(param.device != device for param in params):
+            return f"parameters that are not on {device}"
+    return ""
+
+
+def _flatten(
+    original: Callable[..., Tensor],
+    self: Any,
+    tensor_list: Sequence[Tensor],
+    alignment: int,
+    use_cpu_data: bool = False,
+    **kwargs: Any,
+) -> Tensor:
+    if _taking_over.get() and not use_cpu_data:
+        paddings = kwargs.get("param_padding") or [0] * len(tensor_list)
+        # DeepSpeed 0.18.9 has empty parameters in its groups too.
+        pairs = [(tensor, padding) for tensor, padding in zip(tensor_list, paddings, strict=True) if tensor.numel()]
+        tensors, paddings = zip(*pairs, strict=True)
+        layout = FlatLayout.padded([tensor.numel() for tensor in tensors], paddings, alignment)
+        buffer = find_buffer(tensors, layout)
+        if buffer is not None:
+            zero_padding(buffer, layout)
+            return buffer
+    return original(self, tensor_list, alignment, use_cpu_data, **kwargs)
+
+
+def _available_memory(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    return sys.maxsize if _taking_over.get() else original(*args, **kwargs)
+
+
+def _is_flattened(param: nn.Parameter) -> bool:
+    return param.requires_grad and param.numel() > 0
+
+
+_patches = Patches(
+    {
+        (DeepSpeedZeroOptimizer, "__init__"): function(_construct),
+        (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned"): function(_flatten),
+        (type(get_accelerator()), "available_memory"): function(_available_memory),
+    }
+)
+_installed = False
+_install_lock = threading.Lock()
+
+
+def _install_or_remove() -> None:
+    global _installed
+    with _install_lock:
+        wanted = len(WAITING) > 0
+        if wanted and not _installed:
+            _patches.acquire()
+        elif _installed and not wanted:
+            _patches.release()
+        _installed = wanted

@@ -1,0 +1,177 @@
+"""The values that DeepSpeed's optimizers train in place of a model's own parameters, at ZeRO stages 0 to 2.
+
+Each optimizer step copies them into the model. So whoever writes to parameters must write to these too, or the next
+step puts the old values back. They are found from the parameters, because what is at hand may be the model that an
+engine wraps and not the engine. Parameters do not lead to all of these optimizers, so every live one is looked at:
+
+- ``DeepSpeedZeroOptimizer`` (stages 1 and 2) and ``BF16_Optimizer`` (stage 1 with gradients in fp32): the parameters
+  lie in a flat buffer, of which each rank trains a part. The fragments that DeepSpeed attaches to parameters
+  (``_hp_mapping``) are not used: with `round_robin_gradients`, DeepSpeed 0.19.8 attaches those of other parameters.
+- ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` (stage 0, bf16 too): each rank trains all of each parameter.
+
+Stage 3 has them in ``live.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+from ...errors import UnsupportedError, VersionError
+
+
+__all__ = ["ZENFLOW", "Master", "masters_of"]
+
+ZENFLOW = (
+    "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before deepspeed.initialize, or "
+    "use DeepSpeed's own checkpoints."
+)
+"""Why its optimizers are refused."""
+
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    DeepSpeedZeroOptimizer: (
+        "bit16_groups",
+        "bit16_groups_flat",
+        "single_partition_of_fp32_groups",
+        "real_dp_process_group",
+    ),
+    BF16_Optimizer: ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "real_dp_process_group"),
+    FP16_Optimizer: ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
+    FP16_UnfusedOptimizer: ("fp16_groups", "fp32_groups"),
+}
+"""For each group of an optimizer: the model's parameters, the flat buffer that they lie in, what this rank trains of
+it, and the ranks that share it. FP16_UnfusedOptimizer has no flat buffers, but a tensor for each parameter.
+"""
+
+
+@dataclass(frozen=True)
+class Master:
+    """What an optimizer trains in place of a parameter.
+
+    Attributes:
+        values: flat, of the optimizer's dtype, on its device.
+        start: the parameter's first element that they stand for.
+        stop: one past the last.
+        is_whole: every rank has all of them; otherwise this rank has its fragment.
+    """
+
+    values: torch.Tensor
+    start: int
+    stop: int
+    is_whole: bool
+
+
+def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
+    """By the ``id`` of each of `params` that an optimizer trains: what it trains on this rank in its place.
+
+    The same parameters on every rank, some with an empty list. None of `params` may be of ZeRO-3.
+
+    Raises:
+        UnsupportedError: an optimizer has moved them away, or keeps copies that cannot be reached.
+    """
+    # Also those that do not require gradients: one that was frozen after the start of its engine is still copied back.
+    whole = [param for param in params if param.numel()]
+    if all(param.dtype == torch.float32 and not hasattr(param, "_hp_mapping") for param in whole):
+        return {}  # these have no masters, and need no search, which takes 60 ms
+    trained = set(map(id, whole))
+    found: dict[int, list[Master]] = {}
+    for optimizer in _optimizers_of(trained):
+        _refuse_unreachable(optimizer)
+        for param, master in _masters(optimizer):
+            if id(param) in trained:
+                found.setdefault(id(param), []).extend([] if master is None else [master])
+    return found
+
+
+def _masters(optimizer: Any) -> Iterator[tuple[Any, Master | None]]:
+    """Each parameter that an optimizer trains, with what this rank trains of it."""
+    groups = [getattr(optimizer, name) for name in _attributes_of(type(optimizer))]
+    if isinstance(optimizer, FP16_UnfusedOptimizer):
+        for params, masters in zip(*groups, strict=True):
+            for param, master in zip(params, masters, strict=True):
+                yield param, Master(master.detach().view(-1), 0, param.numel(), is_whole=True)
+        return
+    for params, flat, part, *shared_by in zip(*groups, strict=True):
+        rank = dist.get_rank(*shared_by) if shared_by else 0
+        following = 0
+        for param in params:
+            if shared_by:
+                offset = (param.data_ptr() - flat.data_ptr()) // flat.element_size()
+                if not 0 <= offset <= flat.numel() - param.numel():
+                    continue  # it has other memory by now, another optimizer's perhaps: no step of this one changes it
+            else:  # a step copies to each parameter, wherever it lies, what comes next
+                offset, following = following, following + param.numel()
+            start = max(0, rank * part.numel() - offset)
+            stop = min(param.numel(), (rank + 1) * part.numel() - offset)
+            first = offset + start - rank * part.numel()
+            values = part.detach()[first : first + stop - start]
+            yield param, Master(values, start, stop, is_whole=not shared_by) if start < stop else None
+
+
+def _attributes_of(kind: type) -> tuple[str, ...]:
+    return next(_ATTRIBUTES[base] for base in kind.__mro__ if base in _ATTRIBUTES)
+
+
+def _optimizers_of(trained: set[int]) -> list[Any]:
+    """The live optimizers of stages 0 to 2 that train any of these parameters.
+
+    Raises:
+        VersionError: such an optimizer does not have the attributes that are known.
+    """
+    found = []
+    for optimizer in _instances(list(_with_subclasses(*_ATTRIBUTES))):
+        names = _attributes_of(type(optimizer))
+        missing = [name for name in names if not hasattr(optimizer, name)]
+        if len(missing) == len(names):
+            continue  # its constructor has failed
+        if missing:
+            raise VersionError(
+                f"DeepSpeed's {type(optimizer).__name__} has no {', '.join(missing)}; this version is not known to "
+                "hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
+            )
+        if any(id(param) in trained for group in getattr(optimizer, names[0]) for param in group):
+            found.append(optimizer)
+    return found
+
+
+def _instances(kinds: list[type]) -> list[Any]:
+    """Objects of these classes that are in use: an object refers to its class, and the garbage collector knows it."""
+    was_frozen = gc.get_freeze_count() > 0
+    if was_frozen:  # the collector would not look at what gc.freeze() took out
+        gc.unfreeze()
+    try:
+        found = [referrer for referrer in gc.get_referrers(*kinds) if type(referrer) in kinds]
+        if found:
+            del found
+            gc.collect()  # an engine that was dropped lives on until then, with values that nobody trains any more
+            found = [referrer for referrer in gc.get_referrers(*kinds) if type(referrer) in kinds]
+        return found
+    finally:
+        if was_frozen:
+            gc.freeze()
+
+
+def _with_subclasses(*kinds: type) -> Iterator[type]:
+    for kind in kinds:
+        yield kind
+        yield from _with_subclasses(*kind.__subclasses__())
+
+
+def _refuse_unreachable(optimizer: Any) -> None:
+    moved = [state.value for state in getattr(optimizer, "offloaded_states", ())]
+    away = sorted(set(moved) & {"hp_params", "lp_params"})
+    if away:
+        raise UnsupportedError(
+            f"The engine has moved its {' and '.join(away)} away (offload_states). Call engine.reload_states() first."
+        )
+    if type(optimizer).__module__.startswith("deepspeed.runtime.zenflow"):
+        raise UnsupportedError(ZENFLOW)

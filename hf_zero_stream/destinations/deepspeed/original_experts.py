@@ -1,0 +1,135 @@
+"""The names and layouts that a mixture-of-experts block had before AutoEP (see ``experts.py``), for saving it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...errors import UnsupportedError
+
+
+__all__ = ["Origin", "expert_parts", "note_origin", "part_name", "with_original_experts"]
+
+_EXPERTS = ("w1", "w2", "w3")
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a converted layer was.
+
+    Attributes:
+        spec: DeepSpeed's description of the block (``MoELayerSpec``).
+        parts: its experts are cut into so many parts.
+        part: this rank holds this one.
+        shapes: the entries of the block's state dict, by name and in order.
+    """
+
+    spec: Any
+    parts: int
+    part: int
+    shapes: Mapping[str, torch.Size]
+
+
+def note_origin(layer: nn.Module, origin: Origin) -> None:
+    """Have a converted layer remember what it was."""
+    layer._hf_zero_stream_origin = origin
+
+
+def expert_parts(model: nn.Module) -> dict[int, Origin]:
+    """The expert parameters of converted layers, by identity."""
+    return {id(getattr(layer.experts, key)): origin for _, layer, origin in _converted(model) for key in _EXPERTS}
+
+
+def part_name(name: str, part: int) -> str:
+    """What the values of an expert parameter are called that the ranks with `part` hold."""
+    return f"{name}@{part}"
+
+
+def _converted(model: nn.Module) -> Iterator[tuple[str, Any, Origin]]:
+    for name, layer in model.named_modules():
+        origin = getattr(layer, "_hf_zero_stream_origin", None)
+        if origin is not None:
+            yield name, layer, origin
+
+
+def with_original_experts(
+    model: nn.Module, entries: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """A state dict's `entries` with those of converted layers replaced by those of the blocks that they were.
+
+    Args:
+        parameters: values of each part of the experts, by :func:`part_name`.
+
+    Raises:
+        UnsupportedError: a block had an entry that its replacement has not.
+    """
+    result = dict(entries)
+    for prefix, _, origin in _converted(model):
+
+        def experts(key: str, prefix: str = prefix, origin: Origin = origin) -> torch.Tensor:
+            names = [part_name(f"{prefix}.experts.{key}", part) for part in range(origin.parts)]
+            return torch.cat([parameters[name] for name in names])
+
+        mine = {name.removeprefix(f"{prefix}."): result[name] for name in result if name.startswith(f"{prefix}.")}
+        original = _original_entries(origin.spec, origin.shapes, mine, experts)
+        missing = origin.shapes.keys() - original.keys()
+        if missing:
+            raise UnsupportedError(
+                f"{prefix}: DeepSpeed's expert parallel layer has nothing for {', '.join(sorted(missing))}, so the "
+                "model cannot be saved in its own layout. Use DeepSpeed's checkpoints (engine.save_checkpoint)."
+            )
+        ordered: dict[str, Any] = {}
+        for name, value in result.items():
+            if not name.startswith(f"{prefix}."):
+                ordered[name] = value
+            elif f"{prefix}.{next(iter(origin.shapes))}" not in ordered:
+                ordered |= {f"{prefix}.{key}": original[key] for key in origin.shapes}
+        result = ordered
+    return result
+
+
+def _original_entries(
+    spec: Any, shapes: Mapping[str, torch.Size], mine: Mapping[str, Any], experts: Callable[[str], torch.Tensor]
+) -> dict[str, Any]:
+    """A block's entries, by name, from those of its replacement."""
+    found: dict[str, Any] = {}
+    renamed = {"router.gate.": f"{spec.router_name}."}
+    if spec.has_shared_experts:
+        renamed["shared_experts."] = f"{spec.shared_experts_name}."
+    if spec.shared_experts_gate_name:
+        renamed["shared_experts_gate."] = f"{spec.shared_experts_gate_name}."
+    for name, value in mine.items():
+        for theirs, ours in renamed.items():
+            if name.startswith(theirs):
+                found[ours + name.removeprefix(theirs)] = value
+    if spec.e_score_correction_bias_path is not None:
+        owner = spec.e_score_correction_bias_path
+        key = f"{owner}.e_score_correction_bias" if owner else "e_score_correction_bias"
+        found[key] = mine["router.e_score_correction_bias"]
+    if spec.expert_storage == "fused_3d":
+        found |= _fused(spec, shapes, experts)
+    else:
+        for key, name in (("w1", spec.expert_w1_name), ("w2", spec.expert_w2_name), ("w3", spec.expert_w3_name)):
+            if name is not None:
+                for number, expert in enumerate(experts(key)):
+                    weight = f"{spec.experts_name}.{number}.{name}"
+                    found[weight if weight in shapes else f"{weight}.weight"] = expert
+    return found
+
+
+def _fused(
+    spec: Any, shapes: Mapping[str, torch.Size], experts: Callable[[str], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The reverse of DeepSpeed's ``ep_repack._repack_fused_3d``."""
+    first, second = (f"{spec.experts_name}.{name}" for name in (spec.expert_w1_name, spec.expert_w2_name))
+    if spec.expert_w3_name is not None:
+        third = f"{spec.experts_name}.{spec.expert_w3_name}"
+        return {first: experts("w1"), second: experts("w2"), third: experts("w3")}
+    gate_up, down = torch.cat([experts("w1"), experts("w3")], dim=1), experts("w2")
+    if shapes[second] != down.shape or shapes[first] != gate_up.shape:
+        gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+    return {first: gate_up, second: down}

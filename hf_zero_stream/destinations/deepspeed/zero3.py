@@ -1,0 +1,311 @@
+"""ZeRO-3 partitions that are born partitioned. Only the modules of this package touch DeepSpeed's private surface.
+
+Stock ``zero.Init`` allocates each parameter in full, broadcasts it and cuts it up. Here a parameter begins as a
+placeholder that owns one element but reports its full shape; DeepSpeed attaches its methods to it, and only the
+partition is ever allocated. Everything else (memory-efficient linear, hpZ groups, devices, buffers kept in fp32) is
+done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and 0.19.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero import partition_parameters
+from deepspeed.runtime.zero.partition_parameters import (
+    CUDAQuantizer,
+    Init,
+    PartitionedParamStatus,
+    ZeroParamStatus,
+    free_param,
+    is_zero_param,
+)
+from deepspeed.utils import groups
+from torch import nn
+
+from ...engine.allocation import allocating
+from ...errors import UnsupportedError, VersionError
+from ...planning.plan import Target, partition_range
+from ...ranks.topology import announced_local_rank
+from . import nvme
+
+
+__all__ = [
+    "PartitionedInit",
+    "gathered",
+    "init_distributed",
+    "is_enabled",
+    "is_partitioned",
+    "local_device",
+    "outside_zero_init",
+    "own_range",
+    "partition_dtype",
+    "partition_target",
+    "partitions_equal",
+    "place_in_group",
+    "placeholder",
+    "refuse_unsupported",
+    "undecided",
+]
+
+_TRUE = ("true", "1", "on", "t", "y", "yes")
+"""What pydantic, with which DeepSpeed parses its config, takes for true."""
+
+_RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
+_missing = [name for name in _RELIED_ON if not hasattr(Init, name)]
+if _missing:
+    raise VersionError(
+        f"DeepSpeed {deepspeed.__version__} has no zero.Init.{', '.join(_missing)}; "
+        "this version is not known to hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
+    )
+
+
+class PartitionedInit(Init):
+    """``deepspeed.zero.Init`` over a module whose parameters are placeholders (see :func:`placeholder`).
+
+    After construction each placeholder is a ZeRO-3 parameter in the partitioned state; its partition,
+    ``param.ds_tensor``, has the right size and device, but its elements are still to be filled (see
+    :func:`partition_target` for which). The padding is zero; stock leaves it uninitialised.
+
+    Args:
+        module: the model; parameters that are not placeholders are treated as stock does.
+        ds_config: the DeepSpeed config.
+    """
+
+    def __init__(self, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
+        self._swapped: dict[int, Any] = {}
+        self._converting: nn.Module | None = module
+        swapping: dict[str, Any] = {}
+        if nvme.uses_nvme(ds_config):
+            swapping = {"remote_device": "nvme", "param_swapper": nvme.shared_swapper(ds_config)}
+        super().__init__(
+            module=module,
+            config_dict_or_path=dict(ds_config),
+            zero_param_parallel_group=_hpz_group(ds_config),
+            **swapping,
+        )
+        self._converting = None  # the parameters keep this object alive, and it shall not keep the model
+        if self.param_swapper is not None:
+            nvme.share_swapper(ds_config, self.param_swapper)
+
+    def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        # DeepSpeed would quantise the partition of a frozen parameter while it is empty, and then copy floating-point
+        # values into int8. Here it stays as it is until the user calls optimizer.quantize_nontrainable_params().
+        self.quantized_nontrainable_weights = False
+        for param in param_list:
+            if is_zero_param(param) or param.is_meta:
+                continue  # a meta parameter here is one end of a tie, about to be replaced by the other end
+            if not _is_placeholder(param):
+                # DeepSpeed calls this again for parameters that were added later (LoRA, a new head).
+                super()._convert_to_zero_parameters([param])
+                continue
+            self._convert_to_deepspeed_param(param)
+            self._allocate_partition(param)
+            free_param(param)
+
+    def _allocate_partition(self, param: Any) -> None:
+        """The allocation that ``_partition_param`` would make, without the full parameter it would copy from."""
+        aligned = param.aligned_size()
+        part, start, stop = own_range(param)
+        param.ds_numel_aligned = aligned
+        if self.param_swapper is not None and nvme.expect_swap(param, part, self.param_swapper):
+            self._swapped[id(param)] = param
+            return
+        remote = "cpu" if self.param_swapper is not None else self.remote_device
+        device = self.local_device if param.ds_persist else torch.device(remote)
+        pinned = device.type == "cpu" and self.pin_memory
+        with allocating(lambda: self._name_of(param), part * param.dtype.itemsize, device, dist.get_rank()):
+            partition = torch.empty(part, dtype=param.dtype, device=device)
+            if pinned:
+                partition = get_accelerator().pin_memory(partition)
+        partition[stop - start :].zero_()
+        partition.requires_grad = False
+        param.ds_tensor = partition
+        param.ds_tensor.ds_numel = part
+        param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+        param.ds_tensor.final_location = None
+
+    def _name_of(self, param: Any) -> str:
+        named = self._converting.named_parameters() if self._converting is not None else ()
+        return next((name for name, other in named if other is param), "a parameter")
+
+    def is_swapped(self, param: Any) -> bool:
+        """Whether the partition of `param` goes to a swap file, and is filled by one of :meth:`swap_waves`."""
+        return id(param) in self._swapped
+
+    def swap_waves(self) -> list[nvme.SwapWave]:
+        """All partitions that go to swap files, also those that no checkpoint fills, in waves."""
+        return nvme.swap_waves(list(self._swapped.values()), self.param_swapper) if self._swapped else []
+
+
+def _hpz_group(ds_config: Mapping[str, Any]) -> Any:
+    """The ranks that share hpZ's copies, if an earlier ``zero.Init`` made the groups; another must not make them."""
+    if ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) <= 1:
+        return None
+    return groups._get_zero_param_intra_parallel_group()
+
+
+def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:
+    """A parameter that reports `shape` and owns a single element, until :class:`PartitionedInit` partitions it."""
+    param = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(tuple(shape)), requires_grad=requires_grad)
+    param._hf_zero_stream_placeholder = True
+    return param
+
+
+def _is_placeholder(param: torch.Tensor) -> bool:
+    return getattr(param, "_hf_zero_stream_placeholder", False)
+
+
+def partition_target(name: str, param: Any) -> Target:
+    """The range of parameter `name` that belongs in this rank's ``param.ds_tensor``."""
+    part, start, stop = own_range(param)
+    return Target(name, param.dtype, part, start, stop)
+
+
+def own_range(param: Any) -> tuple[int, int, int]:
+    """(elements of one partition, first own element, one past the last own) of a ZeRO-3 parameter."""
+    group = param.ds_process_group
+    return partition_range(param.ds_numel, dist.get_rank(group), dist.get_world_size(group))
+
+
+def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
+    """(this rank, number of ranks) of the group that a parameter is partitioned over: its own, if it was given one.
+
+    See DeepSpeed's ``ds_zero_partition_process_group`` attribute; default: `rank` and `world_size`. Where there is no
+    group, as when planning for other ranks, ``ds_zero_partition_rank`` and ``ds_zero_partition_world_size`` say it.
+    """
+    group = getattr(param, "ds_zero_partition_process_group", None)
+    if group is not None:
+        return dist.get_rank(group), dist.get_world_size(group)
+    return getattr(param, "ds_zero_partition_rank", rank), getattr(param, "ds_zero_partition_world_size", world_size)
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
+    return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
+
+
+@contextmanager
+def outside_zero_init() -> Iterator[None]:
+    """Suspend a ``with deepspeed.zero.Init()`` that the caller is in, as ``deepspeed.initialize`` does.
+
+    Under it torch's constructors give other dtypes and devices, and modules are partitioned as they are built.
+    """
+    partition_parameters.shutdown_init_context()
+    try:
+        yield
+    finally:
+        partition_parameters.restore_init_context()
+
+
+@contextmanager
+def gathered(params: Sequence[Any]) -> Iterator[None]:
+    """Gather `params` in full for code that writes to them; rank 0's values become everyone's.
+
+    After an exception the partitions are as they were before.
+    ``deepspeed.zero.GatheredParameters(modifier_rank=0)`` does the same, but fails on 0-dimensional parameters.
+    """
+    params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
+    # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order: another
+    # one could still write over the new values.
+    for param in params:
+        param.all_gather(param_list=[param])
+    try:
+        yield
+    except BaseException:
+        params[0].partition(param_list=params, has_been_updated=False)
+        raise
+    for param in params:
+        if dist.get_world_size(param.ds_process_group) > 1:
+            values = param.data.contiguous().view(-1)
+            source = dist.get_global_rank(param.ds_process_group, 0)
+            dist.broadcast(values.view(torch.uint8), source, param.ds_process_group)
+            param.data = values.view(param.ds_shape)
+    params[0].partition(param_list=params, has_been_updated=True)
+
+
+def partitions_equal(first: Any, second: Any) -> bool:
+    """Whether two partitioned parameters hold the same values on every rank; nothing is gathered."""
+    same = first.ds_shape == second.ds_shape
+    if same:
+        target = partition_target("", first)
+        count = target.stop - target.start
+        with nvme.partitions_in_memory([first, second]):
+            same = torch.equal(first.ds_tensor[:count], second.ds_tensor[:count].to(first.ds_tensor.dtype))
+    verdict = torch.tensor(int(same), device=local_device())
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    return bool(verdict.item())
+
+
+def init_distributed() -> None:
+    """Initialise torch.distributed as ``zero.Init`` would, if nobody has done it yet."""
+    if not dist.is_initialized() or not deepspeed.comm.is_initialized():
+        deepspeed.init_distributed()
+
+
+def local_device() -> torch.device:
+    """The device on which this rank consumes parameters."""
+    return torch.device(get_accelerator().device_name(announced_local_rank()))
+
+
+def reset_device_peak() -> None:
+    """Begin a new measurement of :func:`device_peak_bytes`."""
+    if local_device().type == "cuda":
+        torch.cuda.reset_peak_memory_stats(local_device())
+
+
+def device_peak_bytes() -> int:
+    """Most memory that torch had allocated on the local device since the reset, in bytes; 0 on a CPU."""
+    device = local_device()
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+
+
+def partition_dtype(ds_config: Mapping[str, Any] | None) -> torch.dtype:
+    """The dtype that DeepSpeed gives to every floating-point parameter with this config."""
+    for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
+        if is_enabled(ds_config or {}, section):
+            return dtype
+    return torch.float32
+
+
+def is_enabled(ds_config: Mapping[str, Any], section: str) -> bool:
+    """Whether DeepSpeed reads ``ds_config[section]["enabled"]`` as true; it takes "auto" for absent."""
+    settings = ds_config.get(section)
+    return isinstance(settings, Mapping) and str(settings.get("enabled")).lower() in _TRUE
+
+
+def undecided(ds_config: Mapping[str, Any]) -> list[str]:
+    """The sections that would decide on the dtype and whose `enabled` is still "auto", if no other one decides."""
+    if partition_dtype(ds_config) != torch.float32:
+        return []
+    settings = {section: ds_config.get(section) for section in ("bf16", "bfloat16", "fp16")}
+    return [name for name, value in settings.items() if isinstance(value, Mapping) and value.get("enabled") == "auto"]
+
+
+def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
+    """Refuse settings under which DeepSpeed itself fails, or would give wrong partitions.
+
+    Raises:
+        UnsupportedError: names the setting and what to do instead.
+    """
+    zero = ds_config.get("zero_optimization", {})
+    quantised = [name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if zero.get(name)]
+    if quantised:
+        try:
+            CUDAQuantizer()  # loads DeepSpeed's kernels, as zero.Init is going to
+        except Exception as error:
+            raise UnsupportedError(
+                f"{' and '.join(quantised)}: DeepSpeed's quantizer does not load for the accelerator of this machine "
+                f"({get_accelerator().device_name()}): {type(error).__name__}: {error} Remove the setting from the "
+                "DeepSpeed config, or train on a GPU."
+            ) from error
+    if ds_config.get("weight_quantization", {}).get("quantized_initialization"):
+        raise UnsupportedError(
+            "weight_quantization.quantized_initialization quantises full parameters while they are constructed, and "
+            "no full parameter exists when streaming. Remove it from the DeepSpeed config."
+        )

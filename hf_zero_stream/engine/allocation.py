@@ -1,0 +1,43 @@
+"""Running out of memory, said in terms of what it was wanted for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..errors import LoadError
+
+
+__all__ = ["allocating", "is_out_of_memory"]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be allocated, in Python, by torch on a CPU or on a device."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+@contextmanager
+def allocating(what: str | Callable[[], str], nbytes: int, device: torch.device | str, rank: int) -> Iterator[None]:
+    """Says what memory was wanted for, if there is not enough of it inside.
+
+    Args:
+        what: for whom, for instance a parameter's name; a function is called only then.
+        nbytes: how much.
+
+    Raises:
+        LoadError: there is not enough memory.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        name = what if isinstance(what, str) else what()
+        raise LoadError(
+            f"out of memory on rank {rank}: {nbytes} bytes for {name} on {device}. Use more ranks or offload_param, "
+            "or free what else is there; plan() says beforehand what a rank needs."
+        ) from error

@@ -1,0 +1,223 @@
+"""Whether what was placed is what the files say: a second pass that shares no plan with the first.
+
+Every element that this rank placed is looked up in the files again, along another path (:mod:`.engine.lookup`), cast
+as the load casts it, and compared bit for bit. What was placed also gets a *digest*, a number of 64 bits: the sum,
+over elements, of the element's bits times a fixed odd number that belongs to its index, modulo 2**64. Sums of ranks
+add up to the digest of the whole parameter, however it was partitioned; a single wrong element always changes it, and
+values in the wrong order do. The digest of a model is the sum of its parameters', each times an odd number from its
+name, and so is the same for every number of ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+
+from ..checkpoint.nodes import View
+from ..errors import LoadError
+from ..planning.plan import Target, materialise_reason
+from ..reports.load import Verification
+from .lookup import Lookup
+from .workers import share_out
+
+
+__all__ = ["Verifier", "digest_of"]
+
+BLOCK = 2**16
+"""Elements whose factors are looked up in one table; a further factor belongs to the block."""
+
+CHUNK = 4 * BLOCK
+"""Elements that are compared at once."""
+
+SAMPLES, SAMPLE = 4, 4096
+"""How many chunks of each parameter `"sample"` compares on each rank, and of how many elements."""
+
+_WORD = 2**64
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Verifier:
+    """Compares what one rank placed with its files.
+
+    Args:
+        how: `"sample"` or `"full"`.
+        rank: this rank.
+        threads: how many compare at once.
+    """
+
+    def __init__(self, how: str, rank: int, threads: int) -> None:
+        self._how = how
+        self._rank = rank
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._names: set[str] = set()
+        self._left_out: set[str] = set()
+        self._elements = 0
+        self._bytes_read = 0
+        self._seconds = 0.0
+        self._digest = 0
+        self.parts: dict[str, int] = {}
+        """The digest of this rank's part of each parameter, so far."""
+
+    @property
+    def result(self) -> Verification:
+        """What has been verified."""
+        return Verification(
+            how=self._how,
+            parameters=len(self._names),
+            left_out=len(self._left_out),
+            elements=self._elements,
+            bytes_read=self._bytes_read,
+            seconds=self._seconds,
+            digest=f"{self._digest:016x}" if self._how == "full" else "",
+        )
+
+    def verify(
+        self,
+        items: Sequence[tuple[Target, View]],
+        destinations: Sequence[torch.Tensor],
+        lookup: Lookup,
+        bytes_read: Callable[[], int],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compare `destinations` with what fills the targets of `items`.
+
+        Args:
+            items: what was to be filled, and from what.
+            destinations: one flat tensor for each item, as for the load.
+            lookup: looks elements up.
+            bytes_read: how many bytes `lookup` has read so far.
+            check: called now and then; may raise, to end it.
+
+        Raises:
+            LoadError: an element differs; names the parameter, the rank and the elements.
+            ReadError, CheckpointError: a shard could not be read again.
+        """
+        began, read_before = time.perf_counter(), bytes_read()
+
+        def chunks() -> Iterator[tuple[Target, View, torch.Tensor, int, int]]:
+            for (target, view), destination in zip(items, destinations, strict=True):
+                if self._how == "sample" and materialise_reason(view.node):
+                    self._left_out.add(target.name)  # would read its sources whole
+                    continue
+                self._names.add(target.name)
+                for start, stop in self._ranges(target):
+                    yield target, view, destination, start, stop
+
+        def work(shared: Iterator[tuple[Target, View, torch.Tensor, int, int]]) -> None:
+            for target, view, destination, start, stop in shared:
+                check()
+                self._compare(target, view, destination, start, stop, lookup)
+
+        share_out(chunks(), work, self._threads)
+        self._bytes_read += bytes_read() - read_before
+        self._seconds += time.perf_counter() - began
+
+    def verify_whole(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, int]]) -> None:
+        """Compare whole tensors, most of which other ranks have read and sent, with the digests of what they read.
+
+        Args:
+            tensors: flat, by the parameter's name.
+            parts: every rank's :attr:`parts`.
+
+        Raises:
+            LoadError: a tensor is not what the ranks have read.
+        """
+        began = time.perf_counter()
+        for name, tensor in tensors.items():
+            expected = sum(part.get(name, 0) for part in parts) % _WORD
+            found = digest_of(tensor, 0)
+            if found != expected:
+                raise LoadError(
+                    f"verify: {name} on rank {self._rank}, elements 0 to {tensor.numel()}: the digest of what ranks "
+                    f"read from the files is {expected:016x}, of what arrived {found:016x}. The values are wrong; "
+                    "load again, and if it happens again, report it with the model's config."
+                )
+        self._seconds += time.perf_counter() - began
+
+    def _ranges(self, target: Target) -> Iterator[tuple[int, int]]:
+        if self._how == "full" or target.stop - target.start <= SAMPLES * SAMPLE:
+            begin = target.start
+            while begin < target.stop:
+                end = min(target.stop, (begin // CHUNK + 1) * CHUNK)
+                yield begin, end
+                begin = end
+            return
+        room = target.stop - target.start - SAMPLE
+        seed = _number(target.name)
+        for offset in sorted({0, room, seed % room, seed // room % room}):
+            yield target.start + offset, target.start + offset + SAMPLE
+
+    def _compare(
+        self, target: Target, view: View, destination: torch.Tensor, start: int, stop: int, lookup: Lookup
+    ) -> None:
+        placed = destination[start - target.start : stop - target.start]
+        expected = lookup.values(view, start, stop).to(placed.device).to(target.dtype)
+        bits, right = _bits(placed), _bits(expected)
+        if not torch.equal(bits, right):
+            wrong = (bits != right).nonzero().view(-1) * len(placed) // len(bits)
+            first, last = start + int(wrong[0]), start + int(wrong[-1]) + 1
+            raise LoadError(
+                f"verify: {target.name} on rank {self._rank}: {len(wrong)} of the elements {first} to {last} are not "
+                f"what the files hold: element {first} is {placed[first - start].item()!r}, expected "
+                f"{expected[first - start].item()!r}. The values are wrong; load again, and if it happens again, "
+                "report it with the model's config."
+            )
+        with self._lock:
+            self._elements += stop - start
+        if self._how == "full":
+            self._add(target, view, digest_of(placed, start))
+
+    def _add(self, target: Target, view: View, digest: int) -> None:
+        with self._lock:
+            self.parts[target.name] = (self.parts.get(target.name, 0) + digest) % _WORD
+            # What every rank has whole, a buffer, counts once.
+            if self._rank == 0 or target.stop - target.start < view.numel:
+                self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
+
+
+def digest_of(values: torch.Tensor, first: int) -> int:
+    """The digest of `values`, flat, which begin at element `first` of their parameter; in [0, 2**64)."""
+    total = 0
+    bits, table = _bits(values), _table(values.device)
+    position, done = first * (len(bits) // max(1, len(values))), 0
+    while done < len(bits):
+        block, inside = divmod(position + done, BLOCK)
+        part = bits[done : done + BLOCK - inside]
+        products = part.to(torch.int64) * table[inside : inside + len(part)]
+        total += int(products.sum()) * _mixed(block)
+        done += len(part)
+    return total % _WORD
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """`values` as integers of their size, or as two each where they have 16 bytes."""
+    return values.detach().view(_INTEGERS.get(values.dtype.itemsize, torch.int64))
+
+
+@cache
+def _table(device: torch.device) -> torch.Tensor:
+    """An odd factor for each position in a block, int64."""
+    state = (np.arange(1, BLOCK + 1, dtype=np.uint64) << np.uint64(32)) * np.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
+    state = (state ^ (state >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(state.view(np.int64)).to(device)
+
+
+def _mixed(block: int) -> int:
+    """An odd factor for a block: the output function of splitmix64."""
+    state = (block + 1) * 0x9E3779B97F4A7C15 % _WORD
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % _WORD
+    return (state ^ (state >> 31)) | 1
+
+
+def _number(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,1 @@
+"""What a rank's memory will hold in training, computed and not measured."""

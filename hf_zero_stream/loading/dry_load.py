@@ -1,0 +1,132 @@
+"""Loads that read no weights: ``plan()``, and the lazy model of a checkpoint for whoever wants to look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+from ..config import StreamingConfig, buildable, without_own_section
+from ..errors import ConfigError, UnsupportedError
+from ..integration import streaming, warn_of_open_dtype
+from ..planning.plan import LoadPlan
+from ..ranks.coordinator import Coordinator
+from ..reports.memory import collector_paused
+from ..seams import Session, Stopped, zero3_hidden
+from ..seams.placement import refuse_sharding
+
+
+if TYPE_CHECKING:
+    from .load import Load
+
+
+__all__ = ["lazily_loaded", "model_class_of", "plan"]
+
+
+def plan(
+    path: str,
+    *,
+    world_size: int,
+    rank: int = 0,
+    ds_config: Mapping[str, Any] | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    device: str | None = None,
+    **kwargs: Any,
+) -> LoadPlan:
+    """The load plan of one rank of a world of any size; needs no process group and reads no weights.
+
+    The model is built on the meta device, and transformers' own renames and conversions run over tensors that carry
+    only their layout, exactly as in a load.
+
+    Args:
+        path: a checkpoint's folder or the id of a repository, as for ``from_pretrained``.
+        world_size: number of ranks that share the checkpoint.
+        rank: the rank to plan for.
+        ds_config: a DeepSpeed config (dict or path), for the dtype that DeepSpeed gives to parameters, for the memory
+            that its engine needs (``plan.footprint``) and for our settings.
+        dtype: dtype of the parameters where `ds_config` is not given, or leaves it open (``"bf16": {"enabled":
+            "auto"}``, which accelerate and the Trainer fill in); default: the checkpoint's own, and where `ds_config`
+            leaves it open fp32, with a warning.
+        device: type of the device that will train ("cuda", "cpu"), for ``plan.footprint``; default: this machine's.
+        kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
+
+    Raises:
+        ConfigError: `rank` is not below `world_size`, or the stage of `ds_config` is not 3.
+        HfZeroStreamError: the checkpoint is not sound.
+        RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
+
+    Example:
+        >>> plan = hf_zero_stream.plan("Qwen/Qwen3-30B-A3B", world_size=64, rank=37)
+        >>> plan.cost.bytes_read, len(plan)
+    """
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
+    from .load import Load
+
+    found = {} if ds_config is None else _with_dtype(buildable(ds_config), dtype)
+    stage = (found.get("zero_optimization") or {}).get("stage", 3)
+    if stage != 3:
+        raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
+    load = Load(
+        StreamingConfig.resolve(None, found), without_own_section(found), Coordinator(rank, world_size, alone=True)
+    )
+    load.device = device or load.device
+    return lazily_loaded(path, load, load.plan_only, dtype="auto" if dtype is None else dtype, **kwargs)
+
+
+def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
+    """The config once "auto" has become `dtype`; where that says nothing, DeepSpeed's reading, with a warning."""
+    from ..destinations.deepspeed import zero3
+
+    sections = zero3.undecided(ds_config)
+    if sections and dtype in (None, "auto"):
+        warn_of_open_dtype(sections, "Pass plan(dtype=...) for another.")
+    enabled = {"torch.bfloat16": ("bf16", "bfloat16"), "torch.float16": ("fp16",)}
+    names = enabled.get(f"torch.{str(dtype).removeprefix('torch.')}", ())
+    return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
+
+
+def lazily_loaded(
+    path: str,
+    load: Load,
+    use: Callable[[torch.nn.Module, set[str], set[str]], Any],
+    dtype: Any = "auto",
+    **kwargs: Any,
+) -> Any:
+    """What `use` returns for the lazy model of a checkpoint, its missing names and its tied ones; nothing is read.
+
+    Args:
+        load: gives the lazy tensors; it is closed afterwards, but can still be read from.
+        kwargs: for ``from_pretrained``.
+
+    Raises:
+        UnsupportedError: the load is one that is left to stock.
+    """
+    refuse_sharding(path, kwargs)
+    model_class = model_class_of(path, kwargs)
+    with (
+        streaming(),
+        zero3_hidden(),
+        collector_paused(),
+        Session(load, instead_of_placing=use, strict=load.config.strict) as session,
+    ):
+        try:
+            model_class.from_pretrained(path, dtype=dtype, **kwargs)
+        except Stopped as stopped:
+            return stopped.result
+    raise UnsupportedError(f"{path}: {session.stock_reason}, and such a load is not streamed.")
+
+
+def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:
+    """The class that the checkpoint was saved from, else the Auto class that its own code is registered for."""
+    names = ("revision", "token", "cache_dir", "subfolder", "trust_remote_code", "local_files_only")
+    config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(
+        path, **{name: kwargs[name] for name in names if name in kwargs}
+    )
+    architecture = (config.architectures or [""])[0]
+    if hasattr(transformers, architecture):
+        return getattr(transformers, architecture)
+    own = [auto for auto, name in getattr(config, "auto_map", {}).items() if str(name).endswith(f".{architecture}")]
+    return getattr(transformers, own[0] if own else "AutoModel")

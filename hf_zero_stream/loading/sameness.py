@@ -1,0 +1,178 @@
+"""What ranks that load together must have in common, compared before anything is read.
+
+Nodes of a cluster differ more often than one thinks: a stale copy of the checkpoint, a library that was not updated,
+an environment variable that one shell did not pass on. Each rank describes what it is about to do by short texts and
+digests, which travel with an agreement that is made anyway.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.index import ShardHeader
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import FileTensor, View
+from ..config import StreamingConfig
+from ..errors import CheckpointError, DisagreementError, ReadError
+
+
+__all__ = ["description", "refuse_differences", "refuse_other_files", "refuse_other_headers"]
+
+LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")
+
+_SETTINGS = ("chunk_bytes", "share_reads", "strict", "verify")
+_DEEPSPEED = ("zero_optimization", "bf16", "bfloat16", "fp16", "expert_parallel", "weight_quantization")
+_MAY_DIFFER = {"_name_or_path", "nvme_path"}
+"""Entries of configs that may be another on every node."""
+
+
+def description(
+    model: nn.Module,
+    missing: Iterable[str],
+    ds_config: Mapping[str, Any],
+    settings: StreamingConfig,
+    *,
+    shares_reads: bool,
+) -> dict[str, str]:
+    """What this rank is about to load, item by item: short texts, or digests of long ones.
+
+    Args:
+        model: the lazy model, before anything is replaced.
+        missing: names that the checkpoint lacks.
+        ds_config: the DeepSpeed config, empty if there is none.
+        settings: our settings.
+        shares_reads: whether ranks exchange what they read, in pieces that depend on `staging_bytes`.
+    """
+    parameters = list(model.named_parameters())
+    tensors = [*parameters, *model.named_buffers()]
+    config = model.config.to_dict() if hasattr(model, "config") else {}
+    items = {f"the version of {name}": _version(name) for name in LIBRARIES}
+    items |= {f"the setting {name}": str(getattr(settings, name)) for name in _SETTINGS}
+    if shares_reads:
+        items["the setting staging_bytes"] = str(settings.staging_bytes)
+    return items | {
+        "the model's class": type(model).__name__,
+        "the model's config": _digest(_json(config)),
+        "the DeepSpeed config": _digest(_json({key: ds_config[key] for key in _DEEPSPEED if key in ds_config})),
+        "the parameters' names and shapes": _digest(*(f"{name}{tuple(tensor.shape)}" for name, tensor in tensors)),
+        "the parameters' dtypes": _dtypes(tensor for _, tensor in parameters),
+        "the keys that the checkpoint lacks": _digest(*sorted(missing)),
+        "the checkpoint's tensors that become parameters": _digest(*_sources(tensors)),
+    }
+
+
+def refuse_differences(descriptions: Sequence[Mapping[str, str]]) -> None:
+    """Compare every rank's description with rank 0's.
+
+    Raises:
+        DisagreementError: names the ranks that differ, and in what.
+    """
+    first = descriptions[0]
+    differing = {
+        rank: [item for item in first if other.get(item) != first[item]] for rank, other in enumerate(descriptions)
+    }
+    differing = {rank: items for rank, items in differing.items() if items}
+    if not differing:
+        return
+    rank, items = next(iter(differing.items()))
+    details = "; ".join(f"{item} ({descriptions[rank].get(item)} there, {first[item]} on rank 0)" for item in items)
+    others = "" if len(differing) == 1 else f" Others that differ: {', '.join(map(str, [*differing][1:9]))}."
+    raise DisagreementError(
+        f"rank {rank} differs from rank 0 in {details}.{others} Nothing has been read. Make all nodes the same: the "
+        "checkpoint's folder, the environment, the installed packages."
+    )
+
+
+def refuse_other_files(folder: str, everyone: Sequence[tuple[list[str], list[str]]], read_from: str) -> None:
+    """Compare every rank's files with rank 0's, where one rank reads for others.
+
+    Args:
+        folder: the checkpoint's, for the message.
+        everyone: for each rank, names of the checkpoint's files, and paths of those that it should see and does not.
+        read_from: the setting.
+
+    Raises:
+        ReadError: names the rank.
+    """
+    must_see = f"With read_from={read_from!r} every rank must still see "
+    expected = everyone[0][0]
+    for rank, (names, unseen) in enumerate(everyone):
+        if unseen:
+            raise ReadError(
+                f"{unseen[0]}: rank {rank} does not see it. {must_see}files that are not safetensors. Save the "
+                "checkpoint as safetensors, or put it where every rank sees it."
+            )
+        if names != expected:
+            raise ReadError(
+                f"{folder}: rank {rank} expects {len(names)} files ({names[0]}, ...), rank 0 {len(expected)} "
+                f"({expected[0]}, ...). {must_see}the small files (config.json, the index of the shards), and files "
+                "that are not safetensors."
+            )
+
+
+def refuse_other_headers(paths: Sequence[str], own: Sequence[ShardHeader], shared: Sequence[ShardHeader]) -> None:
+    """Compare the headers that this rank has read with those of rank 0.
+
+    Raises:
+        CheckpointError: a shard of this host is not rank 0's.
+    """
+    for path, mine, theirs in zip(paths, own, shared, strict=True):
+        if mine == theirs:
+            continue
+        what = (
+            f"has {mine.size_bytes} bytes where rank 0 sees {theirs.size_bytes}"
+            if mine.size_bytes != theirs.size_bytes
+            else "has another header than rank 0's, of other tensors or in another order"
+        )
+        raise CheckpointError(f"{path}: the shard on this host {what}. Make the checkpoint the same on every node.")
+
+
+def _version(library: str) -> str:
+    """Of the release: builds for different accelerators are taken for the same."""
+    try:
+        return importlib.metadata.version(library).partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
+    """The dtypes, and after each a digest of which tensors have it."""
+    names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
+    return f"{', '.join(sorted(set(names)))} [{_digest(*names)}]"
+
+
+def _sources(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+    """For each tensor, the first and the last one of the checkpoint that it is made of: to walk all takes too long."""
+    for name, tensor in tensors:
+        if isinstance(tensor, LazyTensor):
+            yield from (name, *(_leaf(tensor.view_of_node, end) for end in (0, -1)))
+
+
+def _leaf(view: View, end: int) -> str:
+    node = view.node
+    while inputs := list(node.inputs()):
+        node = inputs[end].node
+    return node.entry.name if isinstance(node, FileTensor) else type(node).__name__
+
+
+def _digest(*texts: str) -> str:
+    state = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        state.update(text.encode() + b"\0")
+    return state.hexdigest()
+
+
+def _json(value: Any) -> str:
+    def kept(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {str(key): kept(inner) for key, inner in value.items() if key not in _MAY_DIFFER}
+        return [kept(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+    return json.dumps(kept(value), sort_keys=True, default=lambda other: type(other).__name__)

@@ -1,1 +1,0 @@
-"""The destination side: where a rank's share of each parameter lives."""

@@ -1,0 +1,154 @@
+"""Which ranks share a host: asked of the ranks, not computed from their numbers.
+
+Launchers number ranks host by host or round-robin over hosts (``mpirun --map-by node``, cyclic ``srun``), and some
+tell a rank nothing about the others of its host. So each rank says where it runs (:class:`Place`), once per process
+group, and every rank derives the same from it (:class:`Topology`). What launchers announce is read here too, for what
+must be known without a process group.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+
+__all__ = ["LOCAL_RANKS", "LOCAL_SIZES", "Place", "Topology", "announced_local_rank", "announced_local_size"]
+
+LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
+"""A rank's number on its host: torchrun, accelerate and deepspeed; Open MPI; Hydra (MPICH, Intel MPI); Slurm."""
+
+LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
+"""Ranks on this host: torchrun and accelerate; deepspeed; Open MPI; Hydra (MPICH, Intel MPI); Slurm."""
+
+
+class Place(NamedTuple):
+    """Where a rank runs.
+
+    Three notions of "the same host" are kept apart, because containers part them: two containers on one machine share
+    its cores, but have names of their own, may see other files, and cannot see each other's processes.
+
+    Attributes:
+        machine: the same for ranks that share cores and memory: one boot of one kernel.
+        host: the same for ranks that share files: one machine under one name, which is what launchers call a node.
+        sight: the same for ranks that see each other's processes: one host, one namespace of process numbers. Empty
+            where processes cannot be looked at.
+        pid: the process.
+        started: when it started, in clock ticks since the boot; tells it from a later process of that number.
+        address: where the process listens (see :mod:`hf_zero_stream.ranks.pulse`).
+        port: 0 if it does not listen.
+        has_ended: whether it said, when it ended, that it did so by itself.
+    """
+
+    machine: str
+    host: str
+    sight: str
+    pid: int
+    started: int
+    address: str = ""
+    port: int = 0
+    has_ended: bool = False
+
+    @classmethod
+    def here(cls, address: str = "", port: int = 0) -> Place:
+        """Where this process runs."""
+        name, pid, machine, sight = socket.gethostname(), os.getpid(), "", ""
+        with suppress(OSError):
+            with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+                machine = file.read().strip()
+            if os.readlink("/proc/self") == str(pid):  # else /proc shows the processes of another namespace
+                sight = f"{name} {machine} {os.readlink('/proc/self/ns/pid')}"
+        state = _state_of(pid)
+        return cls(machine or name, f"{name} {machine}", sight, pid, state[1] if state else 0, address, port)
+
+    def sees(self, other: Place) -> bool:
+        """Whether a process here can look at the one there."""
+        return bool(self.sight) and self.sight == other.sight
+
+    def is_running(self) -> bool:
+        """Whether the process runs, which must be in sight. One that is stopped does; one not reaped yet does not."""
+        state = _state_of(self.pid)
+        if state is None:
+            return _exists(self.pid)  # /proc may hide the processes of other users
+        return state[0] not in "ZX" and state[1] == self.started
+
+
+class Topology:
+    """How the ranks of a process group lie on hosts, as one of them sees it.
+
+    Args:
+        hosts: the host of each rank, in order of rank.
+        machines: the machine of each rank.
+        rank: this rank.
+    """
+
+    def __init__(self, hosts: Sequence[str], machines: Sequence[str], rank: int) -> None:
+        self.ranks_of_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+        """Ranks on this rank's host, itself included, in order."""
+        self.position = self.ranks_of_host.index(rank)
+        """This rank's number among them."""
+        self.sharing_cores = sum(machine == machines[rank] for machine in machines)
+        """How many ranks share this rank's machine, itself included."""
+
+    @classmethod
+    def announced(cls, rank: int, world_size: int) -> Topology:
+        """What the launcher announces, for a rank that has nobody to ask: ranks are numbered host by host."""
+        position, size = announced_local_rank(), max(1, announced_local_size())
+        first = rank - position
+        hosts = [str((other - first) // size) for other in range(world_size)]
+        return cls(hosts, hosts, rank)
+
+    @property
+    def is_first_of_host(self) -> bool:
+        """Whether this is the rank that acts for its host."""
+        return self.position == 0
+
+    @property
+    def first_of_host(self) -> int:
+        """The rank that acts for this rank's host."""
+        return self.ranks_of_host[0]
+
+
+def announced_local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This rank's number on its host, as the launcher announces it; 0 if none does."""
+    return _first_number(LOCAL_RANKS, environ, 0)
+
+
+def announced_local_size(environ: Mapping[str, str] = os.environ) -> int:
+    """The number of ranks on this host, as the launcher announces it; 1 if none does."""
+    return _first_number(LOCAL_SIZES, environ, 1)
+
+
+def _first_number(names: Sequence[str], environ: Mapping[str, str], default: int) -> int:
+    found = next((environ[name] for name in names if name in environ), "")
+    match = re.match(r"\d+", found)  # Slurm may write "2(x3)"
+    return int(match[0]) if match else default
+
+
+def _state_of(pid: int) -> tuple[str, int] | None:
+    """A process's state letter and start, in ticks since the boot; None if it cannot be seen."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True

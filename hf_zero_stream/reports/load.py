@@ -1,0 +1,254 @@
+"""What a load did: seconds, bytes and memory of every rank, as data."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..footprint.memory import MemoryFootprint
+
+
+__all__ = ["PHASES", "LoadReport", "Materialised", "PhaseClock", "RankReport", "Verification"]
+
+PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
+"""The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
+
+
+@dataclass(frozen=True)
+class Materialised:
+    """A parameter whose sources had to be read whole, because its conversion could not stay lazy."""
+
+    name: str
+    """The parameter's name in the model."""
+
+    reason: str
+    """What stood in the way, for example the name of the op."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verification:
+    """What one rank compared with the files after placing it."""
+
+    how: str
+    """`StreamingConfig.verify`: "off", "sizes", "sample" or "full"."""
+
+    parameters: int = 0
+    """Parameters and buffers of which elements were compared."""
+
+    left_out: int = 0
+    """Parameters that "sample" did not look at, because their conversion reads whole tensors."""
+
+    elements: int = 0
+    """Elements that were compared, bit for bit."""
+
+    bytes_read: int = 0
+    """Bytes read for it; not among `RankReport.bytes_read`."""
+
+    seconds: float = 0.0
+    """Wall-clock seconds that it took."""
+
+    digest: str = ""
+    """What this rank's elements contribute to `LoadReport.digest`: 16 hexadecimal digits, or "" unless "full"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankReport:
+    """What one rank did."""
+
+    rank: int
+    """The global rank."""
+
+    seconds: Mapping[str, float]
+    """Seconds per phase, one for each of `PHASES`. Phases can overlap, so "total" need not be their sum."""
+
+    bytes_needed: int
+    """Bytes of the checkpoint that end up in memory this rank owns."""
+
+    bytes_read: int
+    """Bytes read from files: those needed, holes read through, and sources read whole."""
+
+    reads: int
+    """Number of positional reads."""
+
+    partition_bytes: int
+    """Bytes of all destinations of this rank."""
+
+    staging_bytes: int
+    """Bytes of all staging buffers that were allocated."""
+
+    anonymous_growth_peak: int
+    """Most anonymous host memory during the load, in bytes over what it was before."""
+
+    device_peak: int
+    """Most memory of the device during the load, in bytes; 0 without an accelerator."""
+
+    retries: int = 0
+    """Opens and reads that failed for a passing reason and were tried again."""
+
+    verification: Verification = Verification(how="off")
+    """What was compared with the files."""
+
+    materialised: tuple[Materialised, ...] = ()
+    """Parameters that did not stay lazy on this rank."""
+
+    footprint: MemoryFootprint | None = None
+    """The memory that this rank needs, computed: partitions, the largest gather, what training adds."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the rank's part of `LoadReport.to_dict`; times are in seconds, sizes in bytes."""
+        return {
+            "rank": self.rank,
+            "seconds": {phase: self.seconds[phase] for phase in PHASES},
+            "bytes": {"needed": self.bytes_needed, "read": self.bytes_read},
+            "reads": self.reads,
+            "retries": self.retries,
+            "verification": asdict(self.verification),
+            "memory": {
+                "partition": self.partition_bytes,
+                "staging": self.staging_bytes,
+                "anonymous_growth_peak": self.anonymous_growth_peak,
+                "device_peak": self.device_peak,
+                "footprint": self.footprint and self.footprint.to_dict(),
+            },
+            "materialised": [asdict(entry) for entry in self.materialised],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RankReport:
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: a key is missing.
+        """
+        memory = data["memory"]
+        footprint = memory["footprint"]
+        return cls(
+            rank=data["rank"],
+            seconds={phase: data["seconds"][phase] for phase in PHASES},
+            bytes_needed=data["bytes"]["needed"],
+            bytes_read=data["bytes"]["read"],
+            reads=data["reads"],
+            retries=data["retries"],
+            verification=Verification(**data["verification"]),
+            partition_bytes=memory["partition"],
+            staging_bytes=memory["staging"],
+            anonymous_growth_peak=memory["anonymous_growth_peak"],
+            device_peak=memory["device_peak"],
+            materialised=tuple(Materialised(entry["name"], entry["reason"]) for entry in data["materialised"]),
+            footprint=footprint and MemoryFootprint.from_dict(footprint),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport:
+    """What a load did, on every rank."""
+
+    world_size: int
+    """Number of ranks that loaded."""
+
+    ranks: tuple[RankReport, ...]
+    """One report per rank, in the order of the ranks."""
+
+    recast: tuple[str, ...] = ()
+    """Parameters that took DeepSpeed's dtype although the model keeps them in fp32 (`_keep_in_fp32_modules_strict`).
+
+    As in stock: DeepSpeed refuses trainable parameters of several dtypes.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as dicts, lists, numbers and strings; times are in seconds, sizes in bytes."""
+        return {
+            "world_size": self.world_size,
+            "ranks": [report.to_dict() for report in self.ranks],
+            "recast": list(self.recast),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> LoadReport:
+        """The inverse of `to_dict`.
+
+        Raises:
+            KeyError: a key is missing.
+        """
+        return cls(
+            world_size=data["world_size"],
+            ranks=tuple(RankReport.from_dict(entry) for entry in data["ranks"]),
+            recast=tuple(data["recast"]),
+        )
+
+    @property
+    def digest(self) -> str:
+        """A number for all values that were loaded, the same at any number of ranks; 16 hexadecimal digits.
+
+        "" unless everything was verified (`StreamingConfig.verify` is "full"). See :mod:`.engine.verification`.
+        """
+        digests = [rank.verification.digest for rank in self.ranks]
+        return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""
+
+    def to_json(self, indent: int | None = None) -> str:
+        """Returns `to_dict` as JSON, with `indent` as in `json.dumps`."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def table(self) -> str:
+        """Returns the report for people to read: plain text in several lines, without colour.
+
+        There is one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
+        Throughput is bytes read per second of the whole load. Beneath are the memory of a rank as it is computed, and
+        materialised and recast parameters.
+        """
+        # Only a table needs rich.
+        from .load_table import render_table
+
+        return render_table(self)
+
+
+class PhaseClock:
+    """Adds up the wall-clock seconds of each phase of a load, or of a save.
+
+    A phase may be entered many times, by any thread, and phases may nest or overlap: each counts for itself.
+
+        clock = PhaseClock()
+        with clock("total"):
+            with clock("plan"):
+                ...
+    """
+
+    def __init__(self, phases: Sequence[str] = PHASES) -> None:
+        self._seconds = dict.fromkeys(phases, 0.0)
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """A copy of the seconds so far, with a key for each phase."""
+        with self._lock:
+            return dict(self._seconds)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Adds `seconds` to a phase; thread-safe.
+
+        Raises:
+            ValueError: `phase` is none of the clock's.
+        """
+        if phase not in self._seconds:
+            raise ValueError(f"phase: expected one of {', '.join(self._seconds)}; got {phase!r}")
+        with self._lock:
+            self._seconds[phase] += seconds
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Returns a context whose duration is added to a phase, also if it ends with an error.
+
+        Raises:
+            ValueError: `phase` is none of the clock's.
+        """
+        self.add(phase, 0.0)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(phase, time.perf_counter() - start)

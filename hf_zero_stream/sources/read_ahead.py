@@ -1,0 +1,97 @@
+"""Brings a checkpoint into the page cache before, and while, the reader threads come for it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+
+import psutil
+
+from ..checkpoint.index import open_at_once
+from .madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise
+
+
+__all__ = ["ReadAhead"]
+
+WINDOW_BYTES = 16 * 2**20
+LEAD_BYTES = 4 * 2**30
+"""Most that is brought in before it is read; less on a host with little free memory, where it might be dropped again
+before it was of use."""
+
+
+class ReadAhead:
+    """A thread that has its share of a checkpoint cached, in file order; the ranks of a host have one each.
+
+    For loads that need each byte of the files on this host, whichever of its ranks it is for. So it can begin before
+    there is a plan, and the storage sees one long run through the files, where the reads of each rank alone have
+    holes for the parts of the others.
+
+    A window of the file is mapped, populated and unmapped again: nothing is copied, and it costs little time of the
+    processor. Linux caches what is populated with ``MADV_HUGEPAGE`` in pages of 2 MiB where the file system can
+    (``do_sync_mmap_readahead`` in mm/filemap.c); what is read with ``preadv``, or upon ``POSIX_FADV_WILLNEED``, it
+    caches in pages of 4 KiB at first, which takes more time and smaller requests.
+
+    All of it is advice. What fails here (a file cut short, a system without ``MADV_POPULATE_READ``) ends the thread,
+    and is left for the reads to find.
+
+    Args:
+        paths: the files, in the order in which they will be read.
+        share: which share is this rank's, below `shares`: every `shares`-th window.
+        shares: number of ranks that read ahead together.
+    """
+
+    def __init__(self, paths: Sequence[str], share: int, shares: int) -> None:
+        self._files = [(path, os.path.getsize(path)) for path in paths]
+        self._share, self._shares = share, shares
+        self.total_bytes = sum(size for _, size in self._files)
+        """Size of all files together."""
+        self._lead = min(LEAD_BYTES, psutil.virtual_memory().available // 4)
+        self._reached = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="hf_zero_stream-ahead", daemon=True)
+        self._thread.start()
+
+    def reached(self, part: float) -> None:
+        """Say how far the reads have come, in [0, 1]."""
+        self._reached = int(part * self.total_bytes)
+
+    def stop(self) -> None:
+        """End the thread; waits for the window that it is at. May be called again."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with suppress(OSError, ValueError):
+            for path, begin, nbytes, position in self._windows():
+                while position - self._reached > self._lead:
+                    if self._stopped.wait(0.01):
+                        return
+                if self._stopped.is_set() or not _populate(path, begin, nbytes):
+                    return
+
+    def _windows(self) -> Iterator[tuple[str, int, int, int]]:
+        """This rank's windows: the file, where they begin in it, their size, and where they begin in all files."""
+        number = before = 0
+        for path, size in self._files:
+            for begin in range(0, size, WINDOW_BYTES):
+                if number % self._shares == self._share:
+                    yield path, begin, min(WINDOW_BYTES, size - begin), before + begin
+                number += 1
+            before += size
+
+
+def _populate(path: str, begin: int, nbytes: int) -> bool:
+    """Whether these bytes of a file are cached now."""
+    # Private and writable, because ctypes tells the address of nothing else; it is not written to.
+    access = mmap.PROT_READ | mmap.PROT_WRITE
+    with (
+        open(path, "rb", buffering=0, opener=open_at_once) as file,
+        mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE, access, offset=begin) as window,
+    ):
+        address = ctypes.addressof(ctypes.c_char.from_buffer(window))
+        advise(address, nbytes, MADV_HUGEPAGE)
+        return advise(address, nbytes, MADV_POPULATE_READ)
