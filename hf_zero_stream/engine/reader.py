@@ -30,7 +30,7 @@ from .lanes import buffers_per_lane
 from .lookup import Lookup
 from .streams import choose_request_bytes, choose_threads
 from .verification import Verifier
-from .workers import share_out
+from .workers import run_in_threads
 
 
 __all__ = ["Batch", "Item", "Reader"]
@@ -173,7 +173,7 @@ class Reader:
         """From here on a rank that does not see the shards asks the one that does, in planning too."""
         is_first = self._group is None
         if is_first:
-            with self._coordinator.connections():
+            with self._coordinator.naming_dead_rank():
                 self._group = dist.new_group(backend="gloo")
         reader, *clients = self._readers_clients()
         if self._coordinator.rank != reader:
@@ -212,7 +212,7 @@ class Reader:
             ReadError, CheckpointError: a shard could not be read.
             PeerError: the rank that reads for this one died.
         """
-        with self._coordinator.connections():
+        with self._coordinator.naming_dead_rank():
             return self._evaluator.materialise(view)
 
     def plan(self, items: Iterable[Item]) -> LoadPlan:
@@ -248,7 +248,7 @@ class Reader:
             ReadError, CheckpointError: a shard cannot be opened, or is not the one whose header was read.
         """
         if self.reads_itself:
-            share_out(sorted({read.shard for read in plan.reads}), self._files.open, self._threads())
+            run_in_threads(sorted({read.shard for read in plan.reads}), self._files.open, self._threads())
 
     def fill(self, batches: Sequence[Batch], plan: LoadPlan) -> None:
         """Fill the destinations of `batches`, one batch after the other.
@@ -267,7 +267,7 @@ class Reader:
             self._fill(batches, plan)
             return
         try:
-            with self._coordinator.connections():
+            with self._coordinator.naming_dead_rank():
                 self._fill(batches, plan)
                 if self._server is not None:
                     self._server.wait()
@@ -344,7 +344,7 @@ class Reader:
         if completes and self._config.verify == "full":
             assert self._verifier is not None
             mine = {name: part for name, part in self._verifier.parts.items() if name in completes}
-            self._verifier.verify_whole(completes, self._coordinator.exchange(mine, error))
+            self._verifier.verify_whole(completes, self._coordinator.all_gather(mine, error))
         elif error is not None:
             raise error
 
