@@ -23,8 +23,8 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from ..config import without_own_section
 from ..destinations.deepspeed import zero3
-from ..integration import streaming
 from ..loading.dry_load import model_class_of
+from ..loading.streaming import streaming
 from ..reports.memory import AnonymousMemory
 
 

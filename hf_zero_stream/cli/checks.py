@@ -77,7 +77,9 @@ def features(compatible: Mapping[str, bool]) -> Iterator[Check]:
 
     yield Check("accelerator", "ok", get_accelerator().device_name())
     yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
-    yield _imports("streaming under ZeRO-3", "hf_zero_stream.loading.load", "hf_zero_stream.integration", needed=True)
+    yield _imports(
+        "streaming under ZeRO-3", "hf_zero_stream.loading.load", "hf_zero_stream.loading.streaming", needed=True
+    )
     yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.destinations.deepspeed.experts")
     for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
         yield Check(what, "ok" if compatible.get(op) else "no", f"DeepSpeed's op {op}")

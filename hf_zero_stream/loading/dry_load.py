@@ -10,12 +10,12 @@ import transformers
 
 from ..config import StreamingConfig, buildable, without_own_section
 from ..errors import ConfigError, UnsupportedError
-from ..integration import streaming, warn_of_open_dtype
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
+from .streaming import streaming, warn_of_open_dtype
 
 
 if TYPE_CHECKING:

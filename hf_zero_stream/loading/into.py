@@ -20,7 +20,6 @@ from ..destinations.deepspeed.masters import masters_of
 from ..destinations.homes import Sourced, exchange_batches, swap_batch, whole
 from ..engine.reader import Batch, Item
 from ..errors import ConfigError, LoadError, UnsupportedError
-from ..integration import finish_saves_into, streaming
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
@@ -29,6 +28,7 @@ from ..reports.memory import collector_paused
 from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
 from .load import Load, source_of
+from .streaming import finish_saves_into, streaming
 
 
 __all__ = ["load_into"]

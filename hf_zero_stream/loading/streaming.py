@@ -17,23 +17,23 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from . import patching, scope
-from .config import StreamingConfig, adopt_alias, buildable, without_own_section
-from .decorating import decorated
-from .errors import ConfigError, DisagreementError, UnsupportedError
-from .ranks.coordinator import Coordinator, expected_at
-from .ranks.presence import make_contact
-from .ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
-from .reports.memory import collector_paused
-from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
-from .saving.hooks import trainer_patches
-from .saving.publish import finish_interrupted
-from .seams import REPLACEMENTS, ModelsConfig, Session, other_config, raise_if_misfit, zero3_config
-from .seams.placement import builds_without_memory, sharding_argument, why_elsewhere
+from .. import patching, scope
+from ..config import StreamingConfig, adopt_alias, buildable, without_own_section
+from ..decorating import decorated
+from ..errors import ConfigError, DisagreementError, UnsupportedError
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.presence import make_contact
+from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
+from ..reports.memory import collector_paused
+from ..saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
+from ..saving.hooks import trainer_patches
+from ..saving.publish import finish_interrupted
+from ..seams import REPLACEMENTS, ModelsConfig, Session, other_config, raise_if_misfit, zero3_config
+from ..seams.placement import builds_without_memory, sharding_argument, why_elsewhere
 
 
 if TYPE_CHECKING:
-    from .loading.load import Load
+    from .load import Load
 
 
 __all__ = ["finish_saves_into", "streaming", "warn_of_open_dtype"]
@@ -148,8 +148,8 @@ def _load(
 
 
 def _under_zero3(original: Callable[..., Any], found: dict[str, Any], args: Any, kwargs: Any, strict: Any) -> Any:
-    from .destinations.deepspeed import zero3
-    from .loading.load import Load  # imports deepspeed, which takes seconds and which plain loading does not need
+    from ..destinations.deepspeed import zero3
+    from .load import Load  # imports deepspeed, which takes seconds and which plain loading does not need
 
     zero3.init_distributed()
     coordinator = Coordinator.of_default_group()
@@ -175,8 +175,8 @@ def _outside_zero3(
     with expected_at(SHARED_LOAD):
         settings = _settings(found, strict)
         if settings.share_reads:
-            from .destinations.deepspeed import zero3
-            from .loading.load import Load
+            from ..destinations.deepspeed import zero3
+            from .load import Load
 
             coordinator = Coordinator.of_default_group()
             path = str(_path_of(args, kwargs))
