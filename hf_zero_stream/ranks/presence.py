@@ -22,18 +22,16 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import PeerError, VersionError
+from ..errors import PeerError
+from ..versions import refuse_unknown_version
 from .pulse import Line, Listener
 from .topology import Place, Topology, announced_local_rank, announced_local_size
 
 
 __all__ = ["PREFIX", "Presence", "is_alone", "make_contact"]
 
-if not hasattr(distributed_c10d, "_get_default_store") or not hasattr(dist.Store, "clone"):
-    raise VersionError(
-        "torch.distributed has no _get_default_store or no Store.clone; this version of torch is not known to "
-        "hf_zero_stream: install torch>=2.11 or a newer hf_zero_stream."
-    )
+_RELIED_ON = ((distributed_c10d, "_get_default_store"), (dist.Store, "clone"))
+refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])
 
 PREFIX = "hf_zero_stream"
 """What all our keys in the store begin with."""

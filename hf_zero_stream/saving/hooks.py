@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-import transformers
 from accelerate import Accelerator
 from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
@@ -24,11 +23,12 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from .. import patching
-from ..errors import UnsupportedError, VersionError
+from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.saving import NotedShard
+from ..versions import refuse_unknown_version
 from . import calls
 
 
@@ -180,11 +180,7 @@ class TrainerPatches:
             trainer = sys.modules.get("transformers.trainer")
             if trainer is None or self._patches is not None or not self._users:
                 return False
-            if not hasattr(trainer.Trainer, "_save"):
-                raise VersionError(
-                    f"transformers {transformers.__version__} has no Trainer._save; this version is not known to "
-                    "hf_zero_stream: install transformers>=5.1,<6 or a newer hf_zero_stream."
-                )
+            refuse_unknown_version("transformers", [] if hasattr(trainer.Trainer, "_save") else ["Trainer._save"])
             self._patches = patching.Patches({(trainer.Trainer, "save_model"): patching.function(_trainer_save_model)})
             self._patches.acquire()
             return True

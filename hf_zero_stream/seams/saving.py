@@ -17,23 +17,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import patching
-from ..errors import VersionError
+from ..versions import refuse_unknown_version
 
 
 __all__ = ["NotedShard", "index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
 
-_missing = [name for name in ("safe_save_file", "_add_variant") if name not in vars(modeling_utils)]
-if _missing:
-    raise VersionError(
-        f"transformers {transformers.__version__} has no {', '.join(_missing)}; this version is not known to "
-        "hf_zero_stream: install transformers>=5.1,<6 or a newer hf_zero_stream."
-    )
+refuse_unknown_version(
+    "transformers", [name for name in ("safe_save_file", "_add_variant") if name not in vars(modeling_utils)]
+)
 
 
 @dataclass(frozen=True)

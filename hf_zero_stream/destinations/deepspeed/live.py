@@ -9,7 +9,8 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
-from ...errors import UnsupportedError, VersionError
+from ...errors import UnsupportedError
+from ...versions import refuse_unknown_version
 from .masters import ZENFLOW
 
 
@@ -17,11 +18,7 @@ __all__ = ["is_trained_apart", "is_zero_param", "master_partition", "shape_of", 
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
 _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
-if _missing:
-    raise VersionError(
-        f"DeepSpeedZeroOptimizer_Stage3 has no {', '.join(_missing)}; this version is not known to hf_zero_stream: "
-        "install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-    )
+refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for name in _missing])
 
 
 def shape_of(param: Any) -> torch.Size:
