@@ -21,6 +21,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from .checkpoint.index import CheckpointIndex
 from .checkpoint.lazy import LazyTensor, checkpoint_slices
 from .checkpoint.nodes import View
+from .checkpoint.noted import NotedShard
 from .checkpoint.soundness import shards_of
 from .config import StreamingConfig
 from .engine.reader import Batch, Item, Reader
@@ -32,7 +33,7 @@ from .reports.memory import AnonymousMemory
 from .saving.files import ShardWriter, reserve
 from .saving.plan import ShardToWrite, shard_to_write
 from .saving.publish import Publication
-from .seams.saving import NotedShard, lay_out_pretrained, note_dtype
+from .seams.saving import lay_out_pretrained, note_dtype
 
 
 __all__ = ["Converted", "convert"]

@@ -22,6 +22,7 @@ from ..config import StreamingConfig, adopt_alias, buildable, without_own_sectio
 from ..decorating import decorated
 from ..errors import ConfigError, DisagreementError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.launchers import announces_zero3, announces_zero3_init
 from ..ranks.presence import make_contact
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
@@ -307,9 +308,8 @@ def warn_of_open_dtype(sections: list[str], advice: str) -> None:
 
 
 def _warn_if_zero3_comes_too_late() -> None:
-    environ = os.environ
-    if environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
-        if environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true":
+    if announces_zero3():
+        if announces_zero3_init():
             logger.warning_once(
                 "The launcher announces DeepSpeed ZeRO-3, but no DeepSpeed config object is alive yet, so this model "
                 "is loaded in full on every rank. Move the line that creates Accelerator() or TrainingArguments(...) "

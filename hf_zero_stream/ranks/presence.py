@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing.util
-import os
 import socket
 import threading
 import weakref
@@ -24,8 +23,9 @@ from torch.distributed import distributed_c10d
 
 from ..errors import PeerError
 from ..versions import refuse_unknown_version
+from .launchers import agent_holds_store, announced_local_rank, announced_local_size
 from .pulse import Line, Listener
-from .topology import Place, Topology, announced_local_rank, announced_local_size
+from .topology import Place, Topology
 
 
 __all__ = ["PREFIX", "Presence", "is_alone", "make_contact"]
@@ -93,7 +93,7 @@ class Presence:
             if _current is None or _current._of() is not store or _current.is_lost:
                 if _current is not None:
                     _current.close()
-                holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+                holds_store = not agent_holds_store()
                 try:
                     _current = cls(store, dist.get_rank(), dist.get_world_size(), holds_store=holds_store)
                 except RuntimeError as error:

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,15 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import patching
+from ..checkpoint.noted import NotedShard
 from ..versions import refuse_unknown_version
 
 
-__all__ = ["NotedShard", "index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
+__all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
 
 refuse_unknown_version(
     "transformers", [name for name in ("safe_save_file", "_add_variant") if name not in vars(modeling_utils)]
 )
-
-
-@dataclass(frozen=True)
-class NotedShard:
-    """What transformers would have written into one file."""
-
-    name: str
-    tensors: Mapping[str, torch.Tensor]
-    metadata: Mapping[str, str]
 
 
 _noted: ContextVar[list[NotedShard] | None] = ContextVar("hf_zero_stream_noted_shards", default=None)

@@ -31,7 +31,7 @@ from torch import nn
 from ...engine.allocation import allocating
 from ...errors import UnsupportedError
 from ...planning.plan import Target, partition_range
-from ...ranks.topology import announced_local_rank
+from ...ranks.launchers import announced_local_rank
 from ...versions import refuse_unknown_version
 from . import nvme
 
