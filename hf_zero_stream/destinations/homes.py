@@ -18,7 +18,16 @@ from .deepspeed.flat.allocate import allocate_flat
 from .replicated import Exchange, exchanges
 
 
-__all__ = ["Home", "PartitionedHome", "ReplicatedHome", "Sourced", "Sources", "whole"]
+__all__ = [
+    "Home",
+    "PartitionedHome",
+    "ReplicatedHome",
+    "Sourced",
+    "Sources",
+    "exchange_batches",
+    "swap_batch",
+    "whole",
+]
 
 Sourced = tuple[Any, View]
 """A parameter, or a flat buffer, and where its values come from."""

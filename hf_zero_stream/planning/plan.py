@@ -16,7 +16,7 @@ from .reads import Piece, Read, merge_pieces, pieces_of_region
 from .regions import Region, regions_of_range
 
 
-__all__ = ["LoadPlan", "PlanCost", "Target", "make_plan", "partition_range"]
+__all__ = ["LoadPlan", "Placement", "PlanCost", "Target", "make_plan", "materialise_reason", "partition_range"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from .pulse import Line, Listener
 from .topology import Place, Topology
 
 
-__all__ = ["PREFIX", "Presence", "is_alone", "make_contact"]
+__all__ = ["PREFIX", "STORE_TIMEOUT_S", "Presence", "is_alone", "make_contact", "why_store_is_lost"]
 
 _RELIED_ON = ((distributed_c10d, "_get_default_store"), (dist.Store, "clone"))
 refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])

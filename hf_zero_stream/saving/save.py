@@ -43,7 +43,7 @@ from .publish import Publication
 from .write import Sink, execute_save
 
 
-__all__ = ["LayOut", "Save", "save_pretrained"]
+__all__ = ["CHUNK_BYTES", "LayOut", "Save", "save_pretrained"]
 
 logger = logging.get_logger(__name__)
 
