@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
     from .loading.dry_load import plan as plan
+    from .loading.integration import streaming as streaming
     from .loading.into import load_into as load_into
-    from .loading.streaming import streaming as streaming
     from .planning.plan import LoadPlan as LoadPlan
     from .reports.load import LoadReport as LoadReport
     from .reports.save import SaveReport as SaveReport
@@ -27,7 +27,7 @@ _HOMES = {
     "load_into": ".loading.into",
     "plan": ".loading.dry_load",
     "save_pretrained": ".saving.save",
-    "streaming": ".loading.streaming",
+    "streaming": ".loading.integration",
 }
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import hf_zero_stream
-from hf_zero_stream import integration
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.loading import integration
 from tests.parity import ds_config
 from tests.zoo import ZOO
 

@@ -15,7 +15,7 @@ from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
-from .streaming import streaming, warn_of_open_dtype
+from .integration import streaming, warn_of_open_dtype
 
 
 if TYPE_CHECKING:
