@@ -25,6 +25,7 @@ from ..config import StreamingConfig, without_auto
 from ..destinations.deepspeed import engine_memory, zero3
 from ..destinations.homes import Home, PartitionedHome, ReplicatedHome, Sourced, Sources, whole
 from ..engine.allocation import allocating, is_out_of_memory
+from ..engine.opened import OpenCheckpoint
 from ..engine.reader import Batch, Reader
 from ..errors import LoadError
 from ..planning.plan import LoadPlan
@@ -76,7 +77,8 @@ class Load:
         self.plan: LoadPlan | None = None
         self.device = zero3.local_device().type
         """The type of the device that will train, on which the memory that is announced depends."""
-        self._reader = Reader(config, coordinator, self.clock, self.memory)
+        self._checkpoint = OpenCheckpoint(config, coordinator)
+        self._reader = Reader(self._checkpoint, config, coordinator, self.clock, self.memory)
         self._recast: list[str] = []
         self._index: CheckpointIndex | None = None
         self.absent: Mapping[str, AbsentSlice] = {}
@@ -85,26 +87,26 @@ class Load:
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The checkpoint's files, once it is open."""
-        return self._reader.shards
+        return self._checkpoint.shards
 
     def close(self) -> None:
         """Release file handles; the load's other state is garbage once the model is returned."""
-        self._reader.close()
+        self._checkpoint.close()
 
     # ------------------------------------------------------------------------------------------------- open
 
     def read_ahead(self, files: Sequence[str]) -> None:
         """Begin to bring safetensors shards into the page cache where that is of use; a second call does nothing."""
-        self._reader.read_ahead(files)
+        self._checkpoint.read_ahead(files)
 
     @property
     def reads_itself(self) -> bool:
         """Whether this rank reads the shards, and not another one for it (`read_from`)."""
-        return self._reader.reads_itself
+        return self._checkpoint.reads_itself
 
     def look_into(self, shard: str) -> CheckpointIndex:
         """What is in one shard; where one rank reads for others, all of them ask together, and rank 0 looks."""
-        if self._reader.relays:
+        if self._checkpoint.relays:
             return CheckpointIndex.from_headers([shard], [self.coordinator.share(lambda: read_header(shard))])
         return CheckpointIndex.from_files([shard])
 
@@ -114,7 +116,7 @@ class Load:
         Raises:
             ReadError: on all ranks; names the rank.
         """
-        if not self._reader.relays:
+        if not self._checkpoint.relays:
             return
         unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
         everyone = self.coordinator.exchange((sorted(map(os.path.basename, files)), unseen))
@@ -136,11 +138,11 @@ class Load:
 
         def read_headers() -> list[ShardHeader]:
             identities.extend(map(Identity.of_readable, files))
-            retries = self._reader.retries
+            retries = self._checkpoint.retries
             return [retries.call(partial(read_header, path), cause_of=lambda error: error.__cause__) for path in files]
 
         def checked_index() -> CheckpointIndex:
-            compares = self.coordinator.topology.is_first_of_host and self._reader.reads_itself
+            compares = self.coordinator.topology.is_first_of_host and self._checkpoint.reads_itself
             if compares and not self.coordinator.is_main and self.config.verify != "off":
                 refuse_other_headers(files, read_headers(), headers)
             return CheckpointIndex.from_headers(files, headers, weight_map)
@@ -149,12 +151,12 @@ class Load:
             self.coordinator.refuse_unlike([os.path.basename(file) for file in files])
             headers = self.coordinator.share(read_headers)
             # Where one rank reads for others, what follows is for all of them together.
-            index = self.coordinator.together(checked_index) if self._reader.relays else checked_index()
+            index = self.coordinator.together(checked_index) if self._checkpoint.relays else checked_index()
         for note in index.notes if self.coordinator.is_main else ():
             logger.warning("%s: %s", os.path.dirname(files[0]), note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
-        index = index.numbered_from(self._reader.add(index.shards, identities))
-        slices = checkpoint_slices(index, self._reader.materialise)
+        index = index.numbered_from(self._checkpoint.add(index.shards, identities))
+        slices = checkpoint_slices(index, self._checkpoint.materialise)
         # A module is given its extra state at once, and may look into it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
@@ -192,11 +194,13 @@ class Load:
             if _is_extra_state(name):
                 return tensor
             dtype_name = _DTYPE_NAMES.get(tensor.dtype, "")
-            return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._reader.materialise)
+            return CheckpointSlice(
+                HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._checkpoint.materialise
+            )
 
         self.coordinator.refuse_unlike("values in memory")
         self._index, self.absent = None, {}
-        self._reader.add(())
+        self._checkpoint.add(())
         return {name: slice_of(name, tensor) for name, tensor in tensors.items()}
 
     # ------------------------------------------------------------------------------------------------- place
@@ -235,7 +239,7 @@ class Load:
                 mine = description(model, missing, self.ds_config, self.config, shares_reads=shares_reads)
                 prepared = prepare()
                 assert self.plan is not None
-                self._reader.open(self.plan)
+                self._checkpoint.open(read.shard for read in self.plan.reads)
         except BaseException as caught:
             error = _explained(caught, self.coordinator.rank)
         refuse_differences(self.coordinator.exchange(mine, error))
@@ -356,9 +360,9 @@ class Load:
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
             bytes_needed=plan.cost.bytes_needed,
-            bytes_read=self._reader.bytes_read,
-            reads=self._reader.reads,
-            retries=self._reader.retries.count,
+            bytes_read=self._checkpoint.bytes_read - self._reader.verification.bytes_read,
+            reads=self._checkpoint.reads,
+            retries=self._checkpoint.retries.count,
             verification=self._reader.verification,
             partition_bytes=plan.cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,

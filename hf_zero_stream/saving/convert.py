@@ -23,6 +23,7 @@ from ..checkpoint.lazy import LazyTensor, checkpoint_slices
 from ..checkpoint.nodes import View
 from ..checkpoint.soundness import shards_of
 from ..config import StreamingConfig
+from ..engine.opened import OpenCheckpoint
 from ..engine.reader import Batch, Item, Reader
 from ..errors import ConfigError, UnsupportedError
 from ..planning.plan import Target
@@ -100,30 +101,32 @@ def convert(
     if dtype is not None:
         _refuse_quantised(source, index)
     memory = AnonymousMemory()
-    reader = Reader(StreamingConfig(progress=progress), Coordinator(0, 1, alone=True), PhaseClock(), memory)
-    reader.add(index.shards)
+    config, alone = StreamingConfig(progress=progress), Coordinator(0, 1, alone=True)
+    checkpoint = OpenCheckpoint(config, alone)
+    checkpoint.add(index.shards)
     publication = Publication.begin(Path(destination))
     try:
         with memory:
             _copy_other_files(source, publication.temporary, dtype)
             if layout == "same":
-                noted = _split(index, reader, publication.temporary, dtype, max_shard_size)
+                noted = _split(index, checkpoint, publication.temporary, dtype, max_shard_size)
             else:
                 noted = _in_layout(
-                    source, reader, publication.temporary, dtype, max_shard_size, layout, trust_remote_code
+                    source, checkpoint, publication.temporary, dtype, max_shard_size, layout, trust_remote_code
                 )
             shards = [shard_to_write(shard) for shard in noted]
+            reader = Reader(checkpoint, config, alone, PhaseClock(), memory)
             written = _write(shards, reader, publication.temporary)
         publication.commit(WEIGHTS, INDEX)
     except BaseException:
         publication.abandon()
         raise
     finally:
-        reader.close()
+        checkpoint.close()
     return Converted(
         tuple(shard.name for shard in shards),
         sum(len(shard.views) for shard in shards),
-        reader.bytes_read,
+        checkpoint.bytes_read,
         written,
         memory.growth_peak,
     )
@@ -151,10 +154,14 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def _split(
-    index: CheckpointIndex, reader: Reader, folder: Path, dtype: torch.dtype | None, max_shard_size: int | str
+    index: CheckpointIndex,
+    checkpoint: OpenCheckpoint,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
 ) -> list[NotedShard]:
     """The same tensors, in order of the source's files."""
-    slices = checkpoint_slices(index, reader.materialise)
+    slices = checkpoint_slices(index, checkpoint.materialise)
     tensors = {name: piece[...] for name, piece in slices.items()}
     if dtype is not None:
         tensors = {
@@ -173,7 +180,7 @@ def _split(
 
 def _in_layout(
     source: Path,
-    reader: Reader,
+    checkpoint: OpenCheckpoint,
     folder: Path,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
@@ -188,7 +195,7 @@ def _in_layout(
     model, missing, tied = lazily_loaded(
         str(source), load, lambda *found: found, trust_remote_code=trust_remote_code, local_files_only=True
     )
-    reader.add(load.shards)
+    checkpoint.add(load.shards)
     lost = sorted(missing - tied)
     if lost:
         raise UnsupportedError(
