@@ -210,7 +210,7 @@ def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) 
     ):
         result = original(*args, **kwargs)
     if session.stock_reason:
-        load.coordinator.refuse_unlike("stock")
+        load.coordinator.require_same("stock")
     else:
         model = _model_of(result)
         model.streaming_report = load.finish(model, logger)
@@ -237,7 +237,7 @@ def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> No
             finished = finish_interrupted(Path(path))
     except Exception as caught:
         error = caught
-    coordinator.refuse_unlike(f"read_from={read_from!r}", error)
+    coordinator.require_same(f"read_from={read_from!r}", error)
     if finished and coordinator.is_main:
         logger.warning(f"{path}: an interrupted save was complete; its files have their final names now.")
 

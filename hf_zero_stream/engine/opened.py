@@ -23,7 +23,7 @@ from ..sources.retries import Retries
 from .compute import Evaluator
 from .lanes import buffers_per_lane
 from .streams import choose_request_bytes, choose_threads
-from .workers import share_out
+from .workers import run_in_threads
 
 
 __all__ = ["OpenCheckpoint"]
@@ -153,7 +153,7 @@ class OpenCheckpoint:
         """From here on a rank that does not see the shards asks the one that does, in planning too."""
         is_first = self._group is None
         if is_first:
-            with self._coordinator.connections():
+            with self._coordinator.naming_dead_rank():
                 self._group = dist.new_group(backend="gloo")
         reader, *clients = self._readers_clients()
         if self._coordinator.rank != reader:
@@ -192,7 +192,7 @@ class OpenCheckpoint:
             ReadError, CheckpointError: a shard could not be read.
             PeerError: the rank that reads for this one died.
         """
-        with self._coordinator.connections():
+        with self._coordinator.naming_dead_rank():
             return self.evaluator.materialise(view)
 
     @property
@@ -217,7 +217,7 @@ class OpenCheckpoint:
             ReadError, CheckpointError: a shard cannot be opened, or is not the one whose header was read.
         """
         if self.reads_itself:
-            share_out(sorted(set(numbers)), self.source.open, self.threads())
+            run_in_threads(sorted(set(numbers)), self.source.open, self.threads())
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -231,7 +231,7 @@ class OpenCheckpoint:
             yield
             return
         try:
-            with self._coordinator.connections():
+            with self._coordinator.naming_dead_rank():
                 yield
                 if self._server is not None:
                     self._server.wait()

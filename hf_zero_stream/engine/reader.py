@@ -163,7 +163,7 @@ class Reader:
         if completes and self._config.verify == "full":
             assert self._verifier is not None
             mine = {name: part for name, part in self._verifier.parts.items() if name in completes}
-            self._verifier.verify_whole(completes, self._coordinator.exchange(mine, error))
+            self._verifier.verify_whole(completes, self._coordinator.all_gather(mine, error))
         elif error is not None:
             raise error
 

@@ -66,7 +66,7 @@ class Load:
         self.config = config
         self.ds_config = ds_config = without_auto(ds_config)
         self.coordinator = coordinator
-        coordinator.be_patient(config.peer_timeout_s)
+        coordinator.set_timeout(config.peer_timeout_s)
         self.clock = PhaseClock()
         self.memory = AnonymousMemory()
         self.home: Home = (
@@ -107,7 +107,7 @@ class Load:
     def look_into(self, shard: str) -> CheckpointIndex:
         """What is in one shard; where one rank reads for others, all of them ask together, and rank 0 looks."""
         if self._checkpoint.relays:
-            return CheckpointIndex.from_headers([shard], [self.coordinator.share(lambda: read_header(shard))])
+            return CheckpointIndex.from_headers([shard], [self.coordinator.broadcast(lambda: read_header(shard))])
         return CheckpointIndex.from_files([shard])
 
     def refuse_unseen(self, files: Sequence[str]) -> None:
@@ -119,7 +119,7 @@ class Load:
         if not self._checkpoint.relays:
             return
         unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
-        everyone = self.coordinator.exchange((sorted(map(os.path.basename, files)), unseen))
+        everyone = self.coordinator.all_gather((sorted(map(os.path.basename, files)), unseen))
         refuse_other_files(os.path.dirname(files[0]), everyone, self.config.read_from)
 
     def open(
@@ -148,10 +148,10 @@ class Load:
             return CheckpointIndex.from_headers(files, headers, weight_map)
 
         with self.clock("index"):
-            self.coordinator.refuse_unlike([os.path.basename(file) for file in files])
-            headers = self.coordinator.share(read_headers)
+            self.coordinator.require_same([os.path.basename(file) for file in files])
+            headers = self.coordinator.broadcast(read_headers)
             # Where one rank reads for others, what follows is for all of them together.
-            index = self.coordinator.together(checked_index) if self._checkpoint.relays else checked_index()
+            index = self.coordinator.run_on_all(checked_index) if self._checkpoint.relays else checked_index()
         for note in index.notes if self.coordinator.is_main else ():
             logger.warning("%s: %s", os.path.dirname(files[0]), note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
@@ -198,7 +198,7 @@ class Load:
                 HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._checkpoint.materialise
             )
 
-        self.coordinator.refuse_unlike("values in memory")
+        self.coordinator.require_same("values in memory")
         self._index, self.absent = None, {}
         self._checkpoint.add(())
         return {name: slice_of(name, tensor) for name, tensor in tensors.items()}
@@ -242,7 +242,7 @@ class Load:
                 self._checkpoint.open(read.shard for read in self.plan.reads)
         except BaseException as caught:
             error = _explained(caught, self.coordinator.rank)
-        refuse_differences(self.coordinator.exchange(mine, error))
+        refuse_differences(self.coordinator.all_gather(mine, error))
         return prepared
 
     def _filled(self, begin: Callable[[], Sequence[Batch]]) -> None:
@@ -343,7 +343,7 @@ class Load:
                 f"{len(unfilled)} parameters or buffers got no values: {', '.join(unfilled[:8])}. "
                 "This is a fault of hf_zero_stream; please report it with the model's config."
             )
-        entries = self.coordinator.exchange(self._entry(), error)
+        entries = self.coordinator.all_gather(self._entry(), error)
         report = LoadReport(
             world_size=self.coordinator.world_size,
             ranks=tuple(RankReport.from_dict(entry) for entry in entries),

@@ -77,9 +77,9 @@ class Coordinator:
         A rank that failed raises its own error. The others raise one of the same class if it is ours, and
         :class:`PeerError` if not; both name the rank.
         """
-        self.exchange(None, error)
+        self.all_gather(None, error)
 
-    def exchange(self, value: T, error: BaseException | None = None) -> list[T]:
+    def all_gather(self, value: T, error: BaseException | None = None) -> list[T]:
         """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`) as well.
 
         Raises:
@@ -113,13 +113,13 @@ class Coordinator:
         rank, (kind, message) = next(iter(failures.items()))
         raise peer_error(rank, kind, message)
 
-    def refuse_unlike(self, what: T, error: BaseException | None = None) -> None:
-        """An agreement that all ranks are about to do the same, and that no rank brings an `error`.
+    def require_same(self, what: T, error: BaseException | None = None) -> None:
+        """Return on every rank if all have the same `what` and no rank brings an `error`; an agreement.
 
         Raises:
             DisagreementError: on all ranks, if `what` is another on any.
         """
-        everyone = self.exchange(what, error)
+        everyone = self.all_gather(what, error)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise DisagreementError(
@@ -127,18 +127,18 @@ class Coordinator:
                     f"{_shortened(everyone[0])} on rank 0. Nothing has been read. All ranks must load the same."
                 )
 
-    def share(self, produce: Callable[[], T]) -> T:
-        """What `produce` returns on rank 0, on every rank; an agreement as well."""
+    def broadcast(self, produce: Callable[[], T]) -> T:
+        """Run `produce` on rank 0 and return what it returned there on every rank; an agreement as well."""
         if self.is_alone:
             return produce()
-        return broadcast_object(self.on_main(produce), 0, self.wait)
+        return broadcast_object(self.run_on_main(produce), 0, self.wait)
 
-    def on_main(self, work: Callable[[], T]) -> T | None:
-        """`work` on rank 0, and what it returns there; an agreement as well."""
-        return self.together(lambda: work() if self.is_main else None)
+    def run_on_main(self, work: Callable[[], T]) -> T | None:
+        """Run `work` on rank 0 alone. Returns its result there and None elsewhere; an agreement as well."""
+        return self.run_on_all(lambda: work() if self.is_main else None)
 
-    def together(self, work: Callable[[], T]) -> T:
-        """What `work` returns here, once it has on all ranks; an agreement."""
+    def run_on_all(self, work: Callable[[], T]) -> T:
+        """Run `work` on every rank. Returns its result here once it has succeeded on all; an agreement as well."""
         error: BaseException | None = None
         try:
             result = work()
@@ -147,26 +147,22 @@ class Coordinator:
         self.agree(error)
         return result
 
-    def report(self, error: BaseException) -> BaseException:
-        """Bring `error` to the next agreement, unless an agreement raised it; returns what this rank should raise."""
-        if self._reported:
-            return error
-        try:
-            self.agree(error)
-        except BaseException as agreed:
-            return agreed
-        return error
-
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Brings an error inside, Ctrl-C too, to the next agreement (see :meth:`report`); raises it as it was."""
+        """Bring an error inside, Ctrl-C too, to the next agreement, unless an agreement raised it; raise it again.
+
+        If another rank has died meanwhile, this rank still raises its own error.
+        """
         try:
             yield
         except BaseException as error:
-            failure = self.report(error)
-            if failure is error:
-                raise
-            raise failure from error
+            if not self._reported:
+                try:
+                    self.agree(error)
+                except BaseException as agreed:
+                    if agreed is not error:
+                        raise agreed from error
+            raise
 
     # ------------------------------------------------------------------------------------------- dying ranks
 
@@ -217,8 +213,8 @@ class Coordinator:
                 raise
             return watch
 
-    def be_patient(self, seconds: float = PEER_TIMEOUT_S) -> None:
-        """Take a rank for dead only after so many seconds without a heartbeat."""
+    def set_timeout(self, seconds: float = PEER_TIMEOUT_S) -> None:
+        """Set after how many seconds without a heartbeat a rank counts as dead."""
         if self._watch is not None:
             self._watch.timeout_s = seconds
 
@@ -237,7 +233,7 @@ class Coordinator:
         Raises:
             PeerError: a rank is dead, or the connection to it is lost.
         """
-        with self.connections():
+        with self.naming_dead_rank():
             began = time.monotonic()
             while self._watch is not None and not work.is_completed():
                 verdict = self._watch.verdict
@@ -248,8 +244,8 @@ class Coordinator:
             work.wait()
 
     @contextmanager
-    def connections(self) -> Iterator[None]:
-        """Turns the error of a collective inside into one that names the rank that died."""
+    def naming_dead_rank(self) -> Iterator[None]:
+        """Replace the connection error of a collective inside by a :class:`PeerError` that names the dead rank."""
         try:
             yield
         except PeerError:

@@ -202,7 +202,7 @@ class _Leader:
         try:
             with self._watched:
                 if not self._coordinator.is_alone:
-                    self._coordinator.share(lambda: pickle.dumps(_described(call)))
+                    self._coordinator.broadcast(lambda: pickle.dumps(_described(call)))
             self.report = _save_part(self._model, call)
             self._meet()
         except BaseException as error:
@@ -229,7 +229,7 @@ class _Leader:
         with self._watched:
             if error is not None:
                 self._coordinator.agree(error)
-            self._coordinator.share(_nothing)
+            self._coordinator.broadcast(_nothing)
 
 
 _leader: ContextVar[_Leader | None] = ContextVar("hf_zero_stream_leader", default=None)
@@ -240,7 +240,7 @@ def _follow(model: Any) -> SaveReport | None:
     while True:
         coordinator = Coordinator.of_default_group()
         with _coming_together(model, coordinator):
-            call = coordinator.share(_nothing)
+            call = coordinator.broadcast(_nothing)
         if call is None:
             return report
         with expected_at(SAVE):

@@ -134,7 +134,7 @@ def _saves_as_transformers(trainer: Any) -> bool:
         return True
     coordinator = Coordinator.of_default_group()
     with coordinator.watched(SAVE):
-        savers = coordinator.exchange(bool(trainer.args.should_save))
+        savers = coordinator.all_gather(bool(trainer.args.should_save))
     if sum(savers) == 1:
         return True
     if trainer.deepspeed.zero_optimization_stage() < 3:

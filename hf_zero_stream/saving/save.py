@@ -219,7 +219,7 @@ class Save:
                 torch.no_grad(),
                 torch.inference_mode(False),
             ):
-                write_from, publication = self._coordinator.share(
+                write_from, publication = self._coordinator.broadcast(
                     lambda: (self._write_from or _settings().write_from, Publication.begin(self._folder))
                 )
                 self._single_writer = write_from == "rank0" or (write_from == "auto" and self._is_hidden(publication))
@@ -231,7 +231,7 @@ class Save:
                     self._verify(plan, parameters, paths, progress)
                 with self._clock("publish"):
                     weights = _SUFFIX.sub("", shards[0].name)
-                    self._coordinator.on_main(lambda: publication.commit(weights, index_name))
+                    self._coordinator.run_on_main(lambda: publication.commit(weights, index_name))
         except BaseException:
             if publication is not None and self._coordinator.is_main:
                 publication.abandon()
@@ -242,7 +242,7 @@ class Save:
 
     def _planned(self, publication: Publication, lay_out: LayOut) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
         coordinator = self._coordinator
-        holdings = coordinator.together(
+        holdings = coordinator.run_on_all(
             lambda: stored.holdings(
                 self.model,
                 masters=self._dtype == torch.float32,
@@ -257,8 +257,8 @@ class Save:
             single_writer=self._single_writer,
             threads=_threads(coordinator.topology.sharing_cores),
         )
-        shards = coordinator.together(lambda: self._shards(publication, parameters, lay_out))
-        plan = coordinator.together(
+        shards = coordinator.run_on_all(lambda: self._shards(publication, parameters, lay_out))
+        plan = coordinator.run_on_all(
             lambda: make_save_plan(
                 shards,
                 parameters.shares,
@@ -269,7 +269,7 @@ class Save:
                 single_writer=self._single_writer,
             )
         )
-        digests = coordinator.exchange(hashlib.sha256(b"".join(shard.layout.header for shard in shards)).hexdigest())
+        digests = coordinator.all_gather(hashlib.sha256(b"".join(shard.layout.header for shard in shards)).hexdigest())
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if different:
             raise SaveError(
@@ -280,12 +280,12 @@ class Save:
             for shard in shards:
                 reserve(publication.temporary / shard.name, shard.layout.header, shard.layout.size_bytes)
 
-        coordinator.on_main(reserve_all)
+        coordinator.run_on_main(reserve_all)
         return parameters, shards, plan
 
     def _is_hidden(self, publication: Publication) -> bool:
         """Whether there are ranks that cannot write into the folder that rank 0 has made: its name is unique."""
-        sees = self._coordinator.exchange(os.access(publication.temporary, os.W_OK | os.X_OK))
+        sees = self._coordinator.all_gather(os.access(publication.temporary, os.W_OK | os.X_OK))
         if not all(sees) and self._coordinator.is_main:
             blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
             logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
@@ -303,7 +303,7 @@ class Save:
             with self._clock("write"):
                 self._execute(plan, parameters, files, "Writing weights", progress)
             with self._clock("sync"):
-                self._coordinator.together(files.sync)
+                self._coordinator.run_on_all(files.sync)
         finally:
             files.close()
 
@@ -335,7 +335,7 @@ class Save:
             rounds=len(plan.rounds),
             anonymous_growth_peak=self._memory.growth_peak,
         )
-        ranks = tuple(SavingRank(**entry) for entry in self._coordinator.exchange(asdict(mine)))
+        ranks = tuple(SavingRank(**entry) for entry in self._coordinator.all_gather(asdict(mine)))
         report = SaveReport(
             folder=str(self._folder),
             files=tuple(shard.name for shard in shards),
