@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
     from .integration import streaming as streaming
+    from .loading.dry_load import Forecast as Forecast
     from .loading.dry_load import plan as plan
     from .loading.into import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 # Imported at first use: transformers takes seconds to import, and a launcher's main process may never need it.
 _HOMES = {
+    "Forecast": ".loading.dry_load",
     "LoadPlan": ".planning.plan",
     "LoadReport": ".reports.load",
     "SaveReport": ".reports.save",

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from ..checkpoint.index import Shard
 from ..checkpoint.nodes import View
 from ..config import StreamingConfig
-from ..destinations.deepspeed import zero3
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import total_memory_bytes
 from ..sources.local import Identity, ShardFiles
@@ -38,15 +37,17 @@ class OpenCheckpoint:
     Args:
         config: our settings.
         coordinator: the ranks that load together.
+        device: the device that this rank trains on; it decides how many staging buffers a thread has.
     """
 
-    def __init__(self, config: StreamingConfig, coordinator: Coordinator) -> None:
+    def __init__(self, config: StreamingConfig, coordinator: Coordinator, device: torch.device | None = None) -> None:
         self.shards: tuple[Shard, ...] = ()
         self.request_bytes = 0
         """Largest single read."""
         self.retries = Retries(config.read_retries)
         self._config = config
         self._coordinator = coordinator
+        self._device = device or torch.device("cpu")
         self._on_network = False
         self._ahead: ReadAhead | None = None
         self._before = self._expected = 0
@@ -179,7 +180,6 @@ class OpenCheckpoint:
         self.source = files
         self.evaluator = Evaluator(
             files,
-            self.shards,
             request_bytes=self.request_bytes,
             seek_bytes=self._config.seek_bytes,
             staging_bytes=self._config.staging_bytes,
@@ -244,7 +244,7 @@ class OpenCheckpoint:
         """How many threads read at once."""
         return choose_threads(
             self._config.reader_threads,
-            self._config.staging_bytes // max(1, self.request_bytes * buffers_per_lane(zero3.local_device())),
+            self._config.staging_bytes // max(1, self.request_bytes * buffers_per_lane(self._device)),
             self._coordinator.topology.sharing_cores,
             self._on_network,
         )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from ..checkpoint.nodes import View
 from ..config import StreamingConfig
-from ..planning.plan import LoadPlan, Target, make_plan
+from ..destinations.base import Batch, Item
+from ..planning.plan import BatchPlan, LoadPlan, plan_batch
+from ..planning.regions import Leaf
 from ..ranks.coordinator import Coordinator
 from ..reports.load import PhaseClock, Verification
 from ..reports.memory import AnonymousMemory
@@ -20,35 +20,7 @@ from .opened import OpenCheckpoint
 from .verification import Verifier
 
 
-__all__ = ["Batch", "Item", "Reader"]
-
-Item = tuple[Target, View]
-"""What to fill, and from what."""
-
-
-def _nothing() -> None:
-    pass
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Targets that have memory at the same time.
-
-    Attributes:
-        items: what to fill, and from what.
-        begin: gives one flat destination for each item; called when the batches before are settled.
-        settle: called when the destinations are full, for instance to move them on.
-        is_collective: all ranks must settle together, and have the same batches.
-        is_lent: the destinations hold the values only until the batch is settled.
-        completes: whole tensors, flat, that this rank has once all batches are settled, by the parameter's name.
-    """
-
-    items: Sequence[Item]
-    begin: Callable[[], Sequence[torch.Tensor]]
-    settle: Callable[[], None] = _nothing
-    is_collective: bool = False
-    is_lent: bool = False
-    completes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+__all__ = ["Reader"]
 
 
 class Reader:
@@ -84,22 +56,26 @@ class Reader:
         """What was verified."""
         return self._verifier.result if self._verifier else Verification(how=self._config.verify)
 
-    def plan(self, items: Iterable[Item]) -> LoadPlan:
-        """How this rank would fill the targets of `items`."""
-        return make_plan(
-            items,
-            self._checkpoint.shards,
-            rank=self._coordinator.rank,
-            world_size=self._coordinator.world_size,
-            request_bytes=self._checkpoint.request_bytes,
-            seek_bytes=self._config.seek_bytes,
-        )
+    def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, list[Sequence[Leaf]]]:
+        """How this rank is going to fill `batches`; for each, the sources that its placements refer to by number."""
+        plans: list[BatchPlan] = []
+        leaves: list[Sequence[Leaf]] = []
+        for batch in batches:
+            plan, of_batch = plan_batch(
+                ((item.target, item.view) for item in batch.items),
+                request_bytes=self._checkpoint.request_bytes,
+                seek_bytes=self._config.seek_bytes,
+            )
+            plans.append(plan)
+            leaves.append(of_batch)
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        return LoadPlan(rank, world_size, self._checkpoint.shards, tuple(plans)), leaves
 
-    def fill(self, batches: Sequence[Batch], plan: LoadPlan) -> None:
-        """Fill the destinations of `batches`, one batch after the other.
+    def fill(self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]]) -> None:
+        """Fill the memory of `batches`, one after the other, as `plan` says.
 
         Args:
-            plan: the plan of all of their items together.
+            plan: what :meth:`plan` returned for them, with `leaves`.
 
         Raises:
             ReadError, CheckpointError: a shard could not be read, or changed meanwhile.
@@ -109,53 +85,53 @@ class Reader:
         if self._config.verify in ("sample", "full"):
             self._verifier = Verifier(self._config.verify, self._coordinator.rank, self._checkpoint.threads())
         with self._checkpoint.reading():
-            self._fill(batches, plan)
+            self._fill(batches, plan, leaves)
 
-    def _fill(self, batches: Sequence[Batch], plan: LoadPlan) -> None:
+    def _fill(self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]]) -> None:
         threads = self._checkpoint.threads()
-        self._checkpoint.expect(plan.cost.bytes_read if len(batches) == 1 else 0)
+        bytes_read = plan.cost.bytes_read
+        self._checkpoint.expect(bytes_read if len(batches) == 1 else 0)
         kept: list[tuple[Sequence[Item], Sequence[torch.Tensor]]] = []
-        with progress_bar(plan.cost.bytes_read, "Streaming weights", self._config.progress) as bar:
+        with progress_bar(bytes_read, "Streaming weights", self._config.progress) as bar:
 
             def on_bytes(nbytes: int) -> None:
                 bar.update(nbytes)
                 self._checkpoint.note_progress()
                 self._coordinator.check()  # no need to read on for ranks that are not there any more
 
-            for batch in batches:
+            for batch, of_batch, sources in zip(batches, plan.batches, leaves, strict=True):
                 error: BaseException | None = None
                 try:
-                    of_batch = plan if len(batches) == 1 else self.plan(batch.items)
-                    destinations = batch.begin()
-                    self._carry_out(of_batch, destinations, threads, on_bytes)
-                    if batch.is_lent:
-                        self._verify(batch.items, destinations)
+                    memory = self._carry_out(batch, of_batch, sources, threads, on_bytes)
+                    if batch.is_temporary:
+                        self._verify(batch.items, memory)
                     else:
-                        kept.append((batch.items, destinations))
+                        kept.append((batch.items, memory))
+                    del memory  # a batch that ends frees it
                 except BaseException as caught:
                     error = caught
                     if not batch.is_collective:
                         raise
                 if batch.is_collective:
                     self._coordinator.agree(error)  # nobody may wait in a collective for a rank that gave up
-                batch.settle()
+                batch.finish()
         self._verify_kept(kept, {name: tensor for batch in batches for name, tensor in batch.completes.items()})
         if self._config.verify != "off":
             self._checkpoint.source.check_unchanged()
 
-    def _verify(self, items: Sequence[Item], destinations: Sequence[torch.Tensor]) -> None:
+    def _verify(self, items: Sequence[Item], memory: Sequence[torch.Tensor]) -> None:
         if self._verifier is not None:
             source = self._checkpoint.source
             lookup = Lookup(source, self._checkpoint.evaluator.materialise)
-            self._verifier.verify(items, destinations, lookup, lambda: source.bytes_read, self._coordinator.check)
+            self._verifier.verify(items, memory, lookup, lambda: source.bytes_read, self._coordinator.check)
 
     def _verify_kept(
         self, kept: Sequence[tuple[Sequence[Item], Sequence[torch.Tensor]]], completes: Mapping[str, torch.Tensor]
     ) -> None:
         error: BaseException | None = None
         try:
-            for items, destinations in kept:
-                self._verify(items, destinations)
+            for items, memory in kept:
+                self._verify(items, memory)
         except BaseException as caught:
             error = caught
             if not completes:
@@ -168,11 +144,19 @@ class Reader:
             raise error
 
     def _carry_out(
-        self, plan: LoadPlan, destinations: Sequence[torch.Tensor], threads: int, on_bytes: Callable[[int], None]
-    ) -> None:
+        self,
+        batch: Batch,
+        plan: BatchPlan,
+        leaves: Sequence[Leaf],
+        threads: int,
+        on_bytes: Callable[[int], None],
+    ) -> list[torch.Tensor]:
+        """Begin `batch` and fill the memory of its items, which is returned."""
+        batch.begin()
+        memory = [item.memory() for item in batch.items]
         times = execute_reads(
             plan,
-            destinations,
+            memory,
             self._checkpoint.source,
             threads=threads,
             begin=self._checkpoint.first_read,
@@ -184,5 +168,6 @@ class Reader:
         self._clock.add("copy", times.copy)
         self._memory.sample()
         with self._clock("convert"):
-            self._checkpoint.evaluator.place(plan, destinations, threads, on_bytes)
+            self._checkpoint.evaluator.place(plan, leaves, memory, threads, on_bytes)
         self._memory.sample()
+        return memory

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..checkpoint.absent import AbsentSlice
 from ..checkpoint.index import DTYPES, CheckpointIndex, Shard, ShardHeader, read_header
-from ..checkpoint.lazy import CheckpointSlice, LazyTensor, checkpoint_slices
-from ..checkpoint.nodes import HostTensor, View
+from ..checkpoint.lazy import CheckpointSlice, checkpoint_slices
+from ..checkpoint.nodes import HostTensor
 from ..checkpoint.wrapped import lacks_values, refuse_wrapped
-from ..config import StreamingConfig, without_auto
-from ..destinations.deepspeed import engine_memory, zero3
-from ..destinations.homes import Home, PartitionedHome, ReplicatedHome, Sourced, Sources, whole
-from ..engine.allocation import allocating, is_out_of_memory
+from ..config import StreamingConfig
+from ..destinations.allocation import is_out_of_memory
+from ..destinations.base import Batch, Destination
 from ..engine.opened import OpenCheckpoint
-from ..engine.reader import Batch, Reader
+from ..engine.reader import Reader
 from ..errors import LoadError
+from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
+from ..planning.regions import Leaf
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, Materialised, PhaseClock, RankReport
 from ..reports.memory import AnonymousMemory
@@ -36,9 +36,7 @@ from ..sources.local import Identity
 from .sameness import description, refuse_differences, refuse_other_files, refuse_other_headers
 
 
-__all__ = ["Load", "source_of"]
-
-T = TypeVar("T")
+__all__ = ["Load"]
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +48,9 @@ class Load:
 
     Args:
         config: our settings.
-        ds_config: the DeepSpeed config; empty if there is none, or for a load that is only planned.
+        ds_config: the DeepSpeed config, which ranks must have in common; empty if there is none.
         coordinator: the ranks that load together.
-        replicated: no ZeRO-3: every rank gets all of every parameter.
+        destination: the memory that is filled.
     """
 
     def __init__(
@@ -60,26 +58,21 @@ class Load:
         config: StreamingConfig,
         ds_config: Mapping[str, Any],
         coordinator: Coordinator,
-        *,
-        replicated: bool = False,
+        destination: Destination,
     ) -> None:
         self.config = config
-        self.ds_config = ds_config = without_auto(ds_config)
+        self.ds_config = ds_config
         self.coordinator = coordinator
+        self.destination = destination
         coordinator.set_timeout(config.peer_timeout_s)
         self.clock = PhaseClock()
         self.memory = AnonymousMemory()
-        self.home: Home = (
-            ReplicatedHome(ds_config, coordinator, config.staging_bytes, on_device=config.replicas_on == "device")
-            if replicated
-            else PartitionedHome(ds_config, coordinator)
-        )
         self.plan: LoadPlan | None = None
-        self.device = zero3.local_device().type
-        """The type of the device that will train, on which the memory that is announced depends."""
-        self._checkpoint = OpenCheckpoint(config, coordinator)
+        """What this rank reads, once that is known."""
+        self.footprint: MemoryFootprint | None = None
+        """The memory that this rank needs in the load and in training, if the destination knows it."""
+        self._checkpoint = OpenCheckpoint(config, coordinator, destination.device)
         self._reader = Reader(self._checkpoint, config, coordinator, self.clock, self.memory)
-        self._recast: list[str] = []
         self._index: CheckpointIndex | None = None
         self.absent: Mapping[str, AbsentSlice] = {}
         """Tensors that the checkpoint's index promises and no shard holds."""
@@ -206,7 +199,7 @@ class Load:
     # ------------------------------------------------------------------------------------------------- place
 
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
-        """Turn a lazy model into a partitioned one and read this rank's bytes into it.
+        """Turn a lazy model into one that the destination trains, and read this rank's bytes into it.
 
         Args:
             model: its loaded parameters and buffers are :class:`LazyTensor`; missing ones are on the meta device.
@@ -214,123 +207,44 @@ class Load:
             tied: names that will be replaced by the other end of a tie, so that no memory is spent on them.
 
         Raises:
-            HfZeroStreamError: on all ranks, if planning or reading failed on any.
+            HfZeroStreamError: on all ranks, if planning or reading failed on any, or if ranks are about to load
+                different things.
         """
-        parameters, buffers = self._planned(model, missing, lambda: self._prepare(model, missing, tied))
-        self._filled(lambda: self.home.batches(model, parameters, buffers))
-
-    def _prepare(self, model: nn.Module, missing: set[str], tied: set[str]) -> tuple[Sources, Sources]:
-        self._convert_experts(model, missing, make_groups=True)
-        parameters, buffers = self._replace(model, missing, tied)
-        self.plan = self._with_footprint(self._make_plan(parameters, buffers), model, tied)
-        self.home.check(self.plan)
-        return parameters, buffers
-
-    def _planned(self, model: nn.Module, missing: set[str], prepare: Callable[[], T]) -> T:
-        """What `prepare`, which makes :attr:`plan` for the lazy `model`, returns.
-
-        Raises on all ranks if it does on any, or if ranks are about to load different things.
-        """
+        device = self.destination.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         error: BaseException | None = None
         mine: dict[str, str] = {}
         try:
             with self.clock("plan"):
-                shares_reads = not self.home.is_partitioned
-                mine = description(model, missing, self.ds_config, self.config, shares_reads=shares_reads)
-                prepared = prepare()
-                assert self.plan is not None
-                self._checkpoint.open(read.shard for read in self.plan.reads)
+                exchanges_reads = self.destination.exchanges_reads
+                mine = description(model, missing, self.ds_config, self.config, exchanges_reads=exchanges_reads)
+                batches, plan, leaves = self._plan(model, missing, tied)
+                self.destination.check(plan.targets)
+                self._checkpoint.open(read.shard for read in plan)
         except BaseException as caught:
             error = _explained(caught, self.coordinator.rank)
         refuse_differences(self.coordinator.all_gather(mine, error))
-        return prepared
-
-    def _filled(self, begin: Callable[[], Sequence[Batch]]) -> None:
-        """Carry out :attr:`plan` in the batches that `begin` gives; raises on all ranks if it fails on any."""
-        assert self.plan is not None
-        error: BaseException | None = None
         try:
-            batches = begin()
+            self.destination.allocate()
             self.memory.sample()
-            self._reader.fill(batches, self.plan)
+            self._reader.fill(batches, plan, leaves)
         except BaseException as caught:
             error = _explained(caught, self.coordinator.rank)
         self.coordinator.agree(error)
+        self.destination.finish()
 
-    def _replace(
-        self, model: nn.Module, missing: set[str], tied: set[str]
-    ) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
-        """Put what the home has for lazy and missing parameters and buffers into `model`.
+    def plan_only(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
+        """Make the :attr:`plan` that :meth:`place` would carry out, and the :attr:`footprint`; spoils `model`."""
+        self._plan(model, missing, tied, only_planned=True)
 
-        Returns the parameters, and the buffers (flat), that have a source, each with its view.
-        """
-        parameters: dict[str, Sourced] = {}
-        buffers: dict[str, Sourced] = {}
-        replaced: dict[int, nn.Parameter] = {}
-        self.home.expect(model, tied)
-        for prefix, module in model.named_modules():
-            for key, param in list(module._parameters.items()):
-                name = f"{prefix}.{key}" if prefix else key
-                if param is None or name in tied:
-                    continue
-                if id(param) in replaced:
-                    setattr(module, key, replaced[id(param)])
-                    continue
-                with allocating(name, param.nbytes, "the host", self.coordinator.rank):
-                    new = self.home.parameter(param)
-                if new is None:
-                    continue
-                replaced[id(param)] = new
-                setattr(module, key, new)  # as transformers does: a recurrent layer keeps its weights in a list, too
-                _copy_attributes(param, new)
-                if isinstance(param, LazyTensor) and param.dtype != new.dtype:
-                    self._recast.append(name)
-                view = None if name in missing else source_of(param)
-                if view is not None:
-                    parameters[name] = (new, view)
-            for key, buffer in module._buffers.items():
-                name = f"{prefix}.{key}" if prefix else key
-                real = None if buffer is None else self.home.buffer(buffer)
-                if buffer is None or real is None:
-                    continue
-                module._buffers[key] = real
-                if not isinstance(buffer, LazyTensor) and not buffer.is_meta:
-                    continue
-                _copy_attributes(buffer, real)
-                view = source_of(buffer)
-                if view is not None:
-                    buffers[name] = (real.view(-1), view)
-        return parameters, buffers
-
-    def _convert_experts(self, model: nn.Module, missing: set[str], *, make_groups: bool) -> None:
-        """DeepSpeed's expert parallelism, if its config asks for it, so that this rank plans for its own experts."""
-        if self.home.is_partitioned and (self.ds_config.get("expert_parallel") or {}).get("enabled"):
-            from ..destinations.deepspeed import experts  # wants a DeepSpeed that has AutoEP
-
-            rank, world_size = self.coordinator.rank, self.coordinator.world_size
-            experts.convert(model, self.ds_config, missing, rank, world_size, make_groups=make_groups)
-
-    def plan_only(self, model: nn.Module, missing: set[str], tied: set[str]) -> LoadPlan:
-        """The plan that :meth:`place` would carry out; leaves `model` unusable."""
-        self._convert_experts(model, missing, make_groups=False)
-        return self._with_footprint(self._make_plan(*self._replace(model, missing, tied)), model, tied)
-
-    def _make_plan(self, parameters: Sources, buffers: Sources) -> LoadPlan:
-        items = [(self.home.target(name, param), view) for name, (param, view) in parameters.items()]
-        return self._reader.plan([*items, *whole(buffers)])
-
-    def _with_footprint(self, plan: LoadPlan, model: nn.Module, tied: set[str]) -> LoadPlan:
-        if not self.home.is_partitioned:
-            return plan
-        footprint = engine_memory.model_footprint(
-            model,
-            self.ds_config,
-            tied=tied,
-            world_size=self.coordinator.world_size,
-            staging_bytes=self.config.staging_bytes,
-            device=self.device,
-        )
-        return replace(plan, footprint=footprint)
+    def _plan(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> tuple[Sequence[Batch], LoadPlan, list[Sequence[Leaf]]]:
+        batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
+        self.plan, leaves = self._reader.plan(batches)
+        self.footprint = self.destination.footprint(model, tied, self.config.staging_bytes)
+        return batches, self.plan, leaves
 
     # ------------------------------------------------------------------------------------------------- finish
 
@@ -347,44 +261,36 @@ class Load:
         report = LoadReport(
             world_size=self.coordinator.world_size,
             ranks=tuple(RankReport.from_dict(entry) for entry in entries),
-            recast=tuple(self._recast),
+            recast=tuple(self.destination.recast),
         )
         if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
             log.info(report.table())
         return report
 
     def _entry(self) -> dict[str, Any]:
-        plan = self.plan
+        plan, device = self.plan, self.destination.device
         assert plan is not None
+        cost = plan.cost
         return RankReport(
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
-            bytes_needed=plan.cost.bytes_needed,
+            bytes_needed=cost.bytes_needed,
             bytes_read=self._checkpoint.bytes_read - self._reader.verification.bytes_read,
             reads=self._checkpoint.reads,
             retries=self._checkpoint.retries.count,
             verification=self._reader.verification,
-            partition_bytes=plan.cost.target_bytes,
+            partition_bytes=cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,
             anonymous_growth_peak=self.memory.growth_peak,
-            device_peak=zero3.device_peak_bytes(),
+            device_peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             materialised=tuple(Materialised(name, reason) for name, reason in plan.materialised.items()),
-            footprint=plan.footprint,
+            footprint=self.footprint,
         ).to_dict()
 
 
 def _is_extra_state(key: str) -> bool:
     """Whether a checkpoint key holds a module's extra state (``torch.nn.Module.get_extra_state``)."""
     return key.rpartition(".")[2] == "_extra_state"
-
-
-def source_of(tensor: torch.Tensor) -> View | None:
-    """Where a parameter's or buffer's values come from, or None if it was not loaded."""
-    if isinstance(tensor, LazyTensor):
-        return tensor.view_of_node
-    if tensor.is_meta:
-        return None
-    return View.whole(HostTensor.of(tensor, "a conversion op made it from values"), tuple(tensor.shape))
 
 
 def _explained(error: BaseException, rank: int) -> BaseException:
@@ -394,13 +300,6 @@ def _explained(error: BaseException, rank: int) -> BaseException:
     explained = LoadError(f"out of memory on rank {rank} while loading: {error}")
     explained.__cause__ = error
     return explained
-
-
-def _copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Python attributes that model code or transformers put on a tensor, such as ``_is_hf_initialized``."""
-    for name, value in vars(old).items():
-        if name not in LazyTensor.__annotations__ and name != "_is_param":
-            setattr(new, name, value)
 
 
 def _all_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
