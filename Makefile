@@ -28,7 +28,7 @@ help:
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
-	@echo "make quality  lint, format check, types"
+	@echo "make quality  lint, format check, types, which room may import which"
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run the demonstration"
 	@echo "make bench    run the benchmarks"
@@ -75,6 +75,7 @@ quality: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 
 style: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -108,8 +108,8 @@ def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-    import hf_zero_stream.integration  # otherwise imported by the load, which is timed, as is the next one
     import hf_zero_stream.loading.load  # noqa: F401
+    import hf_zero_stream.loading.streaming  # otherwise imported by the load, which is timed, as is the next one
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     config = {

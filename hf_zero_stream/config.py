@@ -15,11 +15,14 @@ from .errors import ConfigError
 
 
 __all__ = [
+    "CHUNK_ALIAS",
     "ENVIRONMENT_PREFIX",
     "SECTION",
+    "WRITERS",
     "StreamingConfig",
     "adopt_alias",
     "buildable",
+    "parse_size",
     "without_auto",
     "without_own_section",
 ]

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 import hf_zero_stream
 from hf_zero_stream.checkpoint.index import CheckpointIndex, read_header
 from hf_zero_stream.checkpoint.index_file import check_files
+from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.saving.convert import convert
 from hf_zero_stream.sources.local import ShardFiles
 from hf_zero_stream.sources.read_ahead import ReadAhead
 from tests.cluster import run_ranks

@@ -24,7 +24,16 @@ from ..errors import CheckpointError, ReadError
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["CheckpointIndex", "Shard", "ShardHeader", "TensorEntry", "open_at_once", "read_header"]
+__all__ = [
+    "DTYPES",
+    "MAX_HEADER_BYTES",
+    "CheckpointIndex",
+    "Shard",
+    "ShardHeader",
+    "TensorEntry",
+    "open_at_once",
+    "read_header",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own cap on the length of a header."""

@@ -20,7 +20,7 @@ from .index import open_at_once
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["IndexFile", "check_files", "parse_index", "read_index_file"]
+__all__ = ["MAX_INDEX_BYTES", "IndexFile", "check_files", "parse_index", "read_index_file"]
 
 MAX_INDEX_BYTES = 100_000_000
 """Cap on the length of an index, as for a header; that of a checkpoint with 90,000 tensors has 8 MB."""

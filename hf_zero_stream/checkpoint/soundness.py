@@ -22,7 +22,7 @@ from .index_file import MAX_INDEX_BYTES, check_files, parse_index, read_index_fi
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["Fault", "Soundness", "check_soundness", "known_sums", "read_sums", "shards_of"]
+__all__ = ["INDEX", "SINGLE", "Fault", "Soundness", "check_soundness", "known_sums", "read_sums", "shards_of"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

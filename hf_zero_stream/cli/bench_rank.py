@@ -10,21 +10,18 @@ import re
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import transformers
-from deepspeed.accelerator import get_accelerator
 from transformers.integrations import HfDeepSpeedConfig
 
 from ..config import without_own_section
-from ..destinations.deepspeed import zero3
-from ..integration import streaming
+from ..destinations.deepspeed import machine, zero3
 from ..loading.dry_load import model_class_of
+from ..loading.streaming import streaming
 from ..reports.memory import AnonymousMemory
 
 
@@ -84,19 +81,6 @@ def _work(arm: str, folder: str, config: dict[str, Any]) -> Callable[[], Any]:
     return load_stock
 
 
-def _digest(model: torch.nn.Module) -> str | None:
-    """A checksum of this rank's partitions without their padding; None if some are in swap files."""
-    checksum = 0
-    for name, param in sorted(model.named_parameters()):
-        part = param.ds_tensor
-        used = max(0, min(part.ds_numel, param.ds_numel - part.ds_numel * param.ds_zero_partition_rank))
-        if part.numel() < used:
-            return None
-        checksum = zlib.crc32(name.encode(), checksum)
-        checksum = zlib.crc32(part.detach()[:used].cpu().view(torch.uint8).numpy(), checksum)
-    return f"{checksum:08x}"
-
-
 def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
     """Load with all ranks; returns this rank's figures."""
     work = _work(arm, folder, config)
@@ -104,7 +88,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
         dist.barrier()
         start = time.perf_counter()
         model = work()
-        get_accelerator().synchronize()
+        machine.synchronize()
         dist.barrier()
         seconds = time.perf_counter() - start
     report = getattr(model, "streaming_report", None)
@@ -112,8 +96,8 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "bytes_read": mapped.growth_peak if report is None else report.ranks[dist.get_rank()].bytes_read,
         "anonymous_growth_bytes": memory.growth_peak,
-        "partition_bytes": sum(param.ds_tensor.nbytes for param in model.parameters()),
-        "digest": _digest(model),
+        "partition_bytes": machine.partition_bytes(model),
+        "digest": machine.partition_digest(model),
     }
 
 
@@ -121,7 +105,7 @@ def main() -> None:
     arm, folder, config_file, results = sys.argv[1:]
     config = json.loads(Path(config_file).read_text())
     transformers.utils.logging.disable_progress_bar()
-    get_accelerator().set_device(zero3.local_device().index or 0)  # the barriers' too, with NCCL
+    machine.use_local_device()  # the barriers' too, with NCCL
     zero3.init_distributed()
     try:
         found = measure(arm, folder, config)

@@ -16,11 +16,12 @@ from typing import Any
 from ..checkpoint.index import Shard
 from ..config import StreamingConfig, without_own_section
 from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
+from ..ranks.launchers import announces_zero3, announces_zero3_init
 from ..sources.local import ShardFiles
 from ..sources.mounts import is_on_network, kind_of_file_system
 
 
-__all__ = ["Check", "check_ds_config", "check_launcher", "check_storage", "check_tools", "features", "ops", "versions"]
+__all__ = ["Check", "check_ds_config", "check_launcher", "check_storage", "check_tools", "features", "versions"]
 
 PACKAGE = "hf_zero_stream"
 READ_BYTES = 256 << 20
@@ -71,13 +72,16 @@ def versions() -> Iterator[Check]:
 
 
 def features(compatible: Mapping[str, bool]) -> Iterator[Check]:
-    """What can be done with what is installed; `compatible` is :func:`ops`."""
+    """What can be done with what is installed; `compatible` says which of DeepSpeed's ops can."""
     import torch
-    from deepspeed.accelerator import get_accelerator
 
-    yield Check("accelerator", "ok", get_accelerator().device_name())
+    from ..destinations.deepspeed.machine import accelerator_name
+
+    yield Check("accelerator", "ok", accelerator_name())
     yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
-    yield _imports("streaming under ZeRO-3", "hf_zero_stream.loading.load", "hf_zero_stream.integration", needed=True)
+    yield _imports(
+        "streaming under ZeRO-3", "hf_zero_stream.loading.load", "hf_zero_stream.loading.streaming", needed=True
+    )
     yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.destinations.deepspeed.experts")
     for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
         yield Check(what, "ok" if compatible.get(op) else "no", f"DeepSpeed's op {op}")
@@ -97,20 +101,6 @@ def _imports(what: str, *modules: str, needed: bool = False) -> Check:
     except (ImportError, HfZeroStreamError) as error:
         return Check(what, "problem" if needed else "no", str(error))
     return Check(what, "ok", "all that is relied on is there")
-
-
-def ops() -> dict[str, bool]:
-    """DeepSpeed's ops, and whether each could be compiled here or is installed already."""
-    from deepspeed.ops.op_builder.all_ops import ALL_OPS
-
-    found = {}
-    for name, builder in ALL_OPS.items():
-        try:
-            found[name] = bool(builder.is_compatible(verbose=False))
-        except Exception:  # builders that look for a compiler or a GPU raise whatever they please
-            found[name] = False
-    found.pop("deepspeed_not_implemented", None)  # stands for ops that do not exist for this accelerator
-    return found
 
 
 def check_tools() -> Iterator[Check]:
@@ -164,13 +154,12 @@ def _timed_read(path: Path) -> tuple[int, float]:
 def check_launcher(config_file: str | None, environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
     """accelerate's config file (default: where `accelerate config` writes it) and what its launcher announces."""
     if config_file is None:
-        from accelerate.commands.config.config_args import default_config_file
+        from ..seams.wrappers import accelerate_config_file
 
-        config_file = default_config_file
+        config_file = accelerate_config_file()
     yield from _check_accelerate_file(config_file)
-    announced = environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
-    if announced and environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
-        on = environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
+    if announces_zero3(environ):
+        on = announces_zero3_init(environ)
         text = "true" if on else "not true: each rank would load the whole model. Set zero3_init_flag: true."
         yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", "ok" if on else "problem", text)
     yield Check(

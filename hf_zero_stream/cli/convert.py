@@ -48,7 +48,7 @@ def run(
     if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", max_shard_size):
         raise typer.BadParameter(f"--max-shard-size: expected a size as in 5GB or 500MB, got {max_shard_size!r}")
     with quiet():
-        from ..saving.convert import convert
+        from ..convert import convert
 
         done = convert(
             cached_folder(path, None),

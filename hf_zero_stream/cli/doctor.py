@@ -43,9 +43,10 @@ def run(
     """
     config = read_json_option("--ds-config", ds_config) if ds_config else None
     with quiet():
+        from ..destinations.deepspeed.machine import compatible_ops
         from . import checks
 
-        compatible = checks.ops()
+        compatible = compatible_ops()
         found: dict[str, list[Check]] = {
             "versions": list(checks.versions()),
             "features": [*checks.features(compatible), *checks.check_tools()],

@@ -13,13 +13,13 @@ from ..config import StreamingConfig, buildable, without_auto, without_own_secti
 from ..destinations.replicated import Replicated
 from ..errors import ConfigError, UnsupportedError
 from ..footprint.memory import MemoryFootprint
-from ..integration import streaming, warn_of_open_dtype
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
 from .load import Load
+from .streaming import streaming, warn_of_open_dtype
 
 
 __all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan"]

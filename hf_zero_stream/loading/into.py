@@ -17,7 +17,6 @@ from ..config import StreamingConfig
 from ..destinations.deepspeed import original_experts
 from ..destinations.deepspeed.live import LiveModel
 from ..errors import ConfigError, LoadError, UnsupportedError
-from ..integration import finish_saves_into, streaming
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -25,6 +24,7 @@ from ..reports.memory import collector_paused
 from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
 from .load import Load
+from .streaming import finish_saves_into, streaming
 
 
 __all__ = ["load_into"]

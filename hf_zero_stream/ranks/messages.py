@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 
-__all__ = ["Wait", "broadcast_object", "gather_objects"]
+__all__ = ["Wait", "broadcast_object", "collective_device", "gather_objects"]
 
 Wait = Callable[[Any], None]
 """Returns when a ``torch.distributed.Work`` is done, or raises."""

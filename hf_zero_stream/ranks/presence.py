@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing.util
-import os
 import socket
 import threading
 import weakref
@@ -22,18 +21,17 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import PeerError, VersionError
+from ..errors import PeerError
+from ..versions import refuse_unknown_version
+from .launchers import agent_holds_store, announced_local_rank, announced_local_size
 from .pulse import Line, Listener
-from .topology import Place, Topology, announced_local_rank, announced_local_size
+from .topology import Place, Topology
 
 
-__all__ = ["PREFIX", "Presence", "is_alone", "make_contact"]
+__all__ = ["PREFIX", "STORE_TIMEOUT_S", "Presence", "is_alone", "make_contact", "why_store_is_lost"]
 
-if not hasattr(distributed_c10d, "_get_default_store") or not hasattr(dist.Store, "clone"):
-    raise VersionError(
-        "torch.distributed has no _get_default_store or no Store.clone; this version of torch is not known to "
-        "hf_zero_stream: install torch>=2.11 or a newer hf_zero_stream."
-    )
+_RELIED_ON = ((distributed_c10d, "_get_default_store"), (dist.Store, "clone"))
+refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])
 
 PREFIX = "hf_zero_stream"
 """What all our keys in the store begin with."""
@@ -95,7 +93,7 @@ class Presence:
             if _current is None or _current._of() is not store or _current.is_lost:
                 if _current is not None:
                     _current.close()
-                holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+                holds_store = not agent_holds_store()
                 try:
                     _current = cls(store, dist.get_rank(), dist.get_world_size(), holds_store=holds_store)
                 except RuntimeError as error:

@@ -10,12 +10,12 @@ arrive next meet.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch.distributed as dist
-from transformers.utils import logging
 
 from ..errors import HfZeroStreamError, PeerError, SaveError
 from .liveness import VERDICT_KEYS, Watch, peer_error
@@ -24,7 +24,7 @@ from .presence import PREFIX, Presence
 
 __all__ = ["LOAD", "SAVE", "SHARED_LOAD", "Apart", "Occasion", "Round"]
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 SHARING_PATIENCE_S = 5.0
 """How long ranks wait for each other where they need not load together.

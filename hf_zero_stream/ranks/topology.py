@@ -2,33 +2,22 @@
 
 Launchers number ranks host by host or round-robin over hosts (``mpirun --map-by node``, cyclic ``srun``), and some
 tell a rank nothing about the others of its host. So each rank says where it runs (:class:`Place`), once per process
-group, and every rank derives the same from it (:class:`Topology`). What launchers announce is read here too, for what
-must be known without a process group.
+group, and every rank derives the same from it (:class:`Topology`). What must be
+known without a process group is what launchers announce (see :mod:`.launchers`).
 """
 
 from __future__ import annotations
 
 import os
-import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from .launchers import announced_local_rank, announced_local_size
 
-__all__ = ["LOCAL_RANKS", "LOCAL_SIZES", "Place", "Topology", "announced_local_rank", "announced_local_size"]
 
-LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-"""A rank's number on its host: torchrun, accelerate and deepspeed; Open MPI; Hydra (MPICH, Intel MPI); Slurm."""
-
-LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
-)
-"""Ranks on this host: torchrun and accelerate; deepspeed; Open MPI; Hydra (MPICH, Intel MPI); Slurm."""
+__all__ = ["Place", "Topology"]
 
 
 class Place(NamedTuple):
@@ -116,22 +105,6 @@ class Topology:
     def first_of_host(self) -> int:
         """The rank that acts for this rank's host."""
         return self.ranks_of_host[0]
-
-
-def announced_local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This rank's number on its host, as the launcher announces it; 0 if none does."""
-    return _first_number(LOCAL_RANKS, environ, 0)
-
-
-def announced_local_size(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks on this host, as the launcher announces it; 1 if none does."""
-    return _first_number(LOCAL_SIZES, environ, 1)
-
-
-def _first_number(names: Sequence[str], environ: Mapping[str, str], default: int) -> int:
-    found = next((environ[name] for name in names if name in environ), "")
-    match = re.match(r"\d+", found)  # Slurm may write "2(x3)"
-    return int(match[0]) if match else default
 
 
 def _state_of(pid: int) -> tuple[str, int] | None:

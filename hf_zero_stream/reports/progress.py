@@ -7,7 +7,7 @@ from types import TracebackType
 
 from tqdm.auto import tqdm
 
-from ..ranks.topology import announced_local_rank
+from ..ranks.launchers import announced_local_rank
 
 
 __all__ = ["ProgressBar", "progress_bar"]

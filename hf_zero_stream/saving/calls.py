@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 
 from .. import patching
@@ -29,6 +28,7 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.saving import is_noting
+from ..seams.wrappers import unwrapped
 
 
 if TYPE_CHECKING:
@@ -212,8 +212,8 @@ class _Leader:
 
     def _name_of(self, model: Any) -> str:
         """The name of the module that is saved, which the other ranks have too."""
-        model = extract_model_from_parallel(model, keep_torch_compile=False)
-        whole = extract_model_from_parallel(self._model, keep_torch_compile=False)
+        model = unwrapped(model)
+        whole = unwrapped(self._model)
         for name, module in whole.named_modules():
             if module is model:
                 return name
@@ -250,7 +250,7 @@ def _follow(model: Any) -> SaveReport | None:
 def _save_part(model: Any, call: Mapping[str, Any]) -> SaveReport:
     arguments = dict(call)
     part = arguments.pop("part")
-    whole = extract_model_from_parallel(model, keep_torch_compile=False)
+    whole = unwrapped(model)
     return _save(whole.get_submodule(part) if part else model, **arguments)
 
 
@@ -263,9 +263,7 @@ def _coming_together(model: Any, coordinator: Coordinator) -> AbstractContextMan
     """All ranks are here, and watch each other, until the context ends."""
     from .gathered import occasion_to_save  # imports deepspeed, which takes seconds
 
-    return coordinator.watched(
-        occasion_to_save(extract_model_from_parallel(model, keep_torch_compile=False), coordinator)
-    )
+    return coordinator.watched(occasion_to_save(unwrapped(model), coordinator))
 
 
 def _described(call: Mapping[str, Any]) -> dict[str, Any]:

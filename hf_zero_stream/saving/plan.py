@@ -24,10 +24,10 @@ import torch
 from ..checkpoint.layout import ShardLayout, lay_out_shard
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Computed, HostTensor, Stored, View
+from ..checkpoint.noted import NotedShard
 from ..planning.boxes import Box, within
 from ..planning.plan import materialise_reason
 from ..planning.regions import Region, regions_of_range
-from ..seams.saving import NotedShard
 
 
 __all__ = [

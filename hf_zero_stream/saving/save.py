@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..checkpoint.noted import NotedShard
 from ..checkpoint.wrapped import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed import stored
@@ -32,7 +32,8 @@ from ..reports.progress import progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..scope import current_config
 from ..seams import other_config, zero3_config
-from ..seams.saving import NotedShard, index_name, lay_out_pretrained
+from ..seams.saving import index_name, lay_out_pretrained
+from ..seams.wrappers import unwrapped
 from . import calls
 from .files import Comparison, ShardWriter, reserve
 from .gathered import occasion_to_save
@@ -42,7 +43,7 @@ from .publish import Publication
 from .write import Sink, execute_save
 
 
-__all__ = ["LayOut", "Save", "save_pretrained"]
+__all__ = ["CHUNK_BYTES", "LayOut", "Save", "save_pretrained"]
 
 logger = logging.get_logger(__name__)
 
@@ -136,18 +137,18 @@ class Save:
             raise ConfigError(f"write_from: expected one of {', '.join(WRITERS)}; got {write_from!r}")
         if chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: expected a size in bytes, at least 1; got {chunk_bytes!r}")
-        unwrapped = extract_model_from_parallel(model, keep_torch_compile=False)
-        if not isinstance(unwrapped, PreTrainedModel):
+        inner = unwrapped(model)
+        if not isinstance(inner, PreTrainedModel):
             raise UnsupportedError(
-                f"save_pretrained: expected a transformers model or an engine around one; got {type(unwrapped)}. "
+                f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
         refuse_wrapped(
-            unwrapped.named_parameters(),
+            inner.named_parameters(),
             "save_pretrained",
             "Save it with model.save_pretrained, which gathers such tensors.",
         )
-        self.model: PreTrainedModel = unwrapped
+        self.model: PreTrainedModel = inner
         self._folder = folder
         self._dtype = dtype
         self._write_from = write_from

@@ -16,12 +16,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import transformers
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from .. import patching
-from ..errors import VersionError
+from ..versions import refuse_unknown_version
 
 
 __all__ = [
@@ -49,12 +48,7 @@ _RELIED_ON = (
     (transformers_deepspeed, "_hf_deepspeed_config_weak_ref"),
     (transformers_deepspeed, "set_hf_deepspeed_config"),
 )
-_missing = [name for owner, name in _RELIED_ON if not hasattr(owner, name)]
-if _missing:
-    raise VersionError(
-        f"transformers {transformers.__version__} has no {', '.join(_missing)}; "
-        "this version is not known to hf_zero_stream: install transformers>=5.1 or a newer hf_zero_stream."
-    )
+refuse_unknown_version("transformers", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])
 
 # Only now: these modules rely on the names above.
 from . import conversion, keys, loading, quantised  # noqa: E402

@@ -11,38 +11,25 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import patching
-from ..errors import VersionError
+from ..checkpoint.noted import NotedShard
+from ..versions import refuse_unknown_version
 
 
-__all__ = ["NotedShard", "index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
+__all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
 
-_missing = [name for name in ("safe_save_file", "_add_variant") if name not in vars(modeling_utils)]
-if _missing:
-    raise VersionError(
-        f"transformers {transformers.__version__} has no {', '.join(_missing)}; this version is not known to "
-        "hf_zero_stream: install transformers>=5.1,<6 or a newer hf_zero_stream."
-    )
-
-
-@dataclass(frozen=True)
-class NotedShard:
-    """What transformers would have written into one file."""
-
-    name: str
-    tensors: Mapping[str, torch.Tensor]
-    metadata: Mapping[str, str]
+refuse_unknown_version(
+    "transformers", [name for name in ("safe_save_file", "_add_variant") if name not in vars(modeling_utils)]
+)
 
 
 _noted: ContextVar[list[NotedShard] | None] = ContextVar("hf_zero_stream_noted_shards", default=None)

@@ -6,15 +6,14 @@ import importlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from torch import nn
 
 from ...config import CHUNK_ALIAS
-from ...errors import VersionError
 from ...footprint.memory import EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
+from ...versions import refuse_unknown_version
 from . import nvme, zero3
 
 
@@ -26,11 +25,7 @@ leaf_flags = importlib.import_module("deepspeed.utils.z3_leaf_module")
 _RELIED_ON = ("sub_group_size", "reduce_bucket_size", "offload_param", "offload_optimizer", "leaf_module")
 _missing = [name for name in _RELIED_ON if name not in DeepSpeedZeroConfig.model_fields]
 _missing += [name for name in ("apply_zero_leaf_module_config", "z3_leaf_module") if not hasattr(leaf_flags, name)]
-if _missing:
-    raise VersionError(
-        f"DeepSpeed {deepspeed.__version__} has no {', '.join(_missing)}; "
-        "this version is not known to hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-    )
+refuse_unknown_version("deepspeed", _missing)
 
 # Optimizers that are not like Adam, by their lower-case names in a DeepSpeed config: tensors that they keep for each
 # parameter, and settings that each add one.

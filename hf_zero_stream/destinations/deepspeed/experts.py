@@ -20,14 +20,14 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import nn
 
 from ... import patching
-from ...errors import ConfigError, LoadError, UnsupportedError, VersionError
+from ...errors import ConfigError, LoadError, UnsupportedError
+from ...versions import refuse_unknown_version
 from .original_experts import Origin, note_origin
 
 
@@ -57,11 +57,7 @@ try:
     ]
 except ImportError as error:
     _missing = [str(error)]
-if _missing:
-    raise VersionError(
-        f"DeepSpeed {deepspeed.__version__} lacks parts of AutoEP that hf_zero_stream relies on "
-        f"({', '.join(_missing)}): install deepspeed>=0.19.8,<0.20, or remove expert_parallel from its config."
-    )
+refuse_unknown_version("deepspeed", _missing, "expert_parallel (AutoEP, from 0.19.8 on)")
 
 
 __all__ = ["convert"]

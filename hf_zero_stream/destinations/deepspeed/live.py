@@ -13,9 +13,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ...checkpoint.nodes import Computed, View
-from ...errors import LoadError, UnsupportedError, VersionError
+from ...errors import LoadError, UnsupportedError
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
+from ...versions import refuse_unknown_version
 from ..base import Batch, Item, Sourced, flat_items, item_of, source_of
 from ..replicated import exchange_batches
 from . import nvme, zero3
@@ -27,11 +28,7 @@ __all__ = ["LiveModel", "is_trained_apart"]
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
 _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
-if _missing:
-    raise VersionError(
-        f"DeepSpeedZeroOptimizer_Stage3 has no {', '.join(_missing)}; this version is not known to hf_zero_stream: "
-        "install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-    )
+refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for name in _missing])
 
 
 class LiveModel:

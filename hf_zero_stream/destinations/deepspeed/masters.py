@@ -26,7 +26,8 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...errors import UnsupportedError, VersionError
+from ...errors import UnsupportedError
+from ...versions import refuse_unknown_version
 
 
 __all__ = ["ZENFLOW", "Master", "masters_of"]
@@ -133,11 +134,7 @@ def _optimizers_of(trained: set[int]) -> list[Any]:
         missing = [name for name in names if not hasattr(optimizer, name)]
         if len(missing) == len(names):
             continue  # its constructor has failed
-        if missing:
-            raise VersionError(
-                f"DeepSpeed's {type(optimizer).__name__} has no {', '.join(missing)}; this version is not known to "
-                "hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-            )
+        refuse_unknown_version("deepspeed", [f"{type(optimizer).__name__}.{name}" for name in missing])
         if any(id(param) in trained for group in getattr(optimizer, names[0]) for param in group):
             found.append(optimizer)
     return found

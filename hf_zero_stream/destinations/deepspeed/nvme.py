@@ -21,8 +21,9 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
 from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig, OffloadDeviceEnum
 
-from ...errors import ConfigError, UnsupportedError, VersionError
+from ...errors import ConfigError, UnsupportedError
 from ...planning.plan import Target
+from ...versions import refuse_unknown_version
 from ..base import Batch, Item
 
 
@@ -49,11 +50,7 @@ _RELIED_ON = (
     "remove_partition_and_release_buffers",
 )
 _missing = [name for name in _RELIED_ON if not hasattr(AsyncPartitionedParameterSwapper, name)]
-if _missing:
-    raise VersionError(
-        f"DeepSpeed's AsyncPartitionedParameterSwapper has no {', '.join(_missing)}; this version is not known to "
-        "hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-    )
+refuse_unknown_version("deepspeed", [f"AsyncPartitionedParameterSwapper.{name}" for name in _missing])
 
 _swappers: WeakValueDictionary[tuple[Any, ...], AsyncPartitionedParameterSwapper] = WeakValueDictionary()
 

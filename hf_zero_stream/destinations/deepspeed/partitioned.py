@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
-from ...errors import VersionError
 from ...footprint.memory import MemoryFootprint
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
+from ...versions import refuse_unknown_version
 from ..base import Batch, Item, flat_items, replace_lazy
 from . import engine_memory, nvme, zero3
 from .initialise import run_gathering_what_is_touched
@@ -111,11 +111,7 @@ class Partitioned:
         assert model is not None
         init = zero3.PartitionedInit(model, self._ds_config)
         if init.swapped != set(map(id, self._swapped)):
-            raise VersionError(
-                f"DeepSpeed's swapper takes {len(init.swapped)} partitions, and {len(self._swapped)} were planned; "
-                "this version is not known to hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer "
-                "hf_zero_stream."
-            )
+            refuse_unknown_version("deepspeed", ["swapper that takes the partitions which were planned for it"])
 
     def finish(self) -> None:
         pass

@@ -28,9 +28,10 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.utils import groups
 from torch import nn
 
-from ...errors import UnsupportedError, VersionError
+from ...errors import UnsupportedError
 from ...planning.plan import Target, partition_range
-from ...ranks.topology import announced_local_rank
+from ...ranks.launchers import announced_local_rank
+from ...versions import refuse_unknown_version
 from ..allocation import allocating
 from . import nvme
 
@@ -58,12 +59,7 @@ _TRUE = ("true", "1", "on", "t", "y", "yes")
 """What pydantic, with which DeepSpeed parses its config, takes for true."""
 
 _RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
-_missing = [name for name in _RELIED_ON if not hasattr(Init, name)]
-if _missing:
-    raise VersionError(
-        f"DeepSpeed {deepspeed.__version__} has no zero.Init.{', '.join(_missing)}; "
-        "this version is not known to hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-    )
+refuse_unknown_version("deepspeed", [f"zero.Init.{name}" for name in _RELIED_ON if not hasattr(Init, name)])
 
 
 class PartitionedInit(Init):

@@ -25,7 +25,6 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
@@ -33,8 +32,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from ....errors import VersionError
 from ....patching import Patches, function
+from ....versions import refuse_unknown_version
 from .layout import WAITING, FlatLayout, find_buffer, zero_padding
 from .relayout import Group, lay_out
 
@@ -54,11 +53,7 @@ _missing = [
 ]
 if "available_memory" not in vars(type(get_accelerator())):
     _missing.append(f"{type(get_accelerator()).__name__}.available_memory")
-if _missing:
-    raise VersionError(
-        f"DeepSpeed {deepspeed.__version__} has no {', '.join(_missing)} in its ZeRO optimizer of stages 1 and 2; "
-        "this version is not known to hf_zero_stream: install deepspeed>=0.18.9,<0.20 or a newer hf_zero_stream."
-    )
+refuse_unknown_version("deepspeed", _missing, "laying out ZeRO's stages 1 and 2")
 
 _INIT = inspect.signature(DeepSpeedZeroOptimizer.__init__)
 

@@ -19,23 +19,24 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from ..checkpoint.index import CheckpointIndex
-from ..checkpoint.lazy import LazyTensor, checkpoint_slices
-from ..checkpoint.nodes import View
-from ..checkpoint.soundness import shards_of
-from ..config import StreamingConfig
-from ..destinations.base import Batch, Item
-from ..engine.opened import OpenCheckpoint
-from ..engine.reader import Reader
-from ..errors import ConfigError, UnsupportedError
-from ..planning.plan import Target
-from ..ranks.coordinator import Coordinator
-from ..reports.load import PhaseClock
-from ..reports.memory import AnonymousMemory
-from ..seams.saving import NotedShard, lay_out_pretrained, note_dtype
-from .files import ShardWriter, reserve
-from .plan import ShardToWrite, shard_to_write
-from .publish import Publication
+from .checkpoint.index import CheckpointIndex
+from .checkpoint.lazy import LazyTensor, checkpoint_slices
+from .checkpoint.nodes import View
+from .checkpoint.noted import NotedShard
+from .checkpoint.soundness import shards_of
+from .config import StreamingConfig
+from .destinations.base import Batch, Item
+from .engine.opened import OpenCheckpoint
+from .engine.reader import Reader
+from .errors import ConfigError, UnsupportedError
+from .planning.plan import Target
+from .ranks.coordinator import Coordinator
+from .reports.load import PhaseClock
+from .reports.memory import AnonymousMemory
+from .saving.files import ShardWriter, reserve
+from .saving.plan import ShardToWrite, shard_to_write
+from .saving.publish import Publication
+from .seams.saving import lay_out_pretrained, note_dtype
 
 
 __all__ = ["Converted", "convert"]
@@ -190,7 +191,7 @@ def _in_layout(
     trust_remote_code: bool,
 ) -> list[NotedShard]:
     """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
-    from ..loading.dry_load import lazily_loaded, load_of_layouts
+    from .loading.dry_load import lazily_loaded, load_of_layouts
 
     load = load_of_layouts(StreamingConfig())
     model, missing, tied = lazily_loaded(

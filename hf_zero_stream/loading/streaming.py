@@ -17,23 +17,24 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from . import patching, scope
-from .config import StreamingConfig, adopt_alias, buildable, without_auto, without_own_section
-from .decorating import decorated
-from .errors import ConfigError, DisagreementError, UnsupportedError
-from .ranks.coordinator import Coordinator, expected_at
-from .ranks.presence import make_contact
-from .ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
-from .reports.memory import collector_paused
-from .saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
-from .saving.hooks import trainer_patches
-from .saving.publish import finish_interrupted
-from .seams import REPLACEMENTS, ModelsConfig, Session, other_config, raise_if_misfit, zero3_config
-from .seams.placement import builds_without_memory, sharding_argument, why_elsewhere
+from .. import patching, scope
+from ..config import StreamingConfig, adopt_alias, buildable, without_auto, without_own_section
+from ..decorating import decorated
+from ..errors import ConfigError, DisagreementError, UnsupportedError
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.launchers import announces_zero3, announces_zero3_init
+from ..ranks.presence import make_contact
+from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
+from ..reports.memory import collector_paused
+from ..saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
+from ..saving.hooks import trainer_patches
+from ..saving.publish import finish_interrupted
+from ..seams import REPLACEMENTS, ModelsConfig, Session, other_config, raise_if_misfit, zero3_config
+from ..seams.placement import builds_without_memory, sharding_argument, why_elsewhere
 
 
 if TYPE_CHECKING:
-    from .loading.load import Load
+    from .load import Load
 
 
 __all__ = ["finish_saves_into", "streaming", "warn_of_open_dtype"]
@@ -149,9 +150,9 @@ def _load(
 
 def _under_zero3(original: Callable[..., Any], found: dict[str, Any], args: Any, kwargs: Any, strict: Any) -> Any:
     # These import deepspeed, which takes seconds and which plain loading does not need.
-    from .destinations.deepspeed import zero3
-    from .destinations.deepspeed.partitioned import Partitioned
-    from .loading.load import Load
+    from ..destinations.deepspeed import zero3
+    from ..destinations.deepspeed.partitioned import Partitioned
+    from .load import Load
 
     zero3.init_distributed()
     coordinator = Coordinator.of_default_group()
@@ -177,9 +178,9 @@ def _outside_zero3(
     with expected_at(SHARED_LOAD):
         settings = _settings(found, strict)
         if settings.share_reads:
-            from .destinations.deepspeed import zero3
-            from .destinations.deepspeed.flat.replicas import FlatReplicas
-            from .loading.load import Load
+            from ..destinations.deepspeed import zero3
+            from ..destinations.deepspeed.flat.replicas import FlatReplicas
+            from .load import Load
 
             coordinator = Coordinator.of_default_group()
             path = str(_path_of(args, kwargs))
@@ -312,9 +313,8 @@ def warn_of_open_dtype(sections: list[str], advice: str) -> None:
 
 
 def _warn_if_zero3_comes_too_late() -> None:
-    environ = os.environ
-    if environ.get("ACCELERATE_USE_DEEPSPEED") == "true" and environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE") == "3":
-        if environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true":
+    if announces_zero3():
+        if announces_zero3_init():
             logger.warning_once(
                 "The launcher announces DeepSpeed ZeRO-3, but no DeepSpeed config object is alive yet, so this model "
                 "is loaded in full on every rank. Move the line that creates Accelerator() or TrainingArguments(...) "

@@ -1,0 +1,129 @@
+"""What modules import and export, as far as the contracts of import-linter in ``pyproject.toml`` cannot say it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import hf_zero_stream
+
+
+PACKAGE = Path(hf_zero_stream.__file__).parent
+SOURCES = {
+    ".".join(("hf_zero_stream", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+MODULES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+
+
+def imports_of(module: str) -> Iterator[tuple[str, str]]:
+    """(module, name) of each import anywhere in `module`, also inside functions; a module alone has no name."""
+    package = module if SOURCES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            source = ".".join(filter(None, (base, node.module)))
+            yield from ((source, alias.name) for alias in node.names)
+
+
+# ------------------------------------------------------------------------------------------- what is not imported
+
+NO_DEEPSPEED = {
+    "import": "import hf_zero_stream",
+    "inspect": "run('inspect', {folder!r}, '--no-model')",
+    "verify": "run('verify', {folder!r})",
+    "convert": "run('convert', {folder!r}, {folder!r} + '-new')",
+}
+
+
+WAITS = pytest.mark.xfail(strict=True, reason="until the reader is given its device")
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(name, marks=WAITS if name == "convert" else ()) for name in NO_DEEPSPEED]
+)
+def test_what_needs_no_deepspeed_does_not_import_it(what: str, tmp_path: Path) -> None:
+    """DeepSpeed takes seconds to import; a command that only looks at files must not wait for it."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    save_file({"weight": torch.arange(6.0)}, folder / "model.safetensors", {"format": "pt"})
+    code = (
+        "import sys\n"
+        "def run(*arguments):\n"
+        "    from hf_zero_stream.cli import main\n"
+        "    sys.argv[1:] = arguments\n"
+        "    try:\n"
+        "        main()\n"
+        "    except SystemExit as end:\n"
+        "        assert not end.code, end.code\n"
+        f"{NO_DEEPSPEED[what].format(folder=str(folder))}\n"
+        "assert 'deepspeed' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ------------------------------------------------------------------------------------------- whose private surface
+
+PUBLIC = {
+    "transformers": ("transformers", "transformers.utils"),
+    "torch": (
+        "torch",
+        "torch.distributed",
+        "torch.nn",
+        "torch.nn.parameter",
+        "torch.overrides",
+        "torch.utils._pytree",  # private by its name; torch's documentation and libraries around torch use it
+    ),
+}
+"""Modules that any room that may import the package may import from."""
+
+HOMES = {
+    "transformers.models.auto": ("hf_zero_stream.auto",),
+    "transformers.quantizers": ("hf_zero_stream.cli.shapes",),
+    "transformers.integrations": ("hf_zero_stream.cli.bench_rank",),  # HfDeepSpeedConfig
+    "torch.multiprocessing.reductions": ("hf_zero_stream.destinations.deepspeed.flat.layout",),  # StorageWeakRef
+    "torch.distributed.distributed_c10d": ("hf_zero_stream.ranks.presence",),
+}
+"""Other modules, or names, and who may import them; besides, ``seams`` may import anything of transformers."""
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_private_parts_of_other_packages_have_one_home(module: str) -> None:
+    for source, name in imports_of(module):
+        package = source.partition(".")[0]
+        if package not in PUBLIC or (package == "transformers" and module.startswith("hf_zero_stream.seams")):
+            continue
+        if (source in PUBLIC[package] and not name.startswith("_")) and f"{source}.{name}" not in HOMES:
+            continue
+        assert module in HOMES.get(source, ()) + HOMES.get(f"{source}.{name}", ()), f"{module}: {source} {name}"
+
+
+# ------------------------------------------------------------------------------------------- __all__
+
+EXPORT_NOTHING = ("hf_zero_stream", "hf_zero_stream.__main__")
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in EXPORT_NOTHING])
+def test_all_lists_what_others_use(module: str) -> None:
+    used = {
+        name
+        for other in MODULES
+        if other != module
+        for source, name in imports_of(other)
+        if source == module and name and f"{module}.{name}" not in MODULES
+    }
+    listed = importlib.import_module(module)
+    assert used <= set(getattr(listed, "__all__", ())), f"{module}: used elsewhere and not in __all__"
+    assert all(hasattr(listed, name) for name in getattr(listed, "__all__", ()))
