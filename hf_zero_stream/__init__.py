@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
+    from .loading.dry_load import Forecast as Forecast
     from .loading.dry_load import plan as plan
     from .loading.integration import streaming as streaming
     from .loading.into import load_into as load_into
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 # Imported at first use: transformers takes seconds to import, and a launcher's main process may never need it.
 _HOMES = {
+    "Forecast": ".loading.dry_load",
     "LoadPlan": ".planning.plan",
     "LoadReport": ".reports.load",
     "SaveReport": ".reports.save",

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,9 @@ from .checkpoint.nodes import View
 from .checkpoint.noted import NotedShard
 from .checkpoint.soundness import shards_of
 from .config import StreamingConfig
-from .engine.reader import Batch, Item, Reader
+from .destinations.base import Batch, Item
+from .engine.opened import OpenCheckpoint
+from .engine.reader import Reader
 from .errors import ConfigError, UnsupportedError
 from .planning.plan import Target
 from .ranks.coordinator import Coordinator
@@ -101,30 +104,32 @@ def convert(
     if dtype is not None:
         _refuse_quantised(source, index)
     memory = AnonymousMemory()
-    reader = Reader(StreamingConfig(progress=progress), Coordinator(0, 1, alone=True), PhaseClock(), memory)
-    reader.add(index.shards)
+    config, alone = StreamingConfig(progress=progress), Coordinator(0, 1, alone=True)
+    checkpoint = OpenCheckpoint(config, alone)
+    checkpoint.add(index.shards)
     publication = Publication.begin(Path(destination))
     try:
         with memory:
             _copy_other_files(source, publication.temporary, dtype)
             if layout == "same":
-                noted = _split(index, reader, publication.temporary, dtype, max_shard_size)
+                noted = _split(index, checkpoint, publication.temporary, dtype, max_shard_size)
             else:
                 noted = _in_layout(
-                    source, reader, publication.temporary, dtype, max_shard_size, layout, trust_remote_code
+                    source, checkpoint, publication.temporary, dtype, max_shard_size, layout, trust_remote_code
                 )
             shards = [shard_to_write(shard) for shard in noted]
+            reader = Reader(checkpoint, config, alone, PhaseClock(), memory)
             written = _write(shards, reader, publication.temporary)
         publication.commit(WEIGHTS, INDEX)
     except BaseException:
         publication.abandon()
         raise
     finally:
-        reader.close()
+        checkpoint.close()
     return Converted(
         tuple(shard.name for shard in shards),
         sum(len(shard.views) for shard in shards),
-        reader.bytes_read,
+        checkpoint.bytes_read,
         written,
         memory.growth_peak,
     )
@@ -152,10 +157,14 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def _split(
-    index: CheckpointIndex, reader: Reader, folder: Path, dtype: torch.dtype | None, max_shard_size: int | str
+    index: CheckpointIndex,
+    checkpoint: OpenCheckpoint,
+    folder: Path,
+    dtype: torch.dtype | None,
+    max_shard_size: int | str,
 ) -> list[NotedShard]:
     """The same tensors, in order of the source's files."""
-    slices = checkpoint_slices(index, reader.materialise)
+    slices = checkpoint_slices(index, checkpoint.materialise)
     tensors = {name: piece[...] for name, piece in slices.items()}
     if dtype is not None:
         tensors = {
@@ -174,7 +183,7 @@ def _split(
 
 def _in_layout(
     source: Path,
-    reader: Reader,
+    checkpoint: OpenCheckpoint,
     folder: Path,
     dtype: torch.dtype | None,
     max_shard_size: int | str,
@@ -182,14 +191,13 @@ def _in_layout(
     trust_remote_code: bool,
 ) -> list[NotedShard]:
     """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
-    from .loading.dry_load import lazily_loaded
-    from .loading.load import Load  # imports deepspeed, which takes seconds
+    from .loading.dry_load import lazily_loaded, load_of_layouts
 
-    load = Load(StreamingConfig(), {}, Coordinator(0, 1, alone=True))
+    load = load_of_layouts(StreamingConfig())
     model, missing, tied = lazily_loaded(
         str(source), load, lambda *found: found, trust_remote_code=trust_remote_code, local_files_only=True
     )
-    reader.add(load.shards)
+    checkpoint.add(load.shards)
     lost = sorted(missing - tied)
     if lost:
         raise UnsupportedError(
@@ -222,15 +230,15 @@ def _write(shards: Sequence[ShardToWrite], reader: Reader, folder: Path) -> int:
     try:
         batches = [_batch(pieces, files) for pieces in _pieces(shards)]
         if batches:
-            reader.fill(batches, reader.plan([item for batch in batches for item in batch.items]))
+            reader.fill(batches, *reader.plan(batches))
         files.sync()
     finally:
         files.close()
     return files.bytes_written
 
 
-Piece = tuple[int, int, Item]
-"""(shard, byte position in it, what fills the bytes from there on)."""
+Piece = tuple[int, int, Target, View]
+"""(shard, byte position in it, what goes there, and what gives the values)."""
 
 
 def _pieces(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
@@ -240,34 +248,36 @@ def _pieces(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
     for number, shard in enumerate(shards):
         for name, position in shard.layout.starts.items():
             view = shard.views[name]
-            for item, offset in _ranges(name, view):
-                if chunk and nbytes + item[0].nbytes > CHUNK_BYTES:
+            for target in _targets(name, view):
+                if chunk and nbytes + target.nbytes > CHUNK_BYTES:
                     yield chunk
                     chunk, nbytes = [], 0
-                chunk.append((number, position + offset, item))
-                nbytes += item[0].nbytes
+                chunk.append((number, position + target.start * target.dtype.itemsize, target, view))
+                nbytes += target.nbytes
     if chunk:
         yield chunk
 
 
-def _ranges(name: str, view: View) -> Iterator[tuple[Item, int]]:
+def _targets(name: str, view: View) -> Iterator[Target]:
     dtype = view.node.dtype
     limit = CHUNK_BYTES // dtype.itemsize
     for start in range(0, view.numel, limit):
         stop = min(view.numel, start + limit)
-        yield (Target(name, dtype, stop - start, start, stop), view), start * dtype.itemsize
+        yield Target(name, dtype, stop - start, start, stop)
 
 
 def _batch(pieces: Sequence[Piece], files: ShardWriter) -> Batch:
     buffers: list[torch.Tensor] = []
 
-    def begin() -> Sequence[torch.Tensor]:
-        buffers.extend(torch.empty(target.numel, dtype=target.dtype) for _, _, (target, _) in pieces)
-        return buffers
+    def begin() -> None:
+        buffers.extend(torch.empty(target.numel, dtype=target.dtype) for _, _, target, _ in pieces)
 
-    def settle() -> None:
-        for (shard, position, _), buffer in zip(pieces, buffers, strict=True):
+    def finish() -> None:
+        for (shard, position, _, _), buffer in zip(pieces, buffers, strict=True):
             files.put(shard, position, [memoryview(buffer.view(torch.uint8).numpy())])
         buffers.clear()
 
-    return Batch([item for _, _, item in pieces], begin, settle)
+    items = [
+        Item(target, view, partial(buffers.__getitem__, number)) for number, (_, _, target, view) in enumerate(pieces)
+    ]
+    return Batch(items, begin, finish, is_temporary=True)

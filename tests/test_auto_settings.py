@@ -71,7 +71,7 @@ def test_a_plan_takes_an_open_dtype_from_its_argument(
 
     for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
         decided = plan(ds_config(dtype))
-        assert {target.dtype for target in decided.targets} == {dtype}
+        assert {target.dtype for target in decided.load.targets} == {dtype}
         assert plan(OPEN, dtype=dtype) == plan(OPEN, dtype=name) == decided
     assert warnings() == 0
     assert plan(OPEN) == plan(ds_config())

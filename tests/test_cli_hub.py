@@ -117,10 +117,9 @@ def test_plan_of_a_repository_reads_headers_only(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     local = hf_zero_stream.plan(str(folder), world_size=3, device="cuda")
-    assert local.footprint is not None
-    assert (found["load"]["bytes_read"], found["load"]["reads"]) == (local.cost.bytes_read, local.cost.reads)
-    assert found["memory"] == json.loads(json.dumps(local.footprint.to_dict()))
-    shards = {os.path.basename(shard.path): shard for shard in local.shards}
+    assert (found["load"]["bytes_read"], found["load"]["reads"]) == (local.load.cost.bytes_read, local.load.cost.reads)
+    assert found["memory"] == json.loads(json.dumps(local.memory.to_dict()))
+    shards = {os.path.basename(shard.path): shard for shard in local.load.shards}
     assert {name for name in sent if name.endswith(".safetensors")} == shards.keys()
     for name, shard in shards.items():
         assert sent[name] <= 100_000 < shard.size_bytes / 10

@@ -30,7 +30,7 @@ def test_plot_is_a_picture(zoo_checkpoint: Callable[..., Path], tmp_path: Path) 
 def test_spans_of_all_ranks_cover_the_data(zoo_checkpoint: Callable[..., Path]) -> None:
     """What the picture shows: together the ranks read every byte of tensors."""
     folder = str(zoo_checkpoint("qwen3_moe"))
-    plans = [hf_zero_stream.plan(folder, world_size=3, rank=rank) for rank in range(3)]
+    plans = [hf_zero_stream.plan(folder, world_size=3, rank=rank).load for rank in range(3)]
     for number, shard in enumerate(plans[0].shards):
         spans = sorted(span for plan in plans for span in _spans(plan, number, near=0))
         assert spans[0][0] == shard.data_start and max(stop for _, stop in spans) == shard.size_bytes
@@ -81,8 +81,10 @@ def test_dequantize_wants_what_is_quantised(zoo_checkpoint: Callable[..., Path])
 def test_materialised_parameters_are_named(zoo_checkpoint: Callable[..., Path]) -> None:
     """Folded, with the reason; such plans come of conversions that need values (tests/test_odd_parameters.py)."""
     reasons = {**{f"layers.{number}.w": "op ldexp" for number in range(3)}, "head": "op sin"}
-    plan = replace(hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1), materialised=reasons)
-    assert list(plan_command._warnings(plan, {}, False)) == [
+    forecast = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1)
+    (batch,) = forecast.load.batches
+    load = replace(forecast.load, batches=(replace(batch, materialised=reasons),))
+    assert list(plan_command._warnings(replace(forecast, load=load), {}, False)) == [
         "Materialised parameters, whose sources are read whole (op ldexp): layers.{0...2}.w",
         "Materialised parameters, whose sources are read whole (op sin): head",
     ]
@@ -90,7 +92,7 @@ def test_materialised_parameters_are_named(zoo_checkpoint: Callable[..., Path]) 
 
 def test_reading_much_more_than_needed_is_told(zoo_checkpoint: Callable[..., Path]) -> None:
     """As where a transposed layout leaves each of many ranks a strip narrower than a page."""
-    plan = hf_zero_stream.plan(str(zoo_checkpoint("qwen3_vl_moe")), world_size=64)
-    assert plan.cost.bytes_read > 1.5 * plan.cost.bytes_needed
-    found = [text for text in plan_command._warnings(plan, {}, False) if text.startswith("Reads more than it needs: ")]
-    assert len(found) == 1
+    forecast = hf_zero_stream.plan(str(zoo_checkpoint("qwen3_vl_moe")), world_size=64)
+    assert forecast.load.cost.bytes_read > 1.5 * forecast.load.cost.bytes_needed
+    found = list(plan_command._warnings(forecast, {}, False))
+    assert sum(text.startswith("Reads more than it needs: ") for text in found) == 1

@@ -264,7 +264,7 @@ def test_each_rank_reads_its_own_experts_only(cluster: None, checkpoint: Callabl
         report = result["report"]["ranks"][rank]
         assert not report["materialised"]
         assert report["bytes"]["read"] == report["bytes"]["needed"]
-        planned = hf_zero_stream.plan(str(folder), world_size=world_size, rank=rank, ds_config=expert_parallel())
+        planned = hf_zero_stream.plan(str(folder), world_size=world_size, rank=rank, ds_config=expert_parallel()).load
         assert planned.cost.bytes_needed == report["bytes"]["needed"]
     assert touched == {0: set(range(EXPERTS // 2)), 1: set(range(EXPERTS // 2, EXPERTS))}
     # The experts, and all else, are read once in all.

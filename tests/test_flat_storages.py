@@ -19,7 +19,7 @@ from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.destinations.deepspeed import zero3
 from hf_zero_stream.destinations.deepspeed.flat.layout import WAITING
-from hf_zero_stream.destinations.homes import ReplicatedHome
+from hf_zero_stream.destinations.deepspeed.flat.replicas import FlatReplicas
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.cluster import run_ranks
 from tests.parity import ds_config, three_losses
@@ -147,11 +147,10 @@ def test_on_the_device(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
         model = nn.Linear(3, 2, bias=False)
         view = View.whole(HostTensor.of(values), (2, 3))
         model.weight = nn.Parameter(LazyTensor.of(view, lambda _: values))
-        home = ReplicatedHome(config_of(stage), Coordinator(0, 2, alone=True), 2**20, on_device=on_device)
-        home.expect(model, set())
-        param = home.parameter(model.weight)
-        assert param is not None
-        return param.device.type, WAITING.layout_of(param) is not None
+        replicas = FlatReplicas(config_of(stage), Coordinator(0, 2, alone=True), 2**20, on_device=on_device)
+        (_, batch) = replicas.batches(model, set(), set())
+        assert [item.memory().device.type for item in batch.items] == [model.weight.device.type]
+        return model.weight.device.type, WAITING.layout_of(model.weight) is not None
 
     assert devices(False) == ("cpu", False)
     assert devices(True) == ("meta", False)  # no address, so no buffer is recognised

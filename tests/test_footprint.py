@@ -155,7 +155,7 @@ def test_states_of_optimizers(
     zoo_checkpoint: Callable[..., Path], changes: dict[str, Any], states: int, itemsize: int
 ) -> None:
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}, **changes}
-    found = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=2, ds_config=config).footprint
+    found = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=2, ds_config=config).memory
     assert found is not None
     trained = sum(found.partitions.values()) // 2
     assert sum(found.optimizer_states.values()) == trained * states * itemsize
@@ -166,7 +166,7 @@ def test_settings_come_from_deepspeeds_own_parser(zoo_checkpoint: Callable[..., 
     folder = str(zoo_checkpoint("llama"))
 
     def bucket(**zero: Any) -> Any:
-        found = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(BF16, **zero)).footprint
+        found = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(BF16, **zero)).memory
         return found and found.reduce_bucket
 
     assert bucket() == {"cpu": 5 * 10**8 * 2}
@@ -178,7 +178,7 @@ def test_settings_come_from_deepspeeds_own_parser(zoo_checkpoint: Callable[..., 
 
 def test_plan_for_a_device_that_is_not_here(zoo_checkpoint: Callable[..., Path]) -> None:
     config = ds_config(BF16, offload_optimizer={"device": "cpu"})
-    found = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=64, ds_config=config, device="cuda").footprint
+    found = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=64, ds_config=config, device="cuda").memory
     assert found is not None
     assert set(found.partitions) == set(found.reduce_bucket) == {"cuda"}
     assert set(found.master) == set(found.optimizer_states) == set(found.gradients) == {"cpu"}
@@ -186,9 +186,9 @@ def test_plan_for_a_device_that_is_not_here(zoo_checkpoint: Callable[..., Path])
 
 def test_deepspeeds_default_leaf_modules_count_whole(tmp_path: Path) -> None:
     folder = str(make_moe_checkpoint(tmp_path, 3e6, num_layers=1, num_experts=8))
-    whole = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config()).footprint
+    whole = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config()).memory
     none = {"leaf_module": {"classes": [], "name_suffixes": ["self_attn"]}}
-    parts = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(**none)).footprint
+    parts = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(**none)).memory
     assert whole is not None and parts is not None
     assert whole.largest_gather_of == "model.layers.0.mlp"
     assert parts.largest_gather_of == "model.layers.0.mlp.experts"
@@ -245,7 +245,7 @@ def test_partitions_and_largest_gather_are_exact(
     cluster: None, zoo_checkpoint: Callable[..., Path], name: str
 ) -> None:
     folder = zoo_checkpoint(name, BF16)
-    planned = hf_zero_stream.plan(str(folder), world_size=2, ds_config=ds_config(BF16)).footprint
+    planned = hf_zero_stream.plan(str(folder), world_size=2, ds_config=ds_config(BF16)).memory
     for found in run_ranks(2, gather_in_forward, name, folder):
         assert found["announced"] == planned
         assert found["partitions"] == planned.partitions

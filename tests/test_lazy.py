@@ -14,7 +14,7 @@ from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.lazy import LazyTensor, checkpoint_slices
 from hf_zero_stream.engine.compute import Evaluator
 from hf_zero_stream.engine.execute import execute_reads
-from hf_zero_stream.planning.plan import LoadPlan, Target, make_plan, partition_range
+from hf_zero_stream.planning.plan import BatchPlan, Target, partition_range, plan_batch
 from hf_zero_stream.sources.local import ShardFiles
 
 
@@ -36,7 +36,6 @@ class Checkpoint:
         self.files = ShardFiles(self.index.shards)
         self.evaluator = Evaluator(
             self.files,
-            self.index.shards,
             request_bytes=self.request_bytes,
             seek_bytes=seek_bytes,
             staging_bytes=2 * self.request_bytes,
@@ -46,23 +45,20 @@ class Checkpoint:
         slices = checkpoint_slices(self.index, self.evaluator.materialise)
         return {name: item[...] for name, item in slices.items()}
 
-    def plan(self, tensor: torch.Tensor, rank: int, world_size: int) -> LoadPlan:
+    def plan(self, tensor: torch.Tensor, rank: int, world_size: int) -> BatchPlan:
         assert isinstance(tensor, LazyTensor)
         target = Target("p", tensor.dtype, *partition_range(tensor.numel(), rank, world_size))
-        return make_plan(
-            [(target, tensor.view_of_node)],
-            self.index.shards,
-            rank=rank,
-            world_size=world_size,
-            request_bytes=self.request_bytes,
-            seek_bytes=self.seek_bytes,
+        plan, self.leaves = plan_batch(
+            [(target, tensor.view_of_node)], request_bytes=self.request_bytes, seek_bytes=self.seek_bytes
         )
+        return plan
 
-    def load(self, plan: LoadPlan, threads: int = 2) -> torch.Tensor:
+    def load(self, tensor: torch.Tensor, rank: int, world_size: int, threads: int = 2) -> torch.Tensor:
+        plan = self.plan(tensor, rank, world_size)
         (target,) = plan.targets
         values = torch.zeros(target.numel, dtype=target.dtype)
         execute_reads(plan, [values], self.files, threads=threads)
-        self.evaluator.place(plan, [values])
+        self.evaluator.place(plan, self.leaves, [values])
         return values
 
 
@@ -129,12 +125,12 @@ WHOLE: dict[str, Program] = {
 }
 
 
-def check(checkpoint: Checkpoint, program: Program, world_size: int) -> list[LoadPlan]:
+def check(checkpoint: Checkpoint, program: Program, world_size: int) -> list[BatchPlan]:
     expected, lazy = program(checkpoint.real), program(checkpoint.lazy())
     assert isinstance(lazy, LazyTensor)
     assert (lazy.shape, lazy.dtype) == (expected.shape, expected.dtype)
     plans = [checkpoint.plan(lazy, rank, world_size) for rank in range(world_size)]
-    loaded = torch.cat([checkpoint.load(plan) for plan in plans])[: expected.numel()]
+    loaded = torch.cat([checkpoint.load(lazy, rank, world_size) for rank in range(world_size)])[: expected.numel()]
     assert torch.equal(loaded, expected.reshape(-1))
     return plans
 
@@ -146,8 +142,9 @@ def test_layout_is_read_by_ranges(checkpoint: Checkpoint, name: str, world_size:
         assert not plan.placements and not plan.materialised
         if name not in ("expand", "rows", "repeat", "nested"):  # these use some bytes more than once
             assert plan.cost.bytes_needed <= plan.cost.bytes_read
-        assert all(read.length <= checkpoint.request_bytes for read in plan)
-        assert [(read.shard, read.start) for read in plan] == sorted((read.shard, read.start) for read in plan)
+        assert all(read.length <= checkpoint.request_bytes for read in plan.reads)
+        order = [(read.shard, read.start) for read in plan.reads]
+        assert order == sorted(order)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -171,7 +168,7 @@ def test_inference_mode(checkpoint: Checkpoint) -> None:
             lazy = LAYOUT[name](checkpoint.lazy())
         plan = checkpoint.plan(lazy, 0, 1)
         assert not plan.materialised
-        assert torch.equal(checkpoint.load(plan), LAYOUT[name](checkpoint.real).reshape(-1))
+        assert torch.equal(checkpoint.load(lazy, 0, 1), LAYOUT[name](checkpoint.real).reshape(-1))
 
 
 def test_needed_bytes_are_shared_out(checkpoint: Checkpoint) -> None:

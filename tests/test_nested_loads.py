@@ -53,7 +53,7 @@ def load_all(folders: dict[str, Path]) -> dict[str, Any]:
     hf_zero_stream.load_into(model, str(folders["other"]))
     found["into"] = different(gathered(model), expected_values(folders["other"], {}))
     # And planned, for a rank of another world.
-    plan = hf_zero_stream.plan(str(part), world_size=3, rank=1)
+    plan = hf_zero_stream.plan(str(part), world_size=3, rank=1).load
     found["planned files"] = sorted({Path(plan.shards[read.shard].path).parent.name for read in plan})
 
     # Some of it is; the rest, and what nobody has, as in stock.

@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 
+import hf_zero_stream
+from hf_zero_stream.planning.plan import LoadPlan
 from tests.cluster import RankFailure, run_ranks
 from tests.loading import load_with
 from tests.parity import ds_config, three_losses, unequal
@@ -67,6 +69,32 @@ def values(folder: Path, config: dict[str, Any]) -> list[str]:
 def test_values_equal_plain_loading(cluster: None, checkpoint: Path, tmp_path: Path, buffer_count: int) -> None:
     config = offload(tmp_path, buffer_count=buffer_count)
     assert run_ranks(2, values, checkpoint, config) == [[], []]
+
+
+def executed(folder: Path, config: dict[str, Any]) -> LoadPlan:
+    """The plan that a load carries out."""
+    from hf_zero_stream.engine.reader import Reader
+
+    plans: list[LoadPlan] = []
+    fill = Reader.fill
+
+    def noting(self: Reader, batches: Any, plan: LoadPlan, *args: Any) -> None:
+        plans.append(plan)
+        fill(self, batches, plan, *args)
+
+    Reader.fill = noting  # type: ignore[method-assign]
+    hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
+    return plans[0]
+
+
+@pytest.mark.parametrize("batches", [1, 5])
+def test_the_plan_that_is_shown_is_the_plan_that_runs(
+    cluster: None, checkpoint: Path, tmp_path: Path, batches: int
+) -> None:
+    config = offload(tmp_path) if batches > 1 else ds_config(torch.bfloat16)
+    shown = [hf_zero_stream.plan(str(checkpoint), world_size=2, rank=rank, ds_config=config) for rank in range(2)]
+    assert [forecast.load for forecast in shown] == run_ranks(2, executed, checkpoint, config)
+    assert len(shown[0].load.batches) == batches
 
 
 def growth(folder: Path, config: dict[str, Any]) -> tuple[int, int]:

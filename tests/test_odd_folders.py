@@ -329,7 +329,7 @@ def test_a_copy_does_not_lose_what_is_promised(zoo_checkpoint: Callable[..., Pat
     assert not list((tmp_path / "copy").glob("**/*"))
     assert run_json("inspect", str(folder), "--no-model")["promised_in_vain"] == ["old_head"]
     assert [fault["kind"] for fault in run_json("verify", str(folder), code=1)["faults"]] == ["missing"]
-    assert hf_zero_stream.plan(str(folder), world_size=2).cost.bytes_needed
+    assert hf_zero_stream.plan(str(folder), world_size=2).load.cost.bytes_needed
     lost_tensor(folder)
     with pytest.raises(CheckpointError, match="no shard holds it"):
         hf_zero_stream.plan(str(folder), world_size=2)
@@ -344,7 +344,7 @@ def test_links_are_used_like_files(zoo_checkpoint: Callable[..., Path], tmp_path
     found = run_json("verify", str(folder))
     assert found["sound"] and all(shard.name in found["notes"][0] for shard in shards(folder))
     assert run_json("inspect", str(folder), "--no-model")["shards"][0]["file"] == shards(folder)[0].name
-    assert hf_zero_stream.plan(str(folder), world_size=2).cost.bytes_needed
+    assert hf_zero_stream.plan(str(folder), world_size=2).load.cost.bytes_needed
     convert(folder, tmp_path / "copy", progress=False)
     assert not any(path.is_symlink() for path in (tmp_path / "copy").iterdir())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 import hf_zero_stream
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.loading import integration
 from tests.parity import ds_config
+from tests.quantised_checkpoints import fp8
 from tests.zoo import ZOO
 
 
@@ -25,7 +28,8 @@ from tests.zoo import ZOO
 def test_ranks_share_the_checkpoint(zoo_checkpoint: Callable[..., Path], name: str, world_size: int) -> None:
     """Together the ranks fill every element of every parameter once, in file order."""
     plans = [
-        hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=world_size, rank=rank) for rank in range(world_size)
+        hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=world_size, rank=rank).load
+        for rank in range(world_size)
     ]
     assert not torch.distributed.is_initialized()
     for position, target in enumerate(plans[0].targets):
@@ -45,18 +49,31 @@ def test_ranks_share_the_checkpoint(zoo_checkpoint: Callable[..., Path], name: s
 
 def test_plan_follows_the_ds_config(zoo_checkpoint: Callable[..., Path]) -> None:
     folder = str(zoo_checkpoint("llama"))
-    as_is = hf_zero_stream.plan(folder, world_size=2)
-    halved = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(torch.bfloat16))
-    asked = hf_zero_stream.plan(folder, world_size=2, dtype="bfloat16")
+    as_is = hf_zero_stream.plan(folder, world_size=2).load
+    halved = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(torch.bfloat16)).load
+    asked = hf_zero_stream.plan(folder, world_size=2, dtype="bfloat16").load
     assert {target.dtype for target in as_is.targets} == {torch.float32}
     assert halved.cost.target_bytes == asked.cost.target_bytes
     assert halved.cost.target_bytes < 0.6 * as_is.cost.target_bytes
     assert halved.cost.bytes_needed == as_is.cost.bytes_needed, "the file's bytes are the same"
 
 
+def test_a_plan_is_data(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """It can be pickled, printed and compared, also where functions give some of the values."""
+    fp8(tmp_path)
+    dequantised = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+    for folder, kwargs in ((zoo_checkpoint("qwen3_moe"), {}), (tmp_path, dequantised)):
+        found = hf_zero_stream.plan(str(folder), world_size=2, rank=1, **kwargs)
+        assert any(batch.placements for batch in found.load.batches) == bool(kwargs)
+        copied = pickle.loads(pickle.dumps(found))
+        assert copied == found and repr(copied) == repr(found)
+        assert found == hf_zero_stream.plan(str(folder), world_size=2, rank=1, **kwargs)
+        assert found != hf_zero_stream.plan(str(folder), world_size=2, rank=0, **kwargs)
+
+
 def test_plan_takes_settings(zoo_checkpoint: Callable[..., Path]) -> None:
     config = {**ds_config(), "hf_zero_stream": {"request_bytes": 4096}}
-    plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1, ds_config=config)
+    plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1, ds_config=config).load
     assert max(read.length for read in plan) <= 4096
 
 

@@ -18,11 +18,10 @@ import transformers
 
 from hf_zero_stream.cli import page_cache
 from hf_zero_stream.config import StreamingConfig
+from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.reports.load import PhaseClock
-from hf_zero_stream.reports.memory import AnonymousMemory
 from hf_zero_stream.sources import read_ahead
 from hf_zero_stream.sources.read_ahead import WINDOW_BYTES, ReadAhead
 from tests.cluster import run_ranks
@@ -143,7 +142,7 @@ class Recorded(ReadAhead):
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
-    monkeypatch.setattr(reading, "ReadAhead", Recorded)
+    monkeypatch.setattr(opened, "ReadAhead", Recorded)
     Recorded.made.clear()
     yield Recorded.made
     assert ahead_threads() == []
@@ -173,14 +172,14 @@ def test_only_where_it_is_of_use(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_on_host))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(reading, "is_on_network", lambda path: on_network)
-    monkeypatch.setattr(reading, "total_memory_bytes", lambda: total_memory)
+    monkeypatch.setattr(opened, "is_on_network", lambda path: on_network)
+    monkeypatch.setattr(opened, "total_memory_bytes", lambda: total_memory)
     coordinator = Coordinator(1, 4, alone=True)
-    reader = reading.Reader(StreamingConfig(**settings), coordinator, PhaseClock(), AnonymousMemory())
-    reader.read_ahead(cold_files)
-    reader.read_ahead(cold_files)
-    reader.read_ahead([*cold_files, "missing"])
-    reader.close()
+    checkpoint = opened.OpenCheckpoint(StreamingConfig(**settings), coordinator)
+    checkpoint.read_ahead(cold_files)
+    checkpoint.read_ahead(cold_files)
+    checkpoint.read_ahead([*cold_files, "missing"])
+    checkpoint.close()
     assert [ahead.asked for ahead in made] == ([(tuple(cold_files), 1, 4)] if used else [])
 
 
@@ -197,7 +196,7 @@ def load(folder: Path, kwargs: dict[str, Any]) -> dict[str, Any]:
         begins.append(begin)
         return real(*args, begin=begin, **others)
 
-    reading.ReadAhead = Recorded  # type: ignore[misc]
+    opened.ReadAhead = Recorded  # type: ignore[misc]
     reading.execute_reads = execute_reads  # type: ignore[assignment]
     error = ""
     try:

@@ -11,6 +11,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from ..footprint.memory import MemoryFootprint
+from ..loading.dry_load import Forecast
 from ..planning.plan import LoadPlan
 
 
@@ -31,19 +32,19 @@ def ranks_to_draw(world_size: int, rank: int) -> list[int]:
     return sorted((rank + round(number * step)) % world_size for number in range(MOST_RANKS))
 
 
-def draw(path: Path, plans: Sequence[LoadPlan], device: str) -> None:
+def draw(path: Path, forecasts: Sequence[Forecast], device: str) -> None:
     """Write the picture, in the format that the ending of `path` names.
 
     Args:
-        plans: of the ranks to show; memory is that of the first.
+        forecasts: of the ranks to show; memory is that of the first.
         device: type of the device that trains.
     """
+    plans = [forecast.load for forecast in forecasts]
     shards = plans[0].shards[:_MOST_SHARDS]
     figure = Figure(figsize=(13, 4 + 0.25 * len(shards)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     _draw_reads(left, plans)
-    assert plans[0].footprint is not None
-    _draw_memory(right, plans[0].footprint, device)
+    _draw_memory(right, forecasts[0].memory, device)
     figure.savefig(path, dpi=120)
 
 
@@ -72,7 +73,7 @@ def _draw_reads(axes: Any, plans: Sequence[LoadPlan]) -> None:
 def _spans(plan: LoadPlan, shard: int, near: int) -> list[tuple[int, int]]:
     """Byte ranges of a shard that a rank reads, neighbours joined."""
     spans: list[tuple[int, int]] = []
-    for read in plan.reads:
+    for read in sorted(plan, key=lambda read: (read.shard, read.start)):
         if read.shard != shard:
             continue
         if spans and read.start - spans[-1][1] <= near:

@@ -32,7 +32,7 @@ from .settings import Dtype, zero3_config
 
 if TYPE_CHECKING:
     from ..footprint.memory import MemoryFootprint
-    from ..planning.plan import LoadPlan
+    from ..loading.dry_load import Forecast
     from .stock import StockLoad
 
 EXAMPLE = "hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --ds-config ds.json --device-memory 80GiB"
@@ -86,15 +86,14 @@ def run(
     if plot is not None:
         _check_plot(plot)
     with quiet():
-        plan, stock, pictured = _plans(
+        forecast, stock, pictured = _forecasts(
             path, revision, trust_remote_code, dequantize, world_size, rank, config, device, plot is not None
         )
         if plot is not None:
             from .picture import draw
 
             draw(plot, pictured, device)
-    footprint = plan.footprint
-    assert footprint is not None
+    plan, footprint = forecast.load, forecast.memory
     needs = _needs(footprint, device, min(ranks_per_node, world_size))
     fits = {place: needs[place] <= limit for place, limit in limits.items() if limit is not None}
     data = {
@@ -107,7 +106,7 @@ def run(
         "memory": footprint.to_dict(),
         "needs": {**needs, "ranks_per_node": min(ranks_per_node, world_size)},
         "stock": stock and stock.to_dict(),
-        "warnings": list(_warnings(plan, config, ds_config is None)),
+        "warnings": list(_warnings(forecast, config, ds_config is None)),
         "limits": {place: limit for place, limit in limits.items() if limit is not None},
         "fits": all(fits.values()) if fits else None,
     }
@@ -125,7 +124,7 @@ def _check_plot(path: Path) -> None:
         raise typer.BadParameter(f"--plot: there is no folder {path.parent}")
 
 
-def _plans(
+def _forecasts(
     path: str,
     revision: str | None,
     trust_remote_code: bool,
@@ -135,10 +134,10 @@ def _plans(
     config: Mapping[str, Any],
     device: str,
     is_pictured: bool,
-) -> tuple[LoadPlan, StockLoad | None, list[LoadPlan]]:
-    """The plan of the rank that was asked for, stock's figures, and the plans of those that a picture shows."""
+) -> tuple[Forecast, StockLoad | None, list[Forecast]]:
+    """The forecast of the rank that was asked for, stock's figures, and those of the ranks that a picture shows."""
     from ..checkpoint.soundness import shards_of
-    from ..loading.dry_load import plan as make_plan
+    from ..loading.dry_load import plan
     from .checkpoints import headers
     from .shapes import load_arguments, model_shapes, quantisation, transformers_errors
     from .stock import stock_load
@@ -147,22 +146,24 @@ def _plans(
         shards_of(folder)  # raises if there are none: what is pickled is not opened
         arguments = load_arguments(folder, trust_remote_code, dequantize)
 
-        def plan_of(number: int) -> LoadPlan:
-            return make_plan(
+        def forecast_of(number: int) -> Forecast:
+            return plan(
                 str(folder), world_size=world_size, rank=number, ds_config=config or None, device=device, **arguments
             )
 
-        plan = plan_of(rank)
+        forecast = forecast_of(rank)
         # Stock loads what is quantised in another way: every rank all of it.
         stock = None
         if quantisation(folder) is None:
-            stock = stock_load(plan, model_shapes(folder, arguments).parameters, device)
-        pictured: list[LoadPlan] = []
+            stock = stock_load(forecast, model_shapes(folder, arguments).parameters, device)
+        pictured: list[Forecast] = []
         if is_pictured:
             from .picture import ranks_to_draw
 
-            pictured = [plan if number == rank else plan_of(number) for number in ranks_to_draw(world_size, rank)]
-    return plan, stock, pictured
+            pictured = [
+                forecast if number == rank else forecast_of(number) for number in ranks_to_draw(world_size, rank)
+            ]
+    return forecast, stock, pictured
 
 
 def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
@@ -175,13 +176,12 @@ def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict
     return {"device": 0 if device == HOST else most[device], "host": most[HOST] * ranks_per_node}
 
 
-def _warnings(plan: LoadPlan, config: Mapping[str, Any], defaults: bool) -> Iterator[str]:
+def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> Iterator[str]:
     import torch
 
     from ..destinations.deepspeed.zero3 import partition_dtype, undecided
 
-    footprint = plan.footprint
-    assert footprint is not None
+    plan, footprint = forecast.load, forecast.memory
     partitions = sum(footprint.partitions.values())
     if footprint.largest_gather > partitions:
         yield (

@@ -14,9 +14,7 @@ from transformers.quantizers import AutoQuantizationConfig
 
 from ..config import StreamingConfig
 from ..errors import CheckpointError, HfZeroStreamError
-from ..loading.dry_load import lazily_loaded
-from ..loading.load import Load
-from ..ranks.coordinator import Coordinator
+from ..loading.dry_load import lazily_loaded, load_of_layouts
 
 
 __all__ = ["ModelShapes", "Shape", "load_arguments", "model_shapes", "quantisation", "transformers_errors"]
@@ -89,7 +87,7 @@ def model_shapes(folder: Path, arguments: Mapping[str, Any]) -> ModelShapes:
         CheckpointError: transformers cannot make a model of the checkpoint.
         UnsupportedError: it stays quantised.
     """
-    load = Load(StreamingConfig(progress=False), {}, Coordinator(0, 1, alone=True))
+    load = load_of_layouts(StreamingConfig(progress=False))
 
     def shapes(model: torch.nn.Module, missing: set[str], tied: set[str]) -> ModelShapes:
         kept = {name: param for name, param in model.named_parameters() if name not in tied}

@@ -36,7 +36,7 @@ from math import prod
 from typing import Any
 
 from ..footprint.memory import HOST
-from ..planning.plan import LoadPlan
+from ..loading.dry_load import Forecast
 from .shapes import Shape
 
 
@@ -57,23 +57,23 @@ class StockLoad:
         return asdict(self)
 
 
-def stock_load(plan: LoadPlan, parameters: Sequence[Shape], device: str) -> StockLoad:
-    """Stock's figures for the load that `plan` streams.
+def stock_load(forecast: Forecast, parameters: Sequence[Shape], device: str) -> StockLoad:
+    """Stock's figures for the load that `forecast` is of.
 
     Args:
-        plan: of any rank; its footprint is there, because ZeRO-3 is what loads.
+        forecast: of any rank.
         parameters: the model's, whole, in the checkpoint's dtype.
         device: type of the device that trains.
     """
-    assert plan.footprint is not None
+    plan, memory = forecast.load, forecast.memory
     dtypes = {target.name: target.dtype for target in plan.targets}
     modules, total = Counter[str](), 0
     for param in parameters:
         whole = prod(param.shape) * dtypes.get(param.name, param.dtype).itemsize
         modules[param.name.rpartition(".")[0]] += whole
         total += whole
-    others = Counter(plan.footprint.load_peak)
-    others[HOST] -= plan.footprint.staging
+    others = Counter(memory.load_peak)
+    others[HOST] -= memory.staging
     others[device] += max(modules.values(), default=0)
     first = others + Counter({HOST: max((param.nbytes for param in parameters), default=0)})
     read = sum(shard.size_bytes for shard in plan.shards)

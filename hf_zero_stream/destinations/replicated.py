@@ -5,20 +5,28 @@ From disk that is 1/N of what plain loading reads on every rank; over the interc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from ..checkpoint.lazy import LazyTensor
+from ..planning.plan import Target
+from ..ranks.coordinator import Coordinator
 from ..ranks.messages import Wait
-from .deepspeed.zero3 import local_device
+from .allocation import allocating
+from .base import Batch, Item, Sources, flat_items, replace_lazy
 
 
-__all__ = ["Exchange", "Part", "all_gather", "exchanges"]
+__all__ = ["Exchange", "Part", "Replicated", "all_gather", "exchange_batches", "exchanges"]
 
 # torch 2.13 warns of the old name.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+HOST = torch.device("cpu")
 
 ALIGNMENT = 16
 """Each part begins at a multiple of so many bytes, so that it can be viewed in any dtype."""
@@ -66,12 +74,11 @@ class Exchange:
         self._buffers = buffers
         self._wait = wait
 
-    def begin(self) -> list[torch.Tensor]:
-        """A destination for each part of this rank."""
-        mine = self._buffers.mine()
-        return [self._view(mine, part) for part in self.parts]
+    def memory(self, part: Part) -> torch.Tensor:
+        """Where this rank puts what it reads of a part."""
+        return self._view(self._buffers.mine(), part)
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Exchange the parts and put them into the tensors; all ranks must call it."""
         ranks = self._buffers.world_size
         everyone = self._buffers.everyone()[: ranks * self._rank_bytes]
@@ -93,21 +100,27 @@ class Exchange:
 class _Buffers:
     """One rank's buffer and all ranks' together, made at first use."""
 
-    def __init__(self, rank_bytes: int, world_size: int) -> None:
+    def __init__(self, rank_bytes: int, world_size: int, device: torch.device) -> None:
         self.world_size = world_size
         self._rank_bytes = rank_bytes
+        self._device = device
         self._mine: torch.Tensor | None = None
         self._everyone: torch.Tensor | None = None
 
     def mine(self) -> torch.Tensor:
         if self._mine is None:
-            self._mine = torch.empty(self._rank_bytes, dtype=torch.uint8, device=_device())
+            self._mine = self._empty(self._rank_bytes)
         return self._mine
 
     def everyone(self) -> torch.Tensor:
         if self._everyone is None:
-            self._everyone = torch.empty(self._rank_bytes * self.world_size, dtype=torch.uint8, device=_device())
+            self._everyone = self._empty(self._rank_bytes * self.world_size)
         return self._everyone
+
+    def _empty(self, nbytes: int) -> torch.Tensor:
+        """On the device where the default group's collectives want their tensors."""
+        device = torch.device("cpu") if "gloo" in dist.get_backend() else self._device
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def exchanges(
@@ -116,6 +129,7 @@ def exchanges(
     world_size: int,
     chunk_bytes: int,
     wait: Wait = lambda work: work.wait(),
+    device: torch.device = HOST,
 ) -> Iterator[Exchange]:
     """Exchanges that fill `tensors`, each through at most `chunk_bytes` of all ranks' buffers together.
 
@@ -123,9 +137,10 @@ def exchanges(
         tensors: flat, of any dtypes; the same on every rank.
         chunk_bytes: at least 16 bytes a rank are used.
         wait: returns when an asynchronous collective is done, or raises.
+        device: the device that this rank trains on.
     """
     limit = max(ALIGNMENT, chunk_bytes // world_size // ALIGNMENT * ALIGNMENT)
-    buffers = _Buffers(limit, world_size)
+    buffers = _Buffers(limit, world_size, device)
     parts: list[Part] = []
     used = 0
     for number, tensor in enumerate(tensors):
@@ -147,6 +162,103 @@ def exchanges(
         yield Exchange(tensors, parts, used, buffers, wait)
 
 
-def _device() -> torch.device:
-    """Where the default group's collectives want their tensors."""
-    return torch.device("cpu") if "gloo" in dist.get_backend() else local_device()
+def exchange_batches(
+    parameters: Sources, coordinator: Coordinator, chunk_bytes: int, device: torch.device
+) -> list[Batch]:
+    """Batches that fill whole parameters on every rank, of which each rank reads 1/N.
+
+    Args:
+        chunk_bytes: bound of the buffers of all ranks together.
+        device: the device that this rank trains on.
+    """
+    values = {name: param.detach().view(-1) for name, (param, _) in parameters.items()}
+    if coordinator.is_alone:
+        return [Batch(flat_items({name: (values[name], view) for name, (_, view) in parameters.items()}))]
+    names = list(parameters)
+
+    def batch(exchange: Exchange) -> Batch:
+        def item(part: Part) -> Item:
+            name = names[part.tensor]
+            target = Target(name, values[name].dtype, part.length, part.start, part.stop)
+            return Item(target, parameters[name][1], partial(exchange.memory, part))
+
+        return Batch(
+            [item(part) for part in exchange.parts],
+            finish=exchange.finish,
+            is_collective=True,
+            is_temporary=True,
+            completes={names[part.tensor]: values[names[part.tensor]] for part in exchange.parts},
+        )
+
+    rank, world_size = coordinator.rank, coordinator.world_size
+    all_exchanges = exchanges(list(values.values()), rank, world_size, chunk_bytes, coordinator.wait, device)
+    return [batch(exchange) for exchange in all_exchanges]
+
+
+class Replicated:
+    """Plain data parallelism: every rank has all of every parameter (see :class:`.base.Destination`).
+
+    Each rank reads 1/N of every parameter and gets the rest from the others, chunk by chunk.
+
+    Args:
+        coordinator: the ranks that load together.
+        chunk_bytes: bound of the buffers through which ranks exchange what they read.
+        device: the device that this rank trains on.
+        on_device: put parameters there, instead of into host memory.
+    """
+
+    hides_zero3 = False
+    fills_missing = False
+    exchanges_reads = True
+    recast: Sequence[str] = ()
+
+    def __init__(
+        self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = HOST, *, on_device: bool = False
+    ) -> None:
+        self.device = device
+        self._coordinator = coordinator
+        self._chunk_bytes = chunk_bytes
+        self._parameters_on = device if on_device else HOST
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        return None
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        storage = self._storage(model, tied)
+
+        def parameter(name: str, param: torch.Tensor) -> nn.Parameter | None:
+            if not isinstance(param, LazyTensor):
+                return None
+            values = storage.get(id(param))
+            if values is None:
+                with allocating(name, param.nbytes, "the host", self._coordinator.rank):
+                    values = torch.empty(param.shape, dtype=param.dtype, device=self._parameters_on)
+            return nn.Parameter(values, requires_grad=param.requires_grad)
+
+        def buffer(old: torch.Tensor) -> torch.Tensor | None:
+            return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
+
+        parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
+        return [Batch(flat_items(buffers)), *exchanged]
+
+    def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
+        """Memory for lazy parameters that shall not have one of their own, by their ``id``."""
+        return {}
+
+    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> None:
+        return None
+
+    def check(self, targets: Sequence[Target]) -> None:
+        pass
+
+    def allocate(self) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        initialise()

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..checkpoint.index import Shard
 from ..checkpoint.nodes import Blockwise, Computed, HostTensor, Node, Opaque, Pointwise, View
 from ..planning.boxes import Axis, Placed, place
-from ..planning.plan import LoadPlan, Placement, Target, make_plan, materialise_reason
-from ..planning.regions import Region, box_of_view
+from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
+from ..planning.regions import Leaf, Region, box_of_view
 from ..sources.local import ShardFiles
 from .execute import execute_reads
 from .workers import run_in_threads
@@ -35,7 +34,6 @@ class Evaluator:
 
     Args:
         files: the open shards.
-        shards: the checkpoint's shards, as its index has them.
         request_bytes: largest single read.
         seek_bytes: a hole of at most this many bytes is read through.
         staging_bytes: bound of the memory that all threads use for pieces.
@@ -44,14 +42,12 @@ class Evaluator:
     def __init__(
         self,
         files: ShardFiles,
-        shards: tuple[Shard, ...],
         *,
         request_bytes: int,
         seek_bytes: int,
         staging_bytes: int,
     ) -> None:
         self._files = files
-        self._shards = shards
         self._request_bytes = request_bytes
         self._seek_bytes = seek_bytes
         self._staging_bytes = staging_bytes
@@ -60,24 +56,18 @@ class Evaluator:
 
     def materialise(self, view: View) -> torch.Tensor:
         """The values of `view`, in a new contiguous host tensor of its sizes."""
-        target = Target("", view.node.dtype, view.numel, 0, view.numel)
-        plan = make_plan(
-            [(target, view)],
-            self._shards,
-            rank=0,
-            world_size=1,
-            request_bytes=self._request_bytes,
-            seek_bytes=self._seek_bytes,
-        )
+        target = Target.whole("", view.node.dtype, view.numel)
+        plan, leaves = plan_batch([(target, view)], request_bytes=self._request_bytes, seek_bytes=self._seek_bytes)
         values = torch.empty(view.numel, dtype=view.node.dtype)
         execute_reads(plan, [values], self._files, threads=1, on_bytes=self._on_bytes)
         for placement in plan.placements:
-            self._place(placement.region, values)
+            self._place(_region(placement, leaves), values)
         return values.view(view.sizes)
 
     def place(
         self,
-        plan: LoadPlan,
+        plan: BatchPlan,
+        leaves: Sequence[Leaf],
         destinations: Sequence[torch.Tensor],
         threads: int = 1,
         on_bytes: Callable[[int], None] | None = None,
@@ -85,24 +75,26 @@ class Evaluator:
         """Carry out the placements of `plan`.
 
         Args:
+            leaves: the sources that they refer to by number.
             destinations: one flat tensor for each target of the plan, as for :func:`.execute.execute_reads`.
             threads: how many work on functions that can be computed piece by piece; those that need whole inputs are
                 computed one at a time, and their inputs live only for their results.
             on_bytes: called with the number of bytes after each read.
         """
         self._on_bytes = on_bytes
-        in_pieces: list[Placement] = []
+        in_pieces: list[tuple[Region, torch.Tensor]] = []
         for placement in plan.placements:
-            if isinstance(placement.region.leaf, Computed) and not materialise_reason(placement.region.leaf):
-                in_pieces.append(placement)
+            region, destination = _region(placement, leaves), destinations[placement.target]
+            if isinstance(region.leaf, Computed) and not materialise_reason(region.leaf):
+                in_pieces.append((region, destination))
             else:
-                self._place(placement.region, destinations[placement.target])
+                self._place(region, destination)
         self._last = None
 
         def pieces() -> Iterator[tuple[Region, Placed, torch.Tensor]]:
-            for region, target in ((placement.region, placement.target) for placement in in_pieces):
+            for region, destination in in_pieces:
                 for part in _parts(region, self._staging_bytes // threads):
-                    yield region, part, destinations[target]
+                    yield region, part, destination
 
         def work(shared: Iterator[tuple[Region, Placed, torch.Tensor]]) -> None:
             for region, part, destination in shared:
@@ -189,6 +181,10 @@ class Evaluator:
                 result = result[node.output]
             self._last = (node, result.contiguous().view(-1))
         return self._last[1]
+
+
+def _region(placement: Placement, leaves: Sequence[Leaf]) -> Region:
+    return Region(leaves[placement.leaf], placement.box, placement.casts)
 
 
 def _parts(region: Region, staging_bytes: int) -> Iterator[Placed]:

@@ -16,7 +16,7 @@ from itertools import chain
 
 import torch
 
-from ..planning.plan import LoadPlan
+from ..planning.plan import BatchPlan
 from ..planning.reads import Read
 from ..sources.local import ShardFiles
 from .huge_pages import HugePages
@@ -57,7 +57,7 @@ class ReadTimes:
 
 
 def execute_reads(
-    plan: LoadPlan,
+    plan: BatchPlan,
     destinations: Sequence[torch.Tensor],
     files: ShardFiles,
     *,

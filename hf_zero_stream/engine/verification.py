@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ..checkpoint.nodes import View
+from ..destinations.base import Item
 from ..errors import LoadError
 from ..planning.plan import Target, materialise_reason
 from ..reports.load import Verification
@@ -80,7 +81,7 @@ class Verifier:
 
     def verify(
         self,
-        items: Sequence[tuple[Target, View]],
+        items: Sequence[Item],
         destinations: Sequence[torch.Tensor],
         lookup: Lookup,
         bytes_read: Callable[[], int],
@@ -90,7 +91,7 @@ class Verifier:
 
         Args:
             items: what was to be filled, and from what.
-            destinations: one flat tensor for each item, as for the load.
+            destinations: the memory of each item.
             lookup: looks elements up.
             bytes_read: how many bytes `lookup` has read so far.
             check: called now and then; may raise, to end it.
@@ -102,7 +103,7 @@ class Verifier:
         began, read_before = time.perf_counter(), bytes_read()
 
         def chunks() -> Iterator[tuple[Target, View, torch.Tensor, int, int]]:
-            for (target, view), destination in zip(items, destinations, strict=True):
+            for (target, view, _), destination in zip(items, destinations, strict=True):
                 if self._how == "sample" and materialise_reason(view.node):
                     self._left_out.add(target.name)  # would read its sources whole
                     continue
@@ -172,13 +173,13 @@ class Verifier:
         with self._lock:
             self._elements += stop - start
         if self._how == "full":
-            self._add(target, view, digest_of(placed, start))
+            self._add(target, view, _digest_of(target, placed, start, stop))
 
     def _add(self, target: Target, view: View, digest: int) -> None:
         with self._lock:
             self.parts[target.name] = (self.parts.get(target.name, 0) + digest) % _WORD
             # What every rank has whole, a buffer, counts once.
-            if self._rank == 0 or target.stop - target.start < view.numel:
+            if self._rank == 0 or target.box or target.stop - target.start < view.numel:
                 self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
 
 
@@ -193,6 +194,17 @@ def digest_of(values: torch.Tensor, first: int) -> int:
         products = part.to(torch.int64) * table[inside : inside + len(part)]
         total += int(products.sum()) * _mixed(block)
         done += len(part)
+    return total % _WORD
+
+
+def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> int:
+    """The digest of the elements ``[start, stop)`` of a target's view, each counted in its whole parameter."""
+    if target.box is None:
+        return digest_of(values, start)
+    total, done = 0, 0
+    for first, count in target.box.runs(start, stop):
+        total += digest_of(values[done : done + count], first)
+        done += count
     return total % _WORD
 
 

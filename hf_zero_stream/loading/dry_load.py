@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
 
-from ..config import StreamingConfig, buildable, without_own_section
+from ..config import StreamingConfig, buildable, without_auto, without_own_section
+from ..destinations.replicated import Replicated
 from ..errors import ConfigError, UnsupportedError
+from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
 from .integration import streaming, warn_of_open_dtype
+from .load import Load
 
 
-if TYPE_CHECKING:
-    from .load import Load
+__all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan"]
 
 
-__all__ = ["lazily_loaded", "model_class_of", "plan"]
+@dataclass(frozen=True)
+class Forecast:
+    """What one rank is going to read, and the memory that it will need.
+
+    Attributes:
+        load: the load plan: which bytes of which shard go where, and what reading them takes.
+        memory: computed and not measured, in the load and in training.
+    """
+
+    load: LoadPlan
+    memory: MemoryFootprint
 
 
 def plan(
@@ -34,8 +47,8 @@ def plan(
     dtype: torch.dtype | str | None = None,
     device: str | None = None,
     **kwargs: Any,
-) -> LoadPlan:
-    """The load plan of one rank of a world of any size; needs no process group and reads no weights.
+) -> Forecast:
+    """The load plan and the memory of one rank of a world of any size; needs no process group and reads no weights.
 
     The model is built on the meta device, and transformers' own renames and conversions run over tensors that carry
     only their layout, exactly as in a load.
@@ -45,11 +58,11 @@ def plan(
         world_size: number of ranks that share the checkpoint.
         rank: the rank to plan for.
         ds_config: a DeepSpeed config (dict or path), for the dtype that DeepSpeed gives to parameters, for the memory
-            that its engine needs (``plan.footprint``) and for our settings.
+            that its engine needs and for our settings.
         dtype: dtype of the parameters where `ds_config` is not given, or leaves it open (``"bf16": {"enabled":
             "auto"}``, which accelerate and the Trainer fill in); default: the checkpoint's own, and where `ds_config`
             leaves it open fp32, with a warning.
-        device: type of the device that will train ("cuda", "cpu"), for ``plan.footprint``; default: this machine's.
+        device: type of the device that will train ("cuda", "cpu"), for ``memory``; default: this machine's.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
@@ -58,22 +71,39 @@ def plan(
         RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
 
     Example:
-        >>> plan = hf_zero_stream.plan("Qwen/Qwen3-30B-A3B", world_size=64, rank=37)
-        >>> plan.cost.bytes_read, len(plan)
+        >>> forecast = hf_zero_stream.plan("Qwen/Qwen3-30B-A3B", world_size=64, rank=37)
+        >>> forecast.load.cost.bytes_read, forecast.memory.held
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
-    from .load import Load
+    from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
     found = {} if ds_config is None else _with_dtype(buildable(ds_config), dtype)
     stage = (found.get("zero_optimization") or {}).get("stage", 3)
     if stage != 3:
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
-    load = Load(
-        StreamingConfig.resolve(None, found), without_own_section(found), Coordinator(rank, world_size, alone=True)
-    )
-    load.device = device or load.device
-    return lazily_loaded(path, load, load.plan_only, dtype="auto" if dtype is None else dtype, **kwargs)
+    config = without_auto(without_own_section(found))
+    coordinator = Coordinator(rank, world_size, alone=True)
+    destination = Partitioned(config, coordinator, trains_on=device)
+    load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
+    lazily_loaded(path, load, load.plan_only, dtype="auto" if dtype is None else dtype, **kwargs)
+    assert load.plan is not None and load.footprint is not None
+    return Forecast(load.plan, load.footprint)
+
+
+class _Nowhere(Replicated):
+    """No memory; the lazy model that this is never filled from has the dtypes of one under ZeRO-3."""
+
+    hides_zero3 = True
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        return wanted
+
+
+def load_of_layouts(config: StreamingConfig) -> Load:
+    """A load for :func:`lazily_loaded` whose model is only looked at; needs no DeepSpeed."""
+    alone = Coordinator(0, 1, alone=True)
+    return Load(config, {}, alone, _Nowhere(alone, config.staging_bytes))
 
 
 def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import transformers
 from transformers.utils import logging
 
 from .. import patching, scope
-from ..config import StreamingConfig, adopt_alias, buildable, without_own_section
+from ..config import StreamingConfig, adopt_alias, buildable, without_auto, without_own_section
 from ..decorating import decorated
 from ..errors import ConfigError, DisagreementError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
@@ -149,16 +149,18 @@ def _load(
 
 
 def _under_zero3(original: Callable[..., Any], found: dict[str, Any], args: Any, kwargs: Any, strict: Any) -> Any:
+    # These import deepspeed, which takes seconds and which plain loading does not need.
     from ..destinations.deepspeed import zero3
-    from .load import Load  # imports deepspeed, which takes seconds and which plain loading does not need
+    from ..destinations.deepspeed.partitioned import Partitioned
+    from .load import Load
 
     zero3.init_distributed()
     coordinator = Coordinator.of_default_group()
     with coordinator.watched(LOAD), coordinator.reporting():
-        zero3.reset_device_peak()
         adopt_alias(found, zero3.partition_dtype(found).itemsize)
-        load = Load(_settings(found, strict), without_own_section(buildable(found)), coordinator)
-        zero3.refuse_unsupported(load.ds_config)
+        settings, ds_config = _settings(found, strict), without_auto(without_own_section(buildable(found)))
+        load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator))
+        zero3.refuse_unsupported(ds_config)
         _refuse_empty_weights()
         if (sections := zero3.undecided(found)) and coordinator.is_main:
             warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
@@ -177,6 +179,7 @@ def _outside_zero3(
         settings = _settings(found, strict)
         if settings.share_reads:
             from ..destinations.deepspeed import zero3
+            from ..destinations.deepspeed.flat.replicas import FlatReplicas
             from .load import Load
 
             coordinator = Coordinator.of_default_group()
@@ -184,8 +187,10 @@ def _outside_zero3(
             subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
             try:
                 with coordinator.watched(SHARED_LOAD, subject), coordinator.reporting():
-                    zero3.reset_device_peak()
-                    load = Load(settings, without_own_section(buildable(found)), coordinator, replicated=True)
+                    ds_config = without_auto(without_own_section(buildable(found)))
+                    on_device = settings.replicas_on == "device"
+                    replicas = FlatReplicas(ds_config, coordinator, settings.staging_bytes, on_device=on_device)
+                    load = Load(settings, ds_config, coordinator, replicas)
                     with zero3.outside_zero_init():
                         return _streamed(load, original, args, kwargs)
             except (Apart, DisagreementError) as why:

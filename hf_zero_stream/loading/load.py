@@ -8,26 +8,27 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..checkpoint.absent import AbsentSlice
 from ..checkpoint.index import DTYPES, CheckpointIndex, Shard, ShardHeader, read_header
-from ..checkpoint.lazy import CheckpointSlice, LazyTensor, checkpoint_slices
-from ..checkpoint.nodes import HostTensor, View
+from ..checkpoint.lazy import CheckpointSlice, checkpoint_slices
+from ..checkpoint.nodes import HostTensor
 from ..checkpoint.wrapped import lacks_values, refuse_wrapped
-from ..config import StreamingConfig, without_auto
-from ..destinations.deepspeed import engine_memory, zero3
-from ..destinations.homes import Home, PartitionedHome, ReplicatedHome, Sourced, Sources, whole
-from ..engine.allocation import allocating, is_out_of_memory
-from ..engine.reader import Batch, Reader
+from ..config import StreamingConfig
+from ..destinations.allocation import is_out_of_memory
+from ..destinations.base import Batch, Destination
+from ..engine.opened import OpenCheckpoint
+from ..engine.reader import Reader
 from ..errors import LoadError
+from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
+from ..planning.regions import Leaf
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, Materialised, PhaseClock, RankReport
 from ..reports.memory import AnonymousMemory
@@ -35,9 +36,7 @@ from ..sources.local import Identity
 from .sameness import description, refuse_differences, refuse_other_files, refuse_other_headers
 
 
-__all__ = ["Load", "source_of"]
-
-T = TypeVar("T")
+__all__ = ["Load"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +48,9 @@ class Load:
 
     Args:
         config: our settings.
-        ds_config: the DeepSpeed config; empty if there is none, or for a load that is only planned.
+        ds_config: the DeepSpeed config, which ranks must have in common; empty if there is none.
         coordinator: the ranks that load together.
-        replicated: no ZeRO-3: every rank gets all of every parameter.
+        destination: the memory that is filled.
     """
 
     def __init__(
@@ -59,25 +58,21 @@ class Load:
         config: StreamingConfig,
         ds_config: Mapping[str, Any],
         coordinator: Coordinator,
-        *,
-        replicated: bool = False,
+        destination: Destination,
     ) -> None:
         self.config = config
-        self.ds_config = ds_config = without_auto(ds_config)
+        self.ds_config = ds_config
         self.coordinator = coordinator
+        self.destination = destination
         coordinator.set_timeout(config.peer_timeout_s)
         self.clock = PhaseClock()
         self.memory = AnonymousMemory()
-        self.home: Home = (
-            ReplicatedHome(ds_config, coordinator, config.staging_bytes, on_device=config.replicas_on == "device")
-            if replicated
-            else PartitionedHome(ds_config, coordinator)
-        )
         self.plan: LoadPlan | None = None
-        self.device = zero3.local_device().type
-        """The type of the device that will train, on which the memory that is announced depends."""
-        self._reader = Reader(config, coordinator, self.clock, self.memory)
-        self._recast: list[str] = []
+        """What this rank reads, once that is known."""
+        self.footprint: MemoryFootprint | None = None
+        """The memory that this rank needs in the load and in training, if the destination knows it."""
+        self._checkpoint = OpenCheckpoint(config, coordinator, destination.device)
+        self._reader = Reader(self._checkpoint, config, coordinator, self.clock, self.memory)
         self._index: CheckpointIndex | None = None
         self.absent: Mapping[str, AbsentSlice] = {}
         """Tensors that the checkpoint's index promises and no shard holds."""
@@ -85,26 +80,26 @@ class Load:
     @property
     def shards(self) -> tuple[Shard, ...]:
         """The checkpoint's files, once it is open."""
-        return self._reader.shards
+        return self._checkpoint.shards
 
     def close(self) -> None:
         """Release file handles; the load's other state is garbage once the model is returned."""
-        self._reader.close()
+        self._checkpoint.close()
 
     # ------------------------------------------------------------------------------------------------- open
 
     def read_ahead(self, files: Sequence[str]) -> None:
         """Begin to bring safetensors shards into the page cache where that is of use; a second call does nothing."""
-        self._reader.read_ahead(files)
+        self._checkpoint.read_ahead(files)
 
     @property
     def reads_itself(self) -> bool:
         """Whether this rank reads the shards, and not another one for it (`read_from`)."""
-        return self._reader.reads_itself
+        return self._checkpoint.reads_itself
 
     def look_into(self, shard: str) -> CheckpointIndex:
         """What is in one shard; where one rank reads for others, all of them ask together, and rank 0 looks."""
-        if self._reader.relays:
+        if self._checkpoint.relays:
             return CheckpointIndex.from_headers([shard], [self.coordinator.broadcast(lambda: read_header(shard))])
         return CheckpointIndex.from_files([shard])
 
@@ -114,7 +109,7 @@ class Load:
         Raises:
             ReadError: on all ranks; names the rank.
         """
-        if not self._reader.relays:
+        if not self._checkpoint.relays:
             return
         unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
         everyone = self.coordinator.all_gather((sorted(map(os.path.basename, files)), unseen))
@@ -136,11 +131,11 @@ class Load:
 
         def read_headers() -> list[ShardHeader]:
             identities.extend(map(Identity.of_readable, files))
-            retries = self._reader.retries
+            retries = self._checkpoint.retries
             return [retries.call(partial(read_header, path), cause_of=lambda error: error.__cause__) for path in files]
 
         def checked_index() -> CheckpointIndex:
-            compares = self.coordinator.topology.is_first_of_host and self._reader.reads_itself
+            compares = self.coordinator.topology.is_first_of_host and self._checkpoint.reads_itself
             if compares and not self.coordinator.is_main and self.config.verify != "off":
                 refuse_other_headers(files, read_headers(), headers)
             return CheckpointIndex.from_headers(files, headers, weight_map)
@@ -149,12 +144,12 @@ class Load:
             self.coordinator.require_same([os.path.basename(file) for file in files])
             headers = self.coordinator.broadcast(read_headers)
             # Where one rank reads for others, what follows is for all of them together.
-            index = self.coordinator.run_on_all(checked_index) if self._reader.relays else checked_index()
+            index = self.coordinator.run_on_all(checked_index) if self._checkpoint.relays else checked_index()
         for note in index.notes if self.coordinator.is_main else ():
             logger.warning("%s: %s", os.path.dirname(files[0]), note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
-        index = index.numbered_from(self._reader.add(index.shards, identities))
-        slices = checkpoint_slices(index, self._reader.materialise)
+        index = index.numbered_from(self._checkpoint.add(index.shards, identities))
+        slices = checkpoint_slices(index, self._checkpoint.materialise)
         # A module is given its extra state at once, and may look into it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
@@ -192,17 +187,19 @@ class Load:
             if _is_extra_state(name):
                 return tensor
             dtype_name = _DTYPE_NAMES.get(tensor.dtype, "")
-            return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._reader.materialise)
+            return CheckpointSlice(
+                HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._checkpoint.materialise
+            )
 
         self.coordinator.require_same("values in memory")
         self._index, self.absent = None, {}
-        self._reader.add(())
+        self._checkpoint.add(())
         return {name: slice_of(name, tensor) for name, tensor in tensors.items()}
 
     # ------------------------------------------------------------------------------------------------- place
 
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
-        """Turn a lazy model into a partitioned one and read this rank's bytes into it.
+        """Turn a lazy model into one that the destination trains, and read this rank's bytes into it.
 
         Args:
             model: its loaded parameters and buffers are :class:`LazyTensor`; missing ones are on the meta device.
@@ -210,123 +207,44 @@ class Load:
             tied: names that will be replaced by the other end of a tie, so that no memory is spent on them.
 
         Raises:
-            HfZeroStreamError: on all ranks, if planning or reading failed on any.
+            HfZeroStreamError: on all ranks, if planning or reading failed on any, or if ranks are about to load
+                different things.
         """
-        parameters, buffers = self._planned(model, missing, lambda: self._prepare(model, missing, tied))
-        self._filled(lambda: self.home.batches(model, parameters, buffers))
-
-    def _prepare(self, model: nn.Module, missing: set[str], tied: set[str]) -> tuple[Sources, Sources]:
-        self._convert_experts(model, missing, make_groups=True)
-        parameters, buffers = self._replace(model, missing, tied)
-        self.plan = self._with_footprint(self._make_plan(parameters, buffers), model, tied)
-        self.home.check(self.plan)
-        return parameters, buffers
-
-    def _planned(self, model: nn.Module, missing: set[str], prepare: Callable[[], T]) -> T:
-        """What `prepare`, which makes :attr:`plan` for the lazy `model`, returns.
-
-        Raises on all ranks if it does on any, or if ranks are about to load different things.
-        """
+        device = self.destination.device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
         error: BaseException | None = None
         mine: dict[str, str] = {}
         try:
             with self.clock("plan"):
-                shares_reads = not self.home.is_partitioned
-                mine = description(model, missing, self.ds_config, self.config, shares_reads=shares_reads)
-                prepared = prepare()
-                assert self.plan is not None
-                self._reader.open(self.plan)
+                exchanges_reads = self.destination.exchanges_reads
+                mine = description(model, missing, self.ds_config, self.config, exchanges_reads=exchanges_reads)
+                batches, plan, leaves = self._plan(model, missing, tied)
+                self.destination.check(plan.targets)
+                self._checkpoint.open(read.shard for read in plan)
         except BaseException as caught:
             error = _explained(caught, self.coordinator.rank)
         refuse_differences(self.coordinator.all_gather(mine, error))
-        return prepared
-
-    def _filled(self, begin: Callable[[], Sequence[Batch]]) -> None:
-        """Carry out :attr:`plan` in the batches that `begin` gives; raises on all ranks if it fails on any."""
-        assert self.plan is not None
-        error: BaseException | None = None
         try:
-            batches = begin()
+            self.destination.allocate()
             self.memory.sample()
-            self._reader.fill(batches, self.plan)
+            self._reader.fill(batches, plan, leaves)
         except BaseException as caught:
             error = _explained(caught, self.coordinator.rank)
         self.coordinator.agree(error)
+        self.destination.finish()
 
-    def _replace(
-        self, model: nn.Module, missing: set[str], tied: set[str]
-    ) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
-        """Put what the home has for lazy and missing parameters and buffers into `model`.
+    def plan_only(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
+        """Make the :attr:`plan` that :meth:`place` would carry out, and the :attr:`footprint`; spoils `model`."""
+        self._plan(model, missing, tied, only_planned=True)
 
-        Returns the parameters, and the buffers (flat), that have a source, each with its view.
-        """
-        parameters: dict[str, Sourced] = {}
-        buffers: dict[str, Sourced] = {}
-        replaced: dict[int, nn.Parameter] = {}
-        self.home.expect(model, tied)
-        for prefix, module in model.named_modules():
-            for key, param in list(module._parameters.items()):
-                name = f"{prefix}.{key}" if prefix else key
-                if param is None or name in tied:
-                    continue
-                if id(param) in replaced:
-                    setattr(module, key, replaced[id(param)])
-                    continue
-                with allocating(name, param.nbytes, "the host", self.coordinator.rank):
-                    new = self.home.parameter(param)
-                if new is None:
-                    continue
-                replaced[id(param)] = new
-                setattr(module, key, new)  # as transformers does: a recurrent layer keeps its weights in a list, too
-                _copy_attributes(param, new)
-                if isinstance(param, LazyTensor) and param.dtype != new.dtype:
-                    self._recast.append(name)
-                view = None if name in missing else source_of(param)
-                if view is not None:
-                    parameters[name] = (new, view)
-            for key, buffer in module._buffers.items():
-                name = f"{prefix}.{key}" if prefix else key
-                real = None if buffer is None else self.home.buffer(buffer)
-                if buffer is None or real is None:
-                    continue
-                module._buffers[key] = real
-                if not isinstance(buffer, LazyTensor) and not buffer.is_meta:
-                    continue
-                _copy_attributes(buffer, real)
-                view = source_of(buffer)
-                if view is not None:
-                    buffers[name] = (real.view(-1), view)
-        return parameters, buffers
-
-    def _convert_experts(self, model: nn.Module, missing: set[str], *, make_groups: bool) -> None:
-        """DeepSpeed's expert parallelism, if its config asks for it, so that this rank plans for its own experts."""
-        if self.home.is_partitioned and (self.ds_config.get("expert_parallel") or {}).get("enabled"):
-            from ..destinations.deepspeed import experts  # wants a DeepSpeed that has AutoEP
-
-            rank, world_size = self.coordinator.rank, self.coordinator.world_size
-            experts.convert(model, self.ds_config, missing, rank, world_size, make_groups=make_groups)
-
-    def plan_only(self, model: nn.Module, missing: set[str], tied: set[str]) -> LoadPlan:
-        """The plan that :meth:`place` would carry out; leaves `model` unusable."""
-        self._convert_experts(model, missing, make_groups=False)
-        return self._with_footprint(self._make_plan(*self._replace(model, missing, tied)), model, tied)
-
-    def _make_plan(self, parameters: Sources, buffers: Sources) -> LoadPlan:
-        items = [(self.home.target(name, param), view) for name, (param, view) in parameters.items()]
-        return self._reader.plan([*items, *whole(buffers)])
-
-    def _with_footprint(self, plan: LoadPlan, model: nn.Module, tied: set[str]) -> LoadPlan:
-        if not self.home.is_partitioned:
-            return plan
-        footprint = engine_memory.model_footprint(
-            model,
-            self.ds_config,
-            tied=tied,
-            world_size=self.coordinator.world_size,
-            staging_bytes=self.config.staging_bytes,
-            device=self.device,
-        )
-        return replace(plan, footprint=footprint)
+    def _plan(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> tuple[Sequence[Batch], LoadPlan, list[Sequence[Leaf]]]:
+        batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
+        self.plan, leaves = self._reader.plan(batches)
+        self.footprint = self.destination.footprint(model, tied, self.config.staging_bytes)
+        return batches, self.plan, leaves
 
     # ------------------------------------------------------------------------------------------------- finish
 
@@ -343,44 +261,36 @@ class Load:
         report = LoadReport(
             world_size=self.coordinator.world_size,
             ranks=tuple(RankReport.from_dict(entry) for entry in entries),
-            recast=tuple(self._recast),
+            recast=tuple(self.destination.recast),
         )
         if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
             log.info(report.table())
         return report
 
     def _entry(self) -> dict[str, Any]:
-        plan = self.plan
+        plan, device = self.plan, self.destination.device
         assert plan is not None
+        cost = plan.cost
         return RankReport(
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
-            bytes_needed=plan.cost.bytes_needed,
-            bytes_read=self._reader.bytes_read,
-            reads=self._reader.reads,
-            retries=self._reader.retries.count,
+            bytes_needed=cost.bytes_needed,
+            bytes_read=self._checkpoint.bytes_read - self._reader.verification.bytes_read,
+            reads=self._checkpoint.reads,
+            retries=self._checkpoint.retries.count,
             verification=self._reader.verification,
-            partition_bytes=plan.cost.target_bytes,
+            partition_bytes=cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,
             anonymous_growth_peak=self.memory.growth_peak,
-            device_peak=zero3.device_peak_bytes(),
+            device_peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             materialised=tuple(Materialised(name, reason) for name, reason in plan.materialised.items()),
-            footprint=plan.footprint,
+            footprint=self.footprint,
         ).to_dict()
 
 
 def _is_extra_state(key: str) -> bool:
     """Whether a checkpoint key holds a module's extra state (``torch.nn.Module.get_extra_state``)."""
     return key.rpartition(".")[2] == "_extra_state"
-
-
-def source_of(tensor: torch.Tensor) -> View | None:
-    """Where a parameter's or buffer's values come from, or None if it was not loaded."""
-    if isinstance(tensor, LazyTensor):
-        return tensor.view_of_node
-    if tensor.is_meta:
-        return None
-    return View.whole(HostTensor.of(tensor, "a conversion op made it from values"), tuple(tensor.shape))
 
 
 def _explained(error: BaseException, rank: int) -> BaseException:
@@ -390,13 +300,6 @@ def _explained(error: BaseException, rank: int) -> BaseException:
     explained = LoadError(f"out of memory on rank {rank} while loading: {error}")
     explained.__cause__ = error
     return explained
-
-
-def _copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Python attributes that model code or transformers put on a tensor, such as ``_is_hf_initialized``."""
-    for name, value in vars(old).items():
-        if name not in LazyTensor.__annotations__ and name != "_is_param":
-            setattr(new, name, value)
 
 
 def _all_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -39,7 +39,7 @@ def description(
     ds_config: Mapping[str, Any],
     settings: StreamingConfig,
     *,
-    shares_reads: bool,
+    exchanges_reads: bool,
 ) -> dict[str, str]:
     """What this rank is about to load, item by item: short texts, or digests of long ones.
 
@@ -48,14 +48,14 @@ def description(
         missing: names that the checkpoint lacks.
         ds_config: the DeepSpeed config, empty if there is none.
         settings: our settings.
-        shares_reads: whether ranks exchange what they read, in pieces that depend on `staging_bytes`.
+        exchanges_reads: whether ranks exchange what they read, in pieces that depend on `staging_bytes`.
     """
     parameters = list(model.named_parameters())
     tensors = [*parameters, *model.named_buffers()]
     config = model.config.to_dict() if hasattr(model, "config") else {}
     items = {f"the version of {name}": _version(name) for name in LIBRARIES}
     items |= {f"the setting {name}": str(getattr(settings, name)) for name in _SETTINGS}
-    if shares_reads:
+    if exchanges_reads:
         items["the setting staging_bytes"] = str(settings.staging_bytes)
     return items | {
         "the model's class": type(model).__name__,

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ..checkpoint.nodes import row_major_strides
+
 
 __all__ = ["Axis", "Box", "Placed", "extent", "flat_range", "place", "simplify", "within"]
 
@@ -108,7 +110,7 @@ def flat_range(
         first += 1
     if first < last:
         rows = tuple(sizes[1:])
-        inner_strides = tuple(_row_major(rows))
+        inner_strides = row_major_strides(rows)
         yield Box((last - first, *rows), offset + first * strides[0], tuple(strides), to, (inner, *inner_strides))
         to += (last - first) * inner
     if tail:
@@ -157,7 +159,7 @@ def within(box: Box, start: int, stop: int) -> Iterator[Box]:
 
 def place(box: Box, shape: Sequence[int]) -> Iterator[Placed]:
     """Express `box`, whose buffer is row-major of `shape`, in coordinates, cutting it only where it wraps around."""
-    units = _row_major(shape)
+    units = row_major_strides(tuple(shape))
     index = _coordinates(box.at, shape, units)
     room = [size - 1 - begin for size, begin in zip(shape, index, strict=True)]  # steps left along each dimension
     axes: list[Axis] = []
@@ -219,13 +221,6 @@ def _part(box: Box, position: int, begin: int, end: int) -> Box:
 def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
     """Elements from the first to the last of a view with these sizes and strides, which must not be negative."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
-def _row_major(sizes: Sequence[int]) -> list[int]:
-    strides = [1] * len(sizes)
-    for d in range(len(sizes) - 2, -1, -1):
-        strides[d] = strides[d + 1] * sizes[d + 1]
-    return strides
 
 
 def _coordinates(position: int, shape: Sequence[int], units: Sequence[int]) -> list[int]:

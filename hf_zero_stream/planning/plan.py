@@ -1,34 +1,77 @@
-"""The load plan of one rank: frozen data, made without reading weights and without a process group."""
+"""What one rank reads and where it goes: frozen data, made without reading weights and without a process group.
+
+A plan can be pickled, printed and compared. What is no data (functions, values in memory) stays beside it: a
+:class:`Placement` refers to it by number.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import chain, product
 from math import prod
 from typing import NamedTuple
 
 import torch
 
 from ..checkpoint.index import Shard
-from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View
-from ..footprint.memory import MemoryFootprint
+from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View, row_major_strides
+from .boxes import Box, flat_range, simplify
 from .reads import Piece, Read, merge_pieces, pieces_of_region
-from .regions import Region, regions_of_range
+from .regions import Leaf, Region, regions_of_range
 
 
-__all__ = ["LoadPlan", "Placement", "PlanCost", "Target", "make_plan", "materialise_reason", "partition_range"]
+__all__ = [
+    "BatchPlan",
+    "LoadPlan",
+    "ParameterBox",
+    "Placement",
+    "PlanCost",
+    "Target",
+    "materialise_reason",
+    "partition_range",
+    "plan_batch",
+]
+
+
+class ParameterBox(NamedTuple):
+    """The elements of a parameter whose index along each dimension ``d`` is in ``[begin[d], begin[d] + sizes[d])``.
+
+    Attributes:
+        shape: the whole parameter's.
+        begin: first index along each dimension.
+        sizes: number of indices along each dimension.
+    """
+
+    shape: tuple[int, ...]
+    begin: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The elements ``[start, stop)`` of the box, as (first flat element of the whole parameter, count)."""
+        strides = row_major_strides(self.shape)
+        offset = sum(index * stride for index, stride in zip(self.begin, strides, strict=True))
+        for box in map(simplify, flat_range(self.sizes, strides, offset, start, stop)):
+            is_run = bool(box.sizes) and box.at_strides[-1] == 1
+            rows, count = (box.sizes[:-1], box.sizes[-1]) if is_run else (box.sizes, 1)
+            for index in product(*map(range, rows)):
+                yield box.at + sum(i * stride for i, stride in zip(index, box.at_strides, strict=False)), count
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A flat destination that a rank owns, and the elements of a parameter or buffer that belong in it.
+    """Flat memory that a rank fills, and the elements of a parameter or buffer that belong in it.
+
+    The view that it is paired with is the parameter's, or the parameter's narrowed to `box`. Elements of it are
+    counted in row-major order.
 
     Attributes:
         name: the parameter's or buffer's name in the model.
-        dtype: dtype of the destination.
+        dtype: dtype of the memory.
         numel: its length in elements, padding included.
-        start: first flat element of the parameter that goes there.
+        start: first element of the view that goes there.
         stop: one past the last; ``stop - start`` may be less than `numel` (padding) and even 0.
+        box: what of the parameter the view shows; None: all of it.
     """
 
     name: str
@@ -36,17 +79,32 @@ class Target:
     numel: int
     start: int
     stop: int
+    box: ParameterBox | None = None
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
+    @classmethod
+    def whole(cls, name: str, dtype: torch.dtype, numel: int, box: ParameterBox | None = None) -> Target:
+        """Memory that holds all of its view, and nothing else."""
+        return cls(name, dtype, numel, 0, numel, box)
+
 
 class Placement(NamedTuple):
-    """A region that does not come straight out of a shard: values in host memory or a function's result."""
+    """Copies that do not come straight out of a shard: of values in host memory or of a function's result.
+
+    Attributes:
+        target: position of the target in the batch.
+        leaf: number of the source among those that were returned beside the plan (see :func:`plan_batch`).
+        box: elements of the source -> elements of the target.
+        casts: dtypes to cast to, in turn.
+    """
 
     target: int
-    region: Region
+    leaf: int
+    box: Box
+    casts: tuple[torch.dtype, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,36 +127,69 @@ class PlanCost:
 
 
 @dataclass(frozen=True)
-class LoadPlan:
-    """Which bytes of which shard go where, for one rank; iterating gives its reads in file order.
+class BatchPlan:
+    """How the targets of one batch are filled, which have memory at the same time.
 
     Attributes:
-        rank: the rank that it is for.
-        world_size: number of ranks that share the checkpoint.
-        shards: the checkpoint's files.
-        targets: the destinations.
+        targets: what is filled.
         reads: byte ranges to read, in file order, with the copies out of each.
-        placements: regions from host memory or from functions, which are executed one at a time.
+        placements: copies from host memory and from functions, executed after the reads.
         materialised: parameter -> why it could not be planned by ranges alone.
-        cost: what reading takes.
-        footprint: the memory that this rank needs, in the load and in training; None if ZeRO-3 is not what loads.
+        cost: what it takes.
     """
 
-    rank: int
-    world_size: int
-    shards: tuple[Shard, ...]
     targets: tuple[Target, ...]
     reads: tuple[Read, ...]
     placements: tuple[Placement, ...]
     materialised: Mapping[str, str]
     cost: PlanCost
-    footprint: MemoryFootprint | None = None
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """Which bytes of which shard go where, for one rank; executed batch by batch, as it stands here.
+
+    Iterating gives its reads, batch after batch, in file order within each. Numbers of targets in reads and
+    placements count within their batch.
+
+    Attributes:
+        rank: the rank that it is for.
+        world_size: number of ranks that share the checkpoint.
+        shards: the checkpoint's files.
+        batches: what is filled at the same time, in this order.
+    """
+
+    rank: int
+    world_size: int
+    shards: tuple[Shard, ...]
+    batches: tuple[BatchPlan, ...]
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """Those of all batches."""
+        return tuple(chain.from_iterable(batch.targets for batch in self.batches))
+
+    @property
+    def reads(self) -> tuple[Read, ...]:
+        """Those of all batches, in this order."""
+        return tuple(self)
+
+    @property
+    def materialised(self) -> dict[str, str]:
+        """Parameter -> why it could not be planned by ranges alone."""
+        return {name: reason for batch in self.batches for name, reason in batch.materialised.items()}
+
+    @property
+    def cost(self) -> PlanCost:
+        """The sum of what the batches take."""
+        costs = [astuple(batch.cost) for batch in self.batches]
+        return PlanCost(*map(sum, zip((0, 0, 0, 0, 0), *costs, strict=True)))
 
     def __iter__(self) -> Iterator[Read]:
-        return iter(self.reads)
+        return chain.from_iterable(batch.reads for batch in self.batches)
 
     def __len__(self) -> int:
-        return len(self.reads)
+        return sum(len(batch.reads) for batch in self.batches)
 
 
 def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int, int]:
@@ -107,47 +198,55 @@ def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int, i
     return part, min(numel, rank * part), min(numel, (rank + 1) * part)
 
 
-def make_plan(
-    views: Iterable[tuple[Target, View]],
-    shards: tuple[Shard, ...],
-    *,
-    rank: int,
-    world_size: int,
-    request_bytes: int,
-    seek_bytes: int,
-) -> LoadPlan:
+def plan_batch(
+    views: Iterable[tuple[Target, View]], *, request_bytes: int, seek_bytes: int
+) -> tuple[BatchPlan, tuple[Leaf, ...]]:
     """Plan the copies that fill each target from its view.
 
     Args:
-        views: each target with the view whose flat range ``[target.start, target.stop)`` fills it from position 0.
+        views: each target with the view whose elements ``[target.start, target.stop)`` fill it from position 0.
         request_bytes: largest single read.
         seek_bytes: a hole of at most this many bytes is read through.
+
+    Returns:
+        The plan, and the sources that its placements refer to by number.
     """
     targets: list[Target] = []
     pieces: list[Piece] = []
     placements: list[Placement] = []
+    leaves: dict[int, tuple[int, Leaf]] = {}
     materialised: dict[str, str] = {}
+    bytes_of_functions = 0
     for position, (target, view) in enumerate(views):
         targets.append(target)
         for region in regions_of_range(view, target.start, target.stop, target.dtype):
             if isinstance(region.leaf, FileTensor):
                 pieces.extend(pieces_of_region(region, position, request_bytes, seek_bytes))
             else:
-                placements.append(Placement(position, region))
+                number, _ = leaves.setdefault(id(region.leaf), (len(leaves), region.leaf))
+                placements.append(Placement(position, number, region.box, region.casts))
+                bytes_of_functions += _source_bytes(region)
         reason = materialise_reason(view.node)
         if reason:
             materialised[target.name] = reason
     reads = tuple(merge_pieces(pieces, request_bytes, seek_bytes))
-    return LoadPlan(
-        rank,
-        world_size,
-        shards,
-        tuple(targets),
-        reads,
-        tuple(placements),
-        materialised,
-        _cost(reads, placements, targets, pieces),
+    cost = PlanCost(
+        bytes_needed=sum(piece.payload_bytes for piece in pieces) + bytes_of_functions,
+        bytes_read=sum(read.length for read in reads) + bytes_of_functions,
+        reads=len(reads),
+        seeks=_seeks(reads),
+        target_bytes=sum(target.nbytes for target in targets),
     )
+    plan = BatchPlan(tuple(targets), reads, tuple(placements), materialised, cost)
+    return plan, tuple(leaf for _, leaf in leaves.values())
+
+
+def _seeks(reads: Sequence[Read]) -> int:
+    seeks, before = 0, (-1, -1)
+    for read in reads:
+        seeks += before != (read.shard, read.start)
+        before = (read.shard, read.stop)
+    return seeks
 
 
 def materialise_reason(node: Node) -> str:
@@ -163,24 +262,6 @@ def materialise_reason(node: Node) -> str:
                 seen.add(id(inner))
                 pending.append(inner)
     return ""
-
-
-def _cost(
-    reads: tuple[Read, ...], placements: list[Placement], targets: list[Target], pieces: list[Piece]
-) -> PlanCost:
-    needed = sum(piece.payload_bytes for piece in pieces)
-    seeks, before = 0, (-1, -1)
-    for read in reads:
-        seeks += before != (read.shard, read.start)
-        before = (read.shard, read.stop)
-    whole = sum(_source_bytes(placement.region) for placement in placements)
-    return PlanCost(
-        bytes_needed=needed + whole,
-        bytes_read=sum(read.length for read in reads) + whole,
-        reads=len(reads),
-        seeks=seeks,
-        target_bytes=sum(target.nbytes for target in targets),
-    )
 
 
 def _source_bytes(region: Region) -> int:

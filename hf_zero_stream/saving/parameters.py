@@ -119,7 +119,7 @@ class Parameters:
 
         The last resort, for functions that cannot be turned into ranges. All ranks must call it in the same order.
         """
-        evaluator = Evaluator(ShardFiles(()), (), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
+        evaluator = Evaluator(ShardFiles(()), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
         return evaluator.materialise(self._with_values(view, {}))
 
     def _with_values(self, value: Any, done: dict[int, Node]) -> Any:

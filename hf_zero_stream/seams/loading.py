@@ -34,7 +34,7 @@ def _get_init_context(original: Callable[..., Any], cls: Any, dtype: Any, is_qua
     if session.stock_reason:
         _warn_of_stock(session)
         return original(dtype, is_quantized, *args)
-    if session.inside is None and not session.load.home.is_partitioned:
+    if session.inside is None and not session.load.destination.hides_zero3:
         return [_building(session), *original(dtype, is_quantized, *args)]
     with zero3_hidden():
         contexts = original(dtype, is_quantized, *args)
@@ -57,7 +57,7 @@ def _building(session: Session) -> Iterator[None]:
 
 
 def _warn_of_stock(session: Session) -> None:
-    if session.load.coordinator.is_main and session.load.home.is_partitioned:  # elsewhere stock is no surprise
+    if session.load.coordinator.is_main and session.load.destination.hides_zero3:  # elsewhere stock is no surprise
         logger.warning(
             f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
         )
@@ -95,7 +95,7 @@ def _load_pretrained_model(
     slices = _open(session, state_dict, checkpoint_files, load_config)
     with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer):
         # A part of a model has no say in it.
-        dtype = load.home.dtype(load_config.dtype if session.inside is None else None)
+        dtype = load.destination.dtype(load_config.dtype if session.inside is None else None)
         if dtype is not None:
             _cast_meta_parameters(model, dtype)
             # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
@@ -252,7 +252,7 @@ def _finalize_model_loading(original: Callable[..., Any], model: Any, load_confi
             loading_info.missing_keys -= tied  # no tie comes any more that would take them out of the LOAD REPORT
             raise Stopped(session.instead_of_placing(model, missing, tied))
         session.load.place(model, missing, tied)
-        if session.load.home.is_partitioned:
+        if session.load.destination.hides_zero3:
             vars(model)["_load_pretrained_model"] = _load_adapter
 
     session.placing = place
@@ -297,7 +297,7 @@ def _move_missing_keys(original: Callable[..., Any], self: Any, *args: Any, **kw
         return original(self, *args, **kwargs)
     session.placing()
     session.placing = None
-    if session.inside is None and not session.load.home.is_partitioned:
+    if session.inside is None and not session.load.destination.fills_missing:
         original(self, *args, **kwargs)
 
 
@@ -305,12 +305,10 @@ def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *a
     session = Session.streaming()
     if session is not None and session.inside is not None and not session.building:
         return  # with the model that it is a part of
-    if session is None or session.model is None or session.building or not session.load.home.is_partitioned:
+    if session is None or session.model is None or session.building:
         original(self, module, *args, **kwargs)
         return
-    from ..destinations.deepspeed.initialise import run_gathering_what_is_touched
-
-    run_gathering_what_is_touched(lambda: original(self, module, *args, **kwargs), module)
+    session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
 
 
 def _is_fsdp_enabled(original: Callable[[], bool]) -> bool:

@@ -65,7 +65,7 @@ class Session:
 
         None where it is left to transformers, which outside ZeRO-3 has an error for it.
         """
-        lazy = self.load.home.is_partitioned or self.instead_of_placing is not None
+        lazy = self.load.destination.hides_zero3 or self.instead_of_placing is not None
         if not self.building or self.stock_reason or not (lazy or self.inside is not None):
             return None
         self.has_nested = True

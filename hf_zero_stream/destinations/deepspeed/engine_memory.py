@@ -1,4 +1,4 @@
-"""What :mod:`..planning.footprint` asks about a model and a DeepSpeed config, answered by DeepSpeed's own parsers."""
+"""What :mod:`...footprint.memory` asks about a model and a DeepSpeed config, answered by DeepSpeed's own parsers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from ...config import CHUNK_ALIAS
 from ...footprint.memory import EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
 from ...versions import refuse_unknown_version
-from . import zero3
+from . import nvme, zero3
 
 
 __all__ = ["engine_settings", "leaf_modules", "model_footprint"]
@@ -38,7 +38,6 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
     "sgd": (0, ("momentum",)),
 }
 _ADAM: tuple[int, tuple[str, ...]] = (2, ("amsgrad",))
-_SWAP_FROM_BYTES = 2**20  # MIN_AIO_BYTES of deepspeed/runtime/swap_tensor/utils.py
 
 
 def model_footprint(
@@ -99,7 +98,7 @@ def engine_settings(ds_config: Mapping[str, Any], model: nn.Module, dtype: torch
         offload_optimizer=_device(zero.offload_optimizer),
         offload_ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
         pinned_optimizer=bool(zero.offload_optimizer and zero.offload_optimizer.pin_memory),
-        swap_from_bytes=max(_SWAP_FROM_BYTES, (ds_config.get("aio") or {}).get("block_size", 0)),
+        swap_from_bytes=nvme.swap_from_bytes(ds_config),
         parameter_swap_bytes=(
             zero.offload_param.buffer_count * zero.offload_param.buffer_size * dtype.itemsize if to_disk else 0
         ),

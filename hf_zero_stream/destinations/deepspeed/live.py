@@ -1,32 +1,218 @@
-"""Partitions of a model that is in use: where they are, and what must follow when they are written to."""
+"""A model that is in use, partitioned or not, in training or not: where its values are, and what follows new ones."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import nn
 
-from ...errors import UnsupportedError
+from ...checkpoint.nodes import Computed, View
+from ...errors import LoadError, UnsupportedError
+from ...planning.plan import Target
+from ...ranks.coordinator import Coordinator
 from ...versions import refuse_unknown_version
-from .masters import ZENFLOW
+from ..base import Batch, Item, Sourced, flat_items, item_of, source_of
+from ..replicated import exchange_batches
+from . import nvme, zero3
+from .gathered import gather_again, gathered
+from .masters import ZENFLOW, masters_of
 
 
-__all__ = ["is_trained_apart", "is_zero_param", "master_partition", "shape_of", "step_back"]
+__all__ = ["LiveModel", "is_trained_apart"]
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
 _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
 refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for name in _missing])
 
 
-def shape_of(param: Any) -> torch.Size:
+class LiveModel:
+    """What a model in use has already, and what optimizers train in its place (see :class:`..base.Destination`).
+
+    Args:
+        model: partitioned by ZeRO-3, or whole on every rank.
+        coordinator: the ranks that load together.
+        chunk_bytes: bound of the buffers through which ranks exchange what they read of whole parameters.
+
+    Raises:
+        UnsupportedError: the values that an optimizer trains cannot be reached.
+    """
+
+    recast: Sequence[str] = ()
+
+    def __init__(self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int) -> None:
+        self.device = zero3.local_device()
+        self._model = model
+        self._coordinator = coordinator
+        self._chunk_bytes = chunk_bytes
+        self._params: list[Any] = []
+        """The parameters that are loaded."""
+        self._in_context: list[Any] = []
+        self.hides_zero3 = self.fills_missing = any(map(is_zero_param, model.parameters()))
+        self.exchanges_reads = not self.hides_zero3
+        self.masters = masters_of(param for param in model.parameters() if not is_zero_param(param))
+        """What optimizers of stages 0 to 2 train in place of parameters, by the parameter's ``id``."""
+        # Without the rounding to the model's dtype, where fp32 partitions are trained.
+        has_engine = any(getattr(param, "_z3_optimizer", None) is not None for param in model.parameters())
+        self._dtype = torch.float32 if has_engine else None
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        if not self.hides_zero3:
+            return None
+        self._dtype = self._dtype or wanted
+        return self._dtype
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
+        parameters, buffers = self._sources(model, missing)
+        self._params = [param for param, _ in parameters.values()]
+        return self._batches(parameters, buffers)
+
+    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> None:
+        return None
+
+    def check(self, targets: Sequence[Target]) -> None:
+        pass
+
+    def allocate(self) -> None:
+        """Free what would be old afterwards."""
+        self._in_context = gathered(self._params)
+        _step_back(param for param in self._params if is_zero_param(param))
+
+    def finish(self) -> None:
+        """Gather again what a ``GatheredParameters`` around the load holds."""
+        gather_again(self._in_context)
+
+    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        initialise()
+
+    def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
+        parameters = {_without_adapters(name): param for name, param in self._model.named_parameters()}
+        buffers = {_without_adapters(name): buffer for name, buffer in self._model.named_buffers()}
+        of_parameters: dict[str, Sourced] = {}
+        of_buffers: dict[str, Sourced] = {}
+        for name, lazy in [*model.named_parameters(), *model.named_buffers()]:
+            view = None if name in missing else source_of(lazy)
+            if view is None:
+                continue
+            found = parameters.get(name, buffers.get(name))
+            if found is None or _shape_of(found) != lazy.shape:
+                shape = "no such tensor" if found is None else tuple(_shape_of(found))
+                raise LoadError(
+                    f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {shape}. "
+                    "Load a checkpoint of the same architecture and sizes."
+                )
+            if name in parameters:
+                of_parameters[name] = (found, view)
+            else:
+                of_buffers[name] = (found.view(-1), view)
+        return of_parameters, of_buffers
+
+    def _batches(self, parameters: Mapping[str, Sourced], buffers: Mapping[str, Sourced]) -> list[Batch]:
+        direct = flat_items(buffers)
+        partitions: dict[int, torch.Tensor] = {}
+        sources: dict[int, Item] = {}
+        in_memory: list[Any] = []
+        in_swap_files: list[Any] = []
+        replicated: dict[str, Sourced] = {}
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, (param, view) in parameters.items():
+            if not is_zero_param(param):
+                self._replicate(name, param, view, replicated, direct, copies)
+                continue
+            swapped = getattr(param.ds_tensor, "final_location", None) == "nvme"
+            (in_swap_files if swapped else in_memory).append(param)
+            target = zero3.partition_target(name, param)
+            master = _master_partition(param)
+            if master is not None:
+                partitions[id(param)] = master
+                direct.append(item_of(replace(target, dtype=master.dtype), view, master))
+            elif swapped:
+                sources[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
+            else:
+                direct.append(item_of(target, view, param.ds_tensor))
+
+        def finish() -> None:
+            for param in in_memory:
+                if id(param) in partitions:
+                    param.ds_tensor.data.copy_(partitions[id(param)])
+
+        batches = [Batch(direct, finish=finish)]
+        if in_swap_files:
+            buffers_free = in_swap_files[0].nvme_swapper.available_swap_in_buffers()
+            waves = nvme.swap_waves(in_swap_files, buffers_free)
+            batches.extend(nvme.swap_batch(wave, sources, partitions) for wave in waves)
+        batches.extend(exchange_batches(replicated, self._coordinator, self._chunk_bytes, self.device))
+
+        def copy_all() -> None:
+            for to, values in copies:
+                to.copy_(values)
+
+        return [*batches, Batch([], finish=copy_all)] if copies else batches
+
+    def _replicate(
+        self,
+        name: str,
+        param: torch.Tensor,
+        view: View,
+        replicated: dict[str, Sourced],
+        direct: list[Item],
+        copies: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        """Say how a parameter that every rank has whole is filled, and what an optimizer trains in its place.
+
+        Args:
+            replicated: gets what the ranks fill together.
+            direct: gets what this rank reads for itself.
+            copies: gets what is copied at the end, (to, from).
+        """
+        masters = self.masters.get(id(param), ())
+        shared = next((master.values for master in masters if master.is_whole), param)
+        replicated[name] = (shared, view)
+        flat = shared.detach().view(-1)
+        if shared is not param:
+            copies.append((param.detach().view(-1), flat))
+        for master in masters:
+            if master.is_whole or _holds_exactly(param.dtype, view):
+                copies.append((master.values, flat[master.start : master.stop]))
+            else:  # `param` gets rounded values
+                numel = master.stop - master.start
+                target = Target(f"{name} (optimizer)", master.values.dtype, numel, master.start, master.stop)
+                direct.append(item_of(target, view, master.values))
+
+
+def _without_adapters(name: str) -> str:
+    """The name of a parameter or buffer before PEFT put an adapter around its module, or beside it."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
+    """Whether a tensor of `dtype` holds what `view` has without rounding: the files' own values, of no wider dtype."""
+    node = view.node
+    if isinstance(node, Computed):
+        return False
+    inputs = list(node.inputs())
+    if inputs:
+        return all(_holds_exactly(dtype, source) for source in inputs)
+    if node.dtype == dtype or not node.dtype.is_floating_point:
+        return node.dtype == dtype
+    mine, theirs = torch.finfo(dtype), torch.finfo(node.dtype)
+    return mine.eps <= theirs.eps and mine.max >= theirs.max
+
+
+def _shape_of(param: Any) -> torch.Size:
     """The full shape of a parameter, partitioned or not."""
     return torch.Size(param.ds_shape) if is_zero_param(param) else param.shape
 
 
-def step_back(params: Iterable[Any]) -> None:
+def _step_back(params: Iterable[Any]) -> None:
     """Free full values that are in memory now (small parameters that the engine keeps gathered, hpZ's copies).
 
     They would be old once the partitions are new. DeepSpeed gathers them again when a module needs them.
@@ -43,7 +229,7 @@ def is_trained_apart(param: Any) -> bool:
     return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position
 
 
-def master_partition(param: Any) -> torch.Tensor | None:
+def _master_partition(param: Any) -> torch.Tensor | None:
     """The fp32 partition that an initialised engine trains for `param` (a view), or None if there is none.
 
     A parameter that was frozen after the engine was initialised has one too: each step copies it back.

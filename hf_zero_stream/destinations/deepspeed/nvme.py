@@ -18,20 +18,26 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
     AsyncPartitionedParameterSwapper,
     PartitionedParamStatus,
 )
+from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig, OffloadDeviceEnum
 
 from ...errors import ConfigError, UnsupportedError
 from ...planning.plan import Target
 from ...versions import refuse_unknown_version
+from ..base import Batch, Item
 
 
 __all__ = [
     "SwapWave",
     "expect_swap",
+    "free_buffers",
+    "goes_to_swap_file",
     "partitions_in_memory",
     "refuse_wrong_settings",
     "share_swapper",
     "shared_swapper",
+    "swap_batch",
+    "swap_from_bytes",
     "swap_waves",
     "uses_nvme",
 ]
@@ -77,6 +83,30 @@ def refuse_wrong_settings(ds_config: Mapping[str, Any], targets: Sequence[Target
         )
 
 
+def swap_from_bytes(ds_config: Mapping[str, Any]) -> int:
+    """DeepSpeed's limit: smaller partitions stay in host memory."""
+    return max(MIN_AIO_BYTES, (ds_config.get("aio") or {}).get("block_size", 0))
+
+
+def goes_to_swap_file(
+    dtype: torch.dtype, numel: int, swapped_dtype: torch.dtype, ds_config: Mapping[str, Any]
+) -> bool:
+    """Whether a partition of `numel` elements will go to a swap file; known before there is a swapper.
+
+    See :func:`expect_swap`, which asks a swapper. Its dtype is `swapped_dtype`, the config's.
+    """
+    is_large = numel * dtype.itemsize >= swap_from_bytes(ds_config)
+    return uses_nvme(ds_config) and is_large and dtype == swapped_dtype
+
+
+def free_buffers(ds_config: Mapping[str, Any]) -> int:
+    """How many buffers the swapper that a model of this config uses has free; known before there is one."""
+    shared = shared_swapper(ds_config)
+    if shared is not None:
+        return shared.available_swap_in_buffers()
+    return DeepSpeedZeroOffloadParamConfig(**_offload(ds_config)).buffer_count
+
+
 def shared_swapper(ds_config: Mapping[str, Any]) -> AsyncPartitionedParameterSwapper | None:
     """The swapper of an earlier model with the same settings that is still alive, or None.
 
@@ -110,26 +140,27 @@ class SwapWave:
     """Partitions that are in the swapper's buffers at the same time.
 
     Args:
-        params: ZeRO-3 parameters for which :func:`expect_swap` was true.
-        swapper: theirs.
+        params: parameters for which :func:`goes_to_swap_file` is true; ZeRO-3's by the time that the wave begins.
         is_last: no wave follows.
     """
 
-    def __init__(self, params: Sequence[Any], swapper: AsyncPartitionedParameterSwapper, *, is_last: bool) -> None:
+    def __init__(self, params: Sequence[Any], *, is_last: bool) -> None:
         self.params = params
-        self._swapper = swapper
         self._is_last = is_last
 
-    def begin(self) -> list[torch.Tensor]:
-        """Buffers for the partitions; they are zero."""
+    @property
+    def _swapper(self) -> AsyncPartitionedParameterSwapper:
+        return self.params[0].nvme_swapper
+
+    def begin(self) -> None:
+        """Give the partitions buffers; these are zero."""
         if self._swapper.available_swap_in_buffers() < len(self.params):
             self._swapper.synchronize_writes()
         for param in self.params:
             param.ds_tensor.data = self._swapper.get_buffer(param, param.ds_tensor.ds_numel).zero_().data
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-        return [param.ds_tensor for param in self.params]
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Begin to write the partitions to their files, once those of the wave before are there.
 
         The last wave waits until its own are there.
@@ -140,13 +171,29 @@ class SwapWave:
             self._swapper.synchronize_writes()
 
 
-def swap_waves(params: Sequence[Any], swapper: AsyncPartitionedParameterSwapper) -> list[SwapWave]:
-    """`params` in waves of half the swapper's buffers."""
-    size = max(1, swapper.available_swap_in_buffers() // 2)
+def swap_waves(params: Sequence[Any], buffers: int) -> list[SwapWave]:
+    """`params` in waves of half of so many buffers."""
+    size = max(1, buffers // 2)
     return [
-        SwapWave(params[begin : begin + size], swapper, is_last=begin + size >= len(params))
+        SwapWave(params[begin : begin + size], is_last=begin + size >= len(params))
         for begin in range(0, len(params), size)
     ]
+
+
+def swap_batch(wave: SwapWave, items: Mapping[int, Item], ready: Mapping[int, torch.Tensor] | None = None) -> Batch:
+    """The batch of those parameters of `wave` that have an item, by their ``id``.
+
+    Others get the values that are `ready` for them, or become zero in their swap files.
+    """
+
+    def begin() -> None:
+        wave.begin()
+        for param in wave.params:
+            if ready and id(param) in ready:
+                param.ds_tensor.copy_(ready[id(param)])
+
+    sourced = [items[id(param)] for param in wave.params if id(param) in items]
+    return Batch(sourced, begin, wave.finish, is_temporary=True)
 
 
 @contextmanager

@@ -28,11 +28,11 @@ from deepspeed.runtime.zero.partition_parameters import (
 from deepspeed.utils import groups
 from torch import nn
 
-from ...engine.allocation import allocating
 from ...errors import UnsupportedError
 from ...planning.plan import Target, partition_range
 from ...ranks.launchers import announced_local_rank
 from ...versions import refuse_unknown_version
+from ..allocation import allocating
 from . import nvme
 
 
@@ -42,6 +42,7 @@ __all__ = [
     "init_distributed",
     "is_enabled",
     "is_partitioned",
+    "is_placeholder",
     "local_device",
     "outside_zero_init",
     "own_range",
@@ -74,7 +75,8 @@ class PartitionedInit(Init):
     """
 
     def __init__(self, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
-        self._swapped: dict[int, Any] = {}
+        self.swapped: set[int] = set()
+        """The parameters whose partitions go to swap files, by their ``id``."""
         self._converting: nn.Module | None = module
         swapping: dict[str, Any] = {}
         if nvme.uses_nvme(ds_config):
@@ -85,7 +87,7 @@ class PartitionedInit(Init):
             zero_param_parallel_group=_hpz_group(ds_config),
             **swapping,
         )
-        self._converting = None  # the parameters keep this object alive, and it shall not keep the model
+        self._converting = None  # the parameters keep this object alive, and it must not keep the model alive
         if self.param_swapper is not None:
             nvme.share_swapper(ds_config, self.param_swapper)
 
@@ -96,7 +98,7 @@ class PartitionedInit(Init):
         for param in param_list:
             if is_zero_param(param) or param.is_meta:
                 continue  # a meta parameter here is one end of a tie, about to be replaced by the other end
-            if not _is_placeholder(param):
+            if not is_placeholder(param):
                 # DeepSpeed calls this again for parameters that were added later (LoRA, a new head).
                 super()._convert_to_zero_parameters([param])
                 continue
@@ -110,7 +112,7 @@ class PartitionedInit(Init):
         part, start, stop = own_range(param)
         param.ds_numel_aligned = aligned
         if self.param_swapper is not None and nvme.expect_swap(param, part, self.param_swapper):
-            self._swapped[id(param)] = param
+            self.swapped.add(id(param))
             return
         remote = "cpu" if self.param_swapper is not None else self.remote_device
         device = self.local_device if param.ds_persist else torch.device(remote)
@@ -130,14 +132,6 @@ class PartitionedInit(Init):
         named = self._converting.named_parameters() if self._converting is not None else ()
         return next((name for name, other in named if other is param), "a parameter")
 
-    def is_swapped(self, param: Any) -> bool:
-        """Whether the partition of `param` goes to a swap file, and is filled by one of :meth:`swap_waves`."""
-        return id(param) in self._swapped
-
-    def swap_waves(self) -> list[nvme.SwapWave]:
-        """All partitions that go to swap files, also those that no checkpoint fills, in waves."""
-        return nvme.swap_waves(list(self._swapped.values()), self.param_swapper) if self._swapped else []
-
 
 def _hpz_group(ds_config: Mapping[str, Any]) -> Any:
     """The ranks that share hpZ's copies, if an earlier ``zero.Init`` made the groups; another must not make them."""
@@ -153,7 +147,8 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
     return param
 
 
-def _is_placeholder(param: torch.Tensor) -> bool:
+def is_placeholder(param: torch.Tensor) -> bool:
+    """Whether :func:`placeholder` made `param`."""
     return getattr(param, "_hf_zero_stream_placeholder", False)
 
 
@@ -247,18 +242,6 @@ def init_distributed() -> None:
 def local_device() -> torch.device:
     """The device on which this rank consumes parameters."""
     return torch.device(get_accelerator().device_name(announced_local_rank()))
-
-
-def reset_device_peak() -> None:
-    """Begin a new measurement of :func:`device_peak_bytes`."""
-    if local_device().type == "cuda":
-        torch.cuda.reset_peak_memory_stats(local_device())
-
-
-def device_peak_bytes() -> int:
-    """Most memory that torch had allocated on the local device since the reset, in bytes; 0 on a CPU."""
-    device = local_device()
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def partition_dtype(ds_config: Mapping[str, Any] | None) -> torch.dtype:

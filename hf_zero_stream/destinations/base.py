@@ -1,0 +1,253 @@
+"""The port through which bytes reach memory: what a load asks of whatever it fills."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import HostTensor, View
+from ..footprint.memory import MemoryFootprint
+from ..planning.plan import ParameterBox, Target
+
+
+__all__ = [
+    "Batch",
+    "Destination",
+    "Item",
+    "Replaced",
+    "Sourced",
+    "Sources",
+    "flat_items",
+    "item_of",
+    "narrowed",
+    "replace_lazy",
+    "source_of",
+]
+
+Sourced = tuple[Any, View]
+"""A parameter, or a flat buffer, and where its values come from."""
+
+Sources = Mapping[str, Sourced]
+"""The same by name."""
+
+
+class Item(NamedTuple):
+    """What to fill, from what, and where it is.
+
+    Attributes:
+        target: the memory, as the plan describes it.
+        view: gives the values; narrowed to ``target.box`` if there is one (see :func:`narrowed`).
+        memory: gives the memory once the batch has begun: flat, of ``target.dtype`` and ``target.numel`` elements.
+    """
+
+    target: Target
+    view: View
+    memory: Callable[[], torch.Tensor]
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Targets that have memory at the same time.
+
+    Attributes:
+        items: what to fill; there may be none.
+        begin: makes the memory; called when the batches before are finished.
+        finish: called when the memory is full, for instance to move the values on.
+        is_collective: all ranks must finish together, and have the same batches.
+        is_temporary: the memory holds the values only until the batch is finished.
+        completes: whole tensors, flat, that this rank has once all batches are finished, by the parameter's name.
+    """
+
+    items: Sequence[Item]
+    begin: Callable[[], object] = _nothing
+    finish: Callable[[], None] = _nothing
+    is_collective: bool = False
+    is_temporary: bool = False
+    completes: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Destination(Protocol):
+    """The memory that one load fills, and this rank's part of it.
+
+    A load calls, in this order:
+
+    1. :meth:`dtype`, before transformers makes the model's parameters lazy.
+    2. :meth:`batches` (all ranks), with the lazy model. Each rank then plans its batches.
+    3. :meth:`footprint`; :meth:`check`, with the plan. Then the ranks agree that all have got so far, and that they
+       are about to load the same.
+    4. :meth:`allocate` (all ranks).
+    5. For each batch: ``begin``; the reads, into the memory of its items; ``finish``. If the batch is collective the
+       ranks agree before ``finish`` that all have read (all ranks).
+    6. The ranks agree that all have come to the end. Then :meth:`finish` (all ranks).
+    7. :meth:`initialise` (all ranks), for each module, if transformers initialises what the checkpoint lacks.
+
+    ``plan()`` calls :meth:`dtype`, :meth:`batches` and :meth:`footprint`, on one rank, and nothing else.
+
+    What an error in any of them means is decided by the load: all ranks raise it at the next agreement.
+    """
+
+    device: torch.device
+    """The device that this rank trains on."""
+
+    hides_zero3: bool
+    """Whether transformers must not act on an active ZeRO-3 config itself, because this destination partitions."""
+
+    fills_missing: bool
+    """Whether parameters that no checkpoint fills get their memory here; if not, transformers makes it."""
+
+    exchanges_reads: bool
+    """Whether ranks exchange what they read, in batches that depend on the setting `staging_bytes`."""
+
+    recast: Sequence[str]
+    """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        """The dtype of all floating-point parameters if `wanted` was asked for; None if each has its own.
+
+        If nothing is `wanted`: None too if it is not decided yet.
+        """
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> Sequence[Batch]:
+        """Put into the lazy `model` what it will train, and say in which batches that is to be filled.
+
+        Args:
+            model: its loaded parameters and buffers are :class:`LazyTensor`; missing ones are on the meta device.
+            missing: names that no checkpoint fills.
+            tied: names that will be replaced by the other end of a tie, so that no memory is spent on them.
+            only_planned: nothing will be read; there may be no process group.
+        """
+
+    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint | None:
+        """The memory that this rank will need in the load and in training; None if that is not known here.
+
+        Args:
+            model: the one that :meth:`batches` has changed.
+            staging_bytes: bound of the load's staging buffers.
+        """
+
+    def check(self, targets: Sequence[Target]) -> None:
+        """Raise, before anything is read, if the plan with these targets cannot be carried out here."""
+
+    def allocate(self) -> None:
+        """Make the memory that all batches use (all ranks)."""
+
+    def finish(self) -> None:
+        """Called once all batches are finished on all ranks (all ranks)."""
+
+    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        """Call `initialise`, the model's own code for `module`, with the values that it touches in memory (all ranks).
+
+        What it writes must end up on every rank.
+        """
+
+
+def narrowed(view: View, box: ParameterBox) -> View:
+    """The part of a parameter's `view` that `box` describes; nothing is copied."""
+    offset = sum(begin * stride for begin, stride in zip(box.begin, view.strides, strict=True))
+    return View(view.node, box.sizes, view.strides, view.offset + offset)
+
+
+def item_of(target: Target, view: View, memory: torch.Tensor) -> Item:
+    """An item whose memory is there already."""
+    return Item(target, view, lambda: memory)
+
+
+def flat_items(tensors: Sources) -> list[Item]:
+    """Items that fill flat tensors, which are there already, from beginning to end."""
+    return [
+        item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat) for name, (flat, view) in tensors.items()
+    ]
+
+
+class Replaced(NamedTuple):
+    """What took the place of lazy tensors.
+
+    Attributes:
+        parameters: those that have a source.
+        buffers: likewise; flat.
+        recast: names of parameters whose dtype is not that of the lazy one.
+    """
+
+    parameters: dict[str, Sourced]
+    buffers: dict[str, Sourced]
+    recast: list[str]
+
+
+def replace_lazy(
+    model: nn.Module,
+    missing: Iterable[str],
+    tied: set[str],
+    *,
+    parameter: Callable[[str, torch.Tensor], nn.Parameter | None],
+    buffer: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Replaced:
+    """Put real parameters and buffers into `model`.
+
+    Args:
+        missing: names that no checkpoint fills.
+        tied: names that are left alone.
+        parameter: what takes the place of a lazy or missing parameter, of this name; None leaves it to transformers.
+        buffer: the same for a buffer.
+    """
+    found = Replaced({}, {}, [])
+    missing = set(missing)
+    replaced: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        for key, param in list(module._parameters.items()):
+            name = f"{prefix}.{key}" if prefix else key
+            if param is None or name in tied:
+                continue
+            if id(param) in replaced:
+                setattr(module, key, replaced[id(param)])
+                continue
+            new = parameter(name, param)
+            if new is None:
+                continue
+            replaced[id(param)] = new
+            setattr(module, key, new)  # as transformers does: a recurrent layer keeps its weights in a list, too
+            _copy_attributes(param, new)
+            if isinstance(param, LazyTensor) and param.dtype != new.dtype:
+                found.recast.append(name)
+            view = None if name in missing else source_of(param)
+            if view is not None:
+                found.parameters[name] = (new, view)
+        for key, old in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            real = None if old is None else buffer(old)
+            if old is None or real is None:
+                continue
+            module._buffers[key] = real
+            if not isinstance(old, LazyTensor) and not old.is_meta:
+                continue
+            _copy_attributes(old, real)
+            view = source_of(old)
+            if view is not None:
+                found.buffers[name] = (real.view(-1), view)
+    return found
+
+
+def source_of(tensor: torch.Tensor) -> View | None:
+    """Where a parameter's or buffer's values come from, or None if it was not loaded."""
+    if isinstance(tensor, LazyTensor):
+        return tensor.view_of_node
+    if tensor.is_meta:
+        return None
+    return View.whole(HostTensor.of(tensor, "a conversion op made it from values"), tuple(tensor.shape))
+
+
+def _copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Python attributes that model code or transformers put on a tensor, such as ``_is_hf_initialized``."""
+    for name, value in vars(old).items():
+        if name not in LazyTensor.__annotations__ and name != "_is_param":
+            setattr(new, name, value)

@@ -1,0 +1,120 @@
+"""ZeRO-3: each parameter is partitioned over the ranks, on the device, in host memory or in swap files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...checkpoint.lazy import LazyTensor
+from ...footprint.memory import MemoryFootprint
+from ...planning.plan import Target, partition_range
+from ...ranks.coordinator import Coordinator
+from ...versions import refuse_unknown_version
+from ..base import Batch, Item, flat_items, replace_lazy
+from . import engine_memory, nvme, zero3
+from .initialise import run_gathering_what_is_touched
+
+
+__all__ = ["Partitioned"]
+
+
+class Partitioned:
+    """The partitions of a model that is built under ZeRO-3 (see :class:`..base.Destination`).
+
+    Args:
+        ds_config: the DeepSpeed config; empty for a plan without one.
+        coordinator: the ranks that load together.
+        trains_on: type of the device that will train, for the footprint; default: this machine's.
+    """
+
+    hides_zero3 = True
+    fills_missing = True
+    exchanges_reads = False
+
+    def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, trains_on: str | None = None) -> None:
+        self.device = zero3.local_device()
+        self.recast: Sequence[str] = ()
+        self._ds_config = ds_config
+        self._coordinator = coordinator
+        self._trains_on = trains_on or self.device.type
+        self._dtype = zero3.partition_dtype(ds_config) if ds_config else None
+        self._model: nn.Module | None = None
+        self._swapped: list[nn.Parameter] = []
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        """DeepSpeed's, as in stock."""
+        self._dtype = self._dtype or wanted
+        return self._dtype
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        """Everything at once, but for what passes through buffers on its way to a disk."""
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        if (self._ds_config.get("expert_parallel") or {}).get("enabled"):
+            from . import experts  # wants a DeepSpeed that has AutoEP
+
+            experts.convert(model, self._ds_config, missing, rank, world_size, make_groups=not only_planned)
+        parameters, buffers, self.recast = replace_lazy(
+            model, missing, tied, parameter=self._parameter, buffer=self._buffer
+        )
+        items: dict[int, Item] = {}
+        for name, (param, view) in parameters.items():
+            target = Target(name, param.dtype, *self._share(param))
+            items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
+        self._model = model
+        self._swapped = [
+            param for param in model.parameters() if zero3.is_placeholder(param) and self._goes_to_swap_file(param)
+        ]
+        swapped = set(map(id, self._swapped))
+        direct = [item for key, item in items.items() if key not in swapped]
+        waves = nvme.swap_waves(self._swapped, nvme.free_buffers(self._ds_config)) if swapped else []
+        return [Batch([*direct, *flat_items(buffers)]), *(nvme.swap_batch(wave, items) for wave in waves)]
+
+    def _share(self, param: Any) -> tuple[int, int, int]:
+        place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
+        return partition_range(param.numel(), *place)
+
+    def _goes_to_swap_file(self, param: nn.Parameter) -> bool:
+        dtype = zero3.partition_dtype(self._ds_config)
+        return nvme.goes_to_swap_file(param.dtype, self._share(param)[0], dtype, self._ds_config)
+
+    def _parameter(self, name: str, param: torch.Tensor) -> nn.Parameter:
+        dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
+        requires_grad = param.requires_grad if isinstance(param, LazyTensor) else param.is_floating_point()
+        return zero3.placeholder(param.shape, dtype, self.device, requires_grad)
+
+    def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
+        if not isinstance(buffer, LazyTensor) and not buffer.is_meta:
+            return buffer.to(self.device)
+        return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
+
+    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
+        return engine_memory.model_footprint(
+            model,
+            self._ds_config,
+            tied=tied,
+            world_size=self._coordinator.world_size,
+            staging_bytes=staging_bytes,
+            device=self._trains_on,
+        )
+
+    def check(self, targets: Sequence[Target]) -> None:
+        nvme.refuse_wrong_settings(self._ds_config, targets)
+
+    def allocate(self) -> None:
+        model, self._model = self._model, None
+        assert model is not None
+        init = zero3.PartitionedInit(model, self._ds_config)
+        if init.swapped != set(map(id, self._swapped)):
+            refuse_unknown_version("deepspeed", ["swapper that takes the partitions which were planned for it"])
+
+    def finish(self) -> None:
+        pass
+
+    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        run_gathering_what_is_touched(initialise, module)
