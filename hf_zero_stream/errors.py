@@ -10,7 +10,6 @@ from __future__ import annotations
 __all__ = [
     "CheckpointError",
     "ConfigError",
-    "ConversionError",
     "DisagreementError",
     "HfZeroStreamError",
     "LoadError",
@@ -36,10 +35,6 @@ class CheckpointError(HfZeroStreamError, ValueError):
 
 class ReadError(HfZeroStreamError, OSError):
     """Bytes of a shard could not be read; names the file and the byte range."""
-
-
-class ConversionError(HfZeroStreamError, RuntimeError):
-    """A conversion op of a model's weight mapping failed on a checkpoint's tensors."""
 
 
 class DisagreementError(HfZeroStreamError, RuntimeError):

@@ -238,11 +238,6 @@ class CheckpointIndex:
         """What to say of :attr:`absent` where nobody wants them."""
         return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
 
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of all tensors, headers apart."""
-        return sum(shard.size_bytes - shard.data_start for shard in self.shards)
-
 
 def _names_in_folder(shards: Sequence[Shard], weight_map: Mapping[str, str]) -> list[str]:
     """The shards' paths relative to the checkpoint's folder, where the shards are those that `weight_map` names."""

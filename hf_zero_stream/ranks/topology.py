@@ -101,11 +101,6 @@ class Topology:
         """Whether this is the rank that acts for its host."""
         return self.position == 0
 
-    @property
-    def first_of_host(self) -> int:
-        """The rank that acts for this rank's host."""
-        return self.ranks_of_host[0]
-
 
 def _state_of(pid: int) -> tuple[str, int] | None:
     """A process's state letter and start, in ticks since the boot; None if it cannot be seen."""

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..destinations.deepspeed.marks import has_partition
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
@@ -76,7 +77,7 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     state_dict = arguments.get("state_dict")
     if state_dict is not None:
         return any(isinstance(value, LazyTensor) for value in state_dict.values())
-    return any(hasattr(param, "ds_tensor") for param in arguments["self"].parameters())
+    return any(map(has_partition, arguments["self"].parameters()))
 
 
 def _save(

@@ -16,6 +16,7 @@ from .. import patching
 from ..checkpoint.index import TensorEntry
 from ..checkpoint.index_file import check_files, read_index_file
 from ..checkpoint.wrapped import refuse_wrapped
+from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from .ds_config import zero3_hidden
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
@@ -100,7 +101,7 @@ def _load_pretrained_model(
             _cast_meta_parameters(model, dtype)
             # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
             load_config = replace(load_config, dtype=dtype)
-        with _keeping_groups(model):
+        with keeping_groups(model):
             try:
                 result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
             except Exception:
@@ -109,16 +110,6 @@ def _load_pretrained_model(
             load.refuse_absent()
             result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
             return result
-
-
-@contextmanager
-def _keeping_groups(model: torch.nn.Module) -> Iterator[None]:
-    """Loading replaces parameters by others; the process groups that the model's `__init__` gave them stay."""
-    given = {name: vars(param).get("ds_zero_partition_process_group") for name, param in model.named_parameters()}
-    yield
-    for name, group in given.items():
-        if group is not None:
-            model.get_parameter(name).ds_zero_partition_process_group = group
 
 
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -327,7 +318,7 @@ def _check_and_set_device_map(original: Callable[..., Any], device_map: Any) -> 
 
 
 def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: Any) -> bool:
-    if not hasattr(source, "ds_tensor") or not hasattr(target, "ds_tensor"):
+    if not has_partition(source) or not has_partition(target):
         return original(source, target)
     from ..destinations.deepspeed.zero3 import partitions_equal
 

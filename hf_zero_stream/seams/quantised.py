@@ -194,7 +194,11 @@ def _merge_dequantised_experts(original: Callable[..., Any], self: Any, *args: A
 
 
 class _PreallocatedStacks(TorchFunctionMode):
-    """Inside, ``torch.empty`` on the host gives a :class:`_Stack`."""
+    """Inside, ``torch.empty`` on the host gives a :class:`_Stack`.
+
+    transformers' op allocates in the middle of a function, where nothing else can be replaced. Unlike a patched
+    ``torch.empty``, a function mode holds in this thread only.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

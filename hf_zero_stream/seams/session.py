@@ -87,7 +87,11 @@ _session: ContextVar[Session | None] = ContextVar("hf_zero_stream_session", defa
 
 
 class Stopped(BaseException):
-    """Ends a ``from_pretrained`` that was only called for its lazy model."""
+    """Ends a ``from_pretrained`` that was only called for its lazy model, and brings out a result.
+
+    transformers has no other way out in the middle: after this point it would ask for values. A ``BaseException``, so
+    that no ``except Exception`` on the way, of transformers or of a model's own code, takes it for a failure.
+    """
 
     def __init__(self, result: Any) -> None:
         self.result = result

@@ -1,0 +1,27 @@
+"""What DeepSpeed leaves on parameters, for code that must not import DeepSpeed, which takes seconds, to look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+
+__all__ = ["has_partition", "keeping_groups"]
+
+
+def has_partition(param: Any) -> bool:
+    """Whether `param` is one of ZeRO-3's."""
+    return hasattr(param, "ds_tensor")
+
+
+@contextmanager
+def keeping_groups(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters may be replaced by others; the process groups that the model's `__init__` gave them stay."""
+    given = {name: vars(param).get("ds_zero_partition_process_group") for name, param in model.named_parameters()}
+    yield
+    for name, group in given.items():
+        if group is not None:
+            model.get_parameter(name).ds_zero_partition_process_group = group
