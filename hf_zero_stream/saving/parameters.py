@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
 from ..destinations.deepspeed.original_experts import with_original_experts
-from ..destinations.deepspeed.stored import Holding
+from ..destinations.holding import Holding
 from ..engine.compute import Evaluator
 from ..engine.workers import run_in_threads
 from ..errors import SaveError
