@@ -70,6 +70,7 @@ def stock(task: Task) -> Work:
 
 def ours(task: Task) -> Work:
     """The streaming Auto class."""
+    import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.loading.load  # noqa: F401
     import hf_zero_stream.loading.streaming  # otherwise imported by the first load, which is timed, as is the next one
 

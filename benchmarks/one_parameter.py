@@ -60,6 +60,7 @@ def measure(arm: str, folder: str, device: str) -> dict[str, Any]:
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
+    import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.loading.load  # noqa: F401
     import hf_zero_stream.loading.streaming  # or the first load would import it, and be measured with it
     from hf_zero_stream.reports.memory import AnonymousMemory

@@ -108,6 +108,7 @@ def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
+    import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.loading.load  # noqa: F401
     import hf_zero_stream.loading.streaming  # otherwise imported by the load, which is timed, as is the next one
 

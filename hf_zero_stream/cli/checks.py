@@ -80,7 +80,10 @@ def features(compatible: Mapping[str, bool]) -> Iterator[Check]:
     yield Check("accelerator", "ok", accelerator_name())
     yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
     yield _imports(
-        "streaming under ZeRO-3", "hf_zero_stream.loading.load", "hf_zero_stream.loading.streaming", needed=True
+        "streaming under ZeRO-3",
+        "hf_zero_stream.destinations.deepspeed.partitioned",
+        "hf_zero_stream.loading.streaming",
+        needed=True,
     )
     yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.destinations.deepspeed.experts")
     for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
