@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
     from .loading.dry_load import Forecast as Forecast
     from .loading.dry_load import plan as plan
+    from .loading.integration import streaming as streaming
     from .loading.into import load_into as load_into
-    from .loading.streaming import streaming as streaming
     from .planning.plan import LoadPlan as LoadPlan
     from .reports.load import LoadReport as LoadReport
     from .reports.save import SaveReport as SaveReport
@@ -29,7 +29,7 @@ _HOMES = {
     "load_into": ".loading.into",
     "plan": ".loading.dry_load",
     "save_pretrained": ".saving.save",
-    "streaming": ".loading.streaming",
+    "streaming": ".loading.integration",
 }
 
 

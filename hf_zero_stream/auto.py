@@ -37,7 +37,7 @@ def _make_streaming_class(parent: Any) -> type:
     @functools.wraps(parent.from_pretrained.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         # It brings in DeepSpeed, which looking at the classes must not do.
-        from .loading.streaming import streaming
+        from .loading.integration import streaming
 
         with streaming():
             return _target(cls, streaming_class, parent).from_pretrained(*args, **kwargs)

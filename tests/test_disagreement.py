@@ -137,7 +137,7 @@ def test_before_anything_is_read(
 def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
     """Where ranks exchange what they read, they must cut it in the same way: whether they do, and their warnings."""
     import hf_zero_stream
-    from hf_zero_stream import integration
+    from hf_zero_stream.loading import integration
 
     warnings: list[str] = []
     integration.logger.warning = lambda message, *args: warnings.append(message)
@@ -157,7 +157,8 @@ def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Ca
 def read_from_one_rank(folder: Path) -> dict[str, Any]:
     """Rank 1 alone has `read_from`, which decides what ranks say to each other from the start."""
     import hf_zero_stream
-    from hf_zero_stream import StreamingConfig, integration
+    from hf_zero_stream import StreamingConfig
+    from hf_zero_stream.loading import integration
     from hf_zero_stream.ranks.presence import PREFIX, Presence
 
     warnings: list[str] = []

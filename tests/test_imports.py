@@ -44,12 +44,7 @@ NO_DEEPSPEED = {
 }
 
 
-WAITS = pytest.mark.xfail(strict=True, reason="until the reader is given its device")
-
-
-@pytest.mark.parametrize(
-    "what", [pytest.param(name, marks=WAITS if name == "convert" else ()) for name in NO_DEEPSPEED]
-)
+@pytest.mark.parametrize("what", NO_DEEPSPEED)
 def test_what_needs_no_deepspeed_does_not_import_it(what: str, tmp_path: Path) -> None:
     """DeepSpeed takes seconds to import; a command that only looks at files must not wait for it."""
     import torch

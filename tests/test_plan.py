@@ -14,8 +14,8 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream import integration
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.loading import integration
 from tests.parity import ds_config
 from tests.quantised_checkpoints import fp8
 from tests.zoo import ZOO

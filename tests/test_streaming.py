@@ -15,8 +15,9 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
-from hf_zero_stream import StreamingConfig, integration, scope, streaming
+from hf_zero_stream import StreamingConfig, scope, streaming
 from hf_zero_stream.errors import ConfigError, VersionError
+from hf_zero_stream.loading import integration
 from hf_zero_stream.seams.ds_config import _HidingReference
 from tests.cluster import run_ranks
 from tests.parity import ds_config

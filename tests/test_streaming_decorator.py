@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 import transformers
 
-from hf_zero_stream import StreamingConfig, integration, scope, streaming
+from hf_zero_stream import StreamingConfig, scope, streaming
 from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.loading import integration
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 

@@ -21,7 +21,7 @@ from transformers.integrations import HfDeepSpeedConfig
 from ..config import without_own_section
 from ..destinations.deepspeed import machine, zero3
 from ..loading.dry_load import model_class_of
-from ..loading.streaming import streaming
+from ..loading.integration import streaming
 from ..reports.memory import AnonymousMemory
 
 

@@ -82,7 +82,7 @@ def features(compatible: Mapping[str, bool]) -> Iterator[Check]:
     yield _imports(
         "streaming under ZeRO-3",
         "hf_zero_stream.destinations.deepspeed.partitioned",
-        "hf_zero_stream.loading.streaming",
+        "hf_zero_stream.loading.integration",
         needed=True,
     )
     yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.destinations.deepspeed.experts")

@@ -18,8 +18,8 @@ from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
+from .integration import streaming, warn_of_open_dtype
 from .load import Load
-from .streaming import streaming, warn_of_open_dtype
 
 
 __all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan"]

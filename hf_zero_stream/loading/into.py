@@ -23,8 +23,8 @@ from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
 from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
+from .integration import finish_saves_into, streaming
 from .load import Load
-from .streaming import finish_saves_into, streaming
 
 
 __all__ = ["load_into"]
