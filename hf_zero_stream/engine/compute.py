@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from ..checkpoint.index import Shard
 from ..checkpoint.nodes import Blockwise, Computed, HostTensor, Node, Opaque, Pointwise, View
 from ..planning.boxes import Axis, Placed, place
 from ..planning.plan import LoadPlan, Placement, Target, make_plan, materialise_reason
 from ..planning.regions import Region, box_of_view
-from ..sources.local import ShardFiles
+from ..sources.base import ByteSource
 from .execute import execute_reads
 from .workers import share_out
 
@@ -34,8 +33,7 @@ class Evaluator:
     """Computes values from the shards of a checkpoint.
 
     Args:
-        files: the open shards.
-        shards: the checkpoint's shards, as its index has them.
+        source: where the shards are read.
         request_bytes: largest single read.
         seek_bytes: a hole of at most this many bytes is read through.
         staging_bytes: bound of the memory that all threads use for pieces.
@@ -43,15 +41,13 @@ class Evaluator:
 
     def __init__(
         self,
-        files: ShardFiles,
-        shards: tuple[Shard, ...],
+        source: ByteSource,
         *,
         request_bytes: int,
         seek_bytes: int,
         staging_bytes: int,
     ) -> None:
-        self._files = files
-        self._shards = shards
+        self._source = source
         self._request_bytes = request_bytes
         self._seek_bytes = seek_bytes
         self._staging_bytes = staging_bytes
@@ -63,14 +59,14 @@ class Evaluator:
         target = Target("", view.node.dtype, view.numel, 0, view.numel)
         plan = make_plan(
             [(target, view)],
-            self._shards,
+            (),
             rank=0,
             world_size=1,
             request_bytes=self._request_bytes,
             seek_bytes=self._seek_bytes,
         )
         values = torch.empty(view.numel, dtype=view.node.dtype)
-        execute_reads(plan, [values], self._files, threads=1, on_bytes=self._on_bytes)
+        execute_reads(plan, [values], self._source, threads=1, on_bytes=self._on_bytes)
         for placement in plan.placements:
             self._place(placement.region, values)
         return values.view(view.sizes)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoint.index import Shard
+from ..checkpoint.format import Shard
 from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View
 from ..footprint.memory import MemoryFootprint
 from .reads import Piece, Read, merge_pieces, pieces_of_region

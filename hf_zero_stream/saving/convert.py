@@ -19,8 +19,9 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from ..checkpoint.index import CheckpointIndex
-from ..checkpoint.lazy import LazyTensor, checkpoint_slices
+from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..checkpoint.slices import checkpoint_slices
 from ..checkpoint.soundness import shards_of
 from ..config import StreamingConfig
 from ..engine.opened import OpenCheckpoint
@@ -135,7 +136,9 @@ def convert(
 def _refuse_quantised(source: Path, index: CheckpointIndex) -> None:
     config = source / "config.json"
     quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
-    small = [entry.name for entry in index.tensors.values() if entry.dtype_name.startswith(("F8", "F4", "F6"))]
+    small = [
+        name for name, entry in index.tensors.items() if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point
+    ]
     if quantised or small:
         found = f"tensor {small[0]!r}" if small else "its config has a quantization_config"
         raise UnsupportedError(
