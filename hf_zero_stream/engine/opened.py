@@ -47,7 +47,7 @@ class OpenCheckpoint:
         source: ByteSource | None = None,
         format: Format = safetensors,
     ) -> None:
-        self.format = format
+        self._format = format
         self.shards: tuple[Shard, ...] = ()
         self.retries = Retries(config.read_retries)
         self._config = config
@@ -134,7 +134,9 @@ class OpenCheckpoint:
         def is_transient(error: BaseException) -> bool:
             return self.source.is_transient(error.__cause__)
 
-        return [self.retries.call(partial(self.format.read_header, self.source, path), is_transient) for path in paths]
+        return [
+            self.retries.call(partial(self._format.read_header, self.source, path), is_transient) for path in paths
+        ]
 
     def add(self, shards: tuple[Shard, ...]) -> int:
         """Read from `shards` too from now on; where one rank reads for others, all of them call it together.
