@@ -12,7 +12,7 @@ __all__ = ["ByteSource", "Hints", "ReadableFile", "SourceFile", "StoredFile"]
 
 
 class StoredFile(Protocol):
-    """A file whose header has been read; :class:`..checkpoint.entries.Shard` is one."""
+    """A file whose header has been read; :class:`..checkpoint.format.Shard` is one."""
 
     @property
     def path(self) -> str:

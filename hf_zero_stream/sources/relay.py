@@ -25,7 +25,7 @@ from ..ranks.coordinator import Coordinator
 from .base import ByteSource, Hints, ReadableFile, StoredFile
 
 
-__all__ = ["RelayServer", "RelayedFiles", "ServingFiles", "reader_and_clients", "through_relay"]
+__all__ = ["RelayedFiles", "ServingFiles", "reader_and_clients", "through_relay"]
 
 CLOSING_S = 10.0
 """How long a reading rank waits, after an error, for the ranks that it reads for to say that they are done."""
@@ -160,6 +160,9 @@ class RelayedFiles(_Wrapped):
 class ServingFiles(_Wrapped):
     """The files of a checkpoint, which this rank reads for others too (see :class:`.base.ByteSource`).
 
+    Each client has a thread that listens to it alone: listening to all at once, gloo does not notice when one of them
+    dies. They are answered one at a time, until each has finished.
+
     Args:
         source: where this rank reads from.
         clients: the ranks that ask.
@@ -170,7 +173,15 @@ class ServingFiles(_Wrapped):
     def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
         super().__init__(source)
         self._group: dist.ProcessGroup | None = group
-        self._server = RelayServer(source, clients, group, chunk_bytes)
+        self._chunk = torch.empty(chunk_bytes, dtype=torch.uint8)
+        self._answering = threading.Lock()
+        self._failures: list[Exception] = []
+        self._listeners = [
+            threading.Thread(target=self._listen, args=(client, group), name=f"hf_zero_stream-{client}", daemon=True)
+            for client in clients
+        ]
+        for listener in self._listeners:
+            listener.start()
 
     @property
     def bytes_read(self) -> int:
@@ -190,50 +201,7 @@ class ServingFiles(_Wrapped):
         self._source.check_unchanged()
 
     def finish(self) -> None:
-        """Wait until no rank asks any more.
-
-        Raises:
-            ReadError: the first read that failed.
-            RuntimeError: the connection to a client was lost.
-        """
-        self._server.wait()
-        self.close()
-
-    def close(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and self._server.has_ended(CLOSING_S):  # if not, a rank hangs: others will say so
-            dist.destroy_process_group(group)
-        self._source.close()
-
-
-class RelayServer:
-    """Answers the requests of the ranks `clients` until each of them has finished.
-
-    Each has a thread that listens to it alone: listening to all at once, gloo does not notice when one of them dies.
-    They are answered one at a time.
-
-    Args:
-        source: where this rank reads from.
-        clients: the ranks that ask.
-        group: a gloo group with all ranks.
-        chunk_bytes: largest piece that is sent at once.
-    """
-
-    def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
-        self._source = source
-        self._group = group
-        self._chunk = torch.empty(chunk_bytes, dtype=torch.uint8)
-        self._answering = threading.Lock()
-        self._failures: list[Exception] = []
-        self._listeners = [
-            threading.Thread(target=self._listen, args=(client,), name=f"hf_zero_stream-{client}", daemon=True)
-            for client in clients
-        ]
-        for listener in self._listeners:
-            listener.start()
-
-    def wait(self) -> None:
-        """Return once all clients have finished.
+        """Wait until all clients have finished.
 
         Raises:
             ReadError: the first read that failed.
@@ -243,34 +211,38 @@ class RelayServer:
             listener.join()
         if self._failures:
             raise self._failures[0]
+        self.close()
 
-    def has_ended(self, seconds: float) -> bool:
-        """Whether all clients have finished, at the latest after so many seconds."""
-        deadline = time.monotonic() + seconds
-        for listener in self._listeners:
-            listener.join(max(0.0, deadline - time.monotonic()))
-        return not any(listener.is_alive() for listener in self._listeners)
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            deadline = time.monotonic() + CLOSING_S
+            for listener in self._listeners:
+                listener.join(max(0.0, deadline - time.monotonic()))
+            if not any(listener.is_alive() for listener in self._listeners):  # else a rank hangs: others will say so
+                dist.destroy_process_group(group)
+        self._source.close()
 
-    def _listen(self, client: int) -> None:
+    def _listen(self, client: int, group: dist.ProcessGroup) -> None:
         request = torch.empty(3, dtype=torch.int64)
         try:
             while True:
-                dist.recv(request, client, self._group)
+                dist.recv(request, client, group)
                 number, start, length = request.tolist()
                 if number == _DONE:
                     return
                 with self._answering:
-                    self._answer(client, number, start, self._chunk[:length])
+                    self._answer(client, group, number, start, self._chunk[:length])
         except Exception as error:
             self._failures.append(error)
 
-    def _answer(self, client: int, number: int, start: int, part: torch.Tensor) -> None:
+    def _answer(self, client: int, group: dist.ProcessGroup, number: int, start: int, part: torch.Tensor) -> None:
         """Send `client` a status, and `part` of a file if it could be read."""
         try:
             self._source.read_into(number, start, [memoryview(part.numpy())])
         except Exception as error:
             self._failures.append(error)
-            dist.send(torch.tensor([1]), client, self._group)
+            dist.send(torch.tensor([1]), client, group)
             return
-        dist.send(torch.tensor([0]), client, self._group)
-        dist.send(part, client, self._group)
+        dist.send(torch.tensor([0]), client, group)
+        dist.send(part, client, group)
