@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ReadError
-from .index import open_at_once
+from ..sources.local import open_at_once
 from .untrusted_json import excerpt, parse_object
 
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ReadError
-from .index import CheckpointIndex, open_at_once, read_header
+from ..sources.local import open_at_once
+from .index import CheckpointIndex
 from .index_file import MAX_INDEX_BYTES, check_files, parse_index, read_index_file
 from .untrusted_json import excerpt, parse_object
 
@@ -205,7 +206,7 @@ def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]
             found.fault(name, "link" if path.is_symlink() else "unreadable", _without_path(error, path))
             continue
         try:
-            indexes[name] = CheckpointIndex.from_headers([str(path)], [read_header(path)])
+            indexes[name] = CheckpointIndex.from_files([path])
         except ReadError as error:
             found.fault(name, "unreadable", _without_path(error, path))
         except CheckpointError as error:

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import psutil
 
-from ..checkpoint.index import open_at_once
+from .local import open_at_once
 from .madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise
 
 
