@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_zero_stream.engine.workers import share_out
+from hf_zero_stream.engine.workers import run_in_threads
 
 
 def helpers() -> list[str]:
@@ -19,7 +19,7 @@ def helpers() -> list[str]:
 
 def test_each_item_comes_once() -> None:
     done: list[int] = []
-    share_out(range(1000), done.extend, 4)
+    run_in_threads(range(1000), done.extend, 4)
     assert sorted(done) == list(range(1000))
     assert helpers() == []
 
@@ -34,7 +34,7 @@ def test_all_have_the_callers_grad_mode(with_grad: bool) -> None:
         modes.append(torch.is_grad_enabled())
 
     with torch.set_grad_enabled(with_grad):
-        share_out([], work, 3)
+        run_in_threads([], work, 3)
     assert modes == [with_grad] * 3
 
 
@@ -46,7 +46,7 @@ def test_an_error_ends_the_others() -> None:
             time.sleep(0.001)
 
     with pytest.raises(ValueError, match="three"):
-        share_out(iter(int, 1), work, 3)
+        run_in_threads(iter(int, 1), work, 3)
     assert helpers() == []
 
 
@@ -61,5 +61,5 @@ def test_ctrl_c_while_the_others_work() -> None:
             time.sleep(0.001)
 
     with pytest.raises(KeyboardInterrupt):
-        share_out(iter(int, 1), work, 2)
+        run_in_threads(iter(int, 1), work, 2)
     assert helpers() == []

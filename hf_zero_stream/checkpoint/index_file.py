@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ReadError
-from ..sources.local import open_at_once
+from ..sources.local import open_nonblocking
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["IndexFile", "check_files", "parse_index", "read_index_file"]
+__all__ = ["MAX_INDEX_BYTES", "IndexFile", "check_files", "parse_index", "read_index_file"]
 
 MAX_INDEX_BYTES = 100_000_000
 """Cap on the length of an index, as for a header; that of a checkpoint with 90,000 tensors has 8 MB."""
@@ -58,7 +58,7 @@ def read_index_file(path: str | os.PathLike[str]) -> IndexFile:
     """
     name = os.fspath(path)
     try:
-        with open(name, "rb", opener=open_at_once) as file:
+        with open(name, "rb", opener=open_nonblocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise CheckpointError(f"{name}: expected a regular file, found a pipe, a socket or a device.")
             text = file.read(MAX_INDEX_BYTES + 1)

@@ -33,6 +33,7 @@ __all__ = [
     "Pointwise",
     "Stored",
     "View",
+    "row_major_strides",
 ]
 
 

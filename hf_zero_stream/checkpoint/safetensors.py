@@ -23,7 +23,7 @@ from .format import Shard, ShardHeader, TensorEntry
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["DTYPES", "dtype_name", "parse_header", "read_header"]
+__all__ = ["DTYPES", "MAX_HEADER_BYTES", "dtype_name", "parse_header", "read_header"]
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own cap on the length of a header."""

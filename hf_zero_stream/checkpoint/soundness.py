@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ReadError
-from ..sources.local import open_at_once
+from ..sources.local import open_nonblocking
 from .index import CheckpointIndex
 from .index_file import MAX_INDEX_BYTES, check_files, parse_index, read_index_file
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["Fault", "Soundness", "check_soundness", "known_sums", "read_sums", "shards_of"]
+__all__ = ["INDEX", "SINGLE", "Fault", "Soundness", "check_soundness", "known_sums", "read_sums", "shards_of"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -347,7 +347,7 @@ def _check_contents(
 def _sha256_of(path: Path, on_bytes: Callable[[int], None]) -> str:
     digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0, opener=open_at_once) as file:
+    with open(path, "rb", buffering=0, opener=open_nonblocking) as file:
         while length := file.readinto(buffer):
             digest.update(view[:length])
             on_bytes(length)

@@ -16,7 +16,7 @@ from ..planning.plan import LoadPlan, Placement, Target, make_plan, materialise_
 from ..planning.regions import Region, box_of_view
 from ..sources.base import ByteSource
 from .execute import execute_reads
-from .workers import share_out
+from .workers import run_in_threads
 
 
 __all__ = ["Evaluator"]
@@ -105,7 +105,7 @@ class Evaluator:
                 self._compute(region, part, destination)
 
         if in_pieces:
-            share_out(pieces(), work, threads)
+            run_in_threads(pieces(), work, threads)
         self._on_bytes = None
 
     def _compute(self, region: Region, part: Placed, destination: torch.Tensor) -> None:

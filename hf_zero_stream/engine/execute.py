@@ -21,7 +21,7 @@ from ..planning.reads import Read
 from ..sources.base import ByteSource
 from .huge_pages import HugePages
 from .lanes import Lane
-from .workers import share_out
+from .workers import run_in_threads
 
 
 __all__ = ["ReadTimes", "execute_reads"]
@@ -91,7 +91,7 @@ def execute_reads(
         _work(reads, destinations, writable, source, Lane.to(device, nbytes), pages, times, on_bytes)
 
     began = time.perf_counter()
-    share_out(in_turn, work, threads)
+    run_in_threads(in_turn, work, threads)
     times.scale_to(time.perf_counter() - began)
     return times
 

@@ -16,7 +16,18 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..checkpoint.format import TensorEntry
-from ..checkpoint.nodes import Cat, Copy, FileTensor, Gather, HostTensor, Node, Pointwise, View, row_major_strides
+from ..checkpoint.nodes import (
+    Cat,
+    Computed,
+    Copy,
+    FileTensor,
+    Gather,
+    HostTensor,
+    Node,
+    Pointwise,
+    View,
+    row_major_strides,
+)
 from ..sources.base import ByteSource
 
 
@@ -71,8 +82,10 @@ class Lookup:
                 return self._of_view(source, torch.tensor(index)[inside // row] * row + inside % row)
             case Pointwise():
                 return self._of_pointwise(node, at)
-            case _:
+            case Computed():
                 return self._of_function(node, at)
+            case _:
+                raise TypeError(f"a {type(node).__name__} has no values in files")
 
     def _of_cat(self, node: Cat, at: Positions) -> torch.Tensor:
         inner, total = prod(node.sizes[node.dim + 1 :]), node.sizes[node.dim]

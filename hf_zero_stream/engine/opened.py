@@ -24,7 +24,7 @@ from ..sources.retries import Retries
 from .compute import Evaluator
 from .lanes import buffers_per_lane
 from .streams import choose_request_bytes, choose_threads
-from .workers import share_out
+from .workers import run_in_threads
 
 
 __all__ = ["OpenCheckpoint"]
@@ -197,7 +197,7 @@ class OpenCheckpoint:
             ReadError, CheckpointError: a shard cannot be opened, or is not the one whose header was read.
         """
         if self.reads_itself:
-            share_out(sorted(set(numbers)), self.source.open, self.threads())
+            run_in_threads(sorted(set(numbers)), self.source.open, self.threads())
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ from ..errors import LoadError
 from ..planning.plan import Target, materialise_reason
 from ..reports.load import Verification
 from .lookup import Lookup
-from .workers import share_out
+from .workers import run_in_threads
 
 
 __all__ = ["Verifier", "digest_of"]
@@ -115,7 +115,7 @@ class Verifier:
                 check()
                 self._compare(target, view, destination, start, stop, lookup)
 
-        share_out(chunks(), work, self._threads)
+        run_in_threads(chunks(), work, self._threads)
         self._bytes_read += bytes_read() - read_before
         self._seconds += time.perf_counter() - began
 

@@ -1,4 +1,4 @@
-"""Several threads that share out a sequence of work."""
+"""Several threads that work on one sequence."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TypeVar
 import torch
 
 
-__all__ = ["share_out"]
+__all__ = ["run_in_threads"]
 
 Item = TypeVar("Item")
 
 
-def share_out(items: Iterable[Item], work: Callable[[Iterator[Item]], None], threads: int) -> None:
+def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None], threads: int) -> None:
     """Run ``work(iterator)`` in `threads` threads, one of them the caller's; each item comes out of one iterator.
 
     Once one has failed, the other iterators end. No thread runs on when this returns or raises, also on Ctrl-C. All

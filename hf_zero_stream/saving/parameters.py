@@ -18,7 +18,7 @@ from ..checkpoint.nodes import HostTensor, Node, Stored, View
 from ..destinations.deepspeed.original_experts import with_original_experts
 from ..destinations.deepspeed.stored import Holding
 from ..engine.compute import Evaluator
-from ..engine.workers import share_out
+from ..engine.workers import run_in_threads
 from ..errors import SaveError
 from ..ranks.coordinator import Coordinator
 from ..ranks.messages import collective_device
@@ -111,7 +111,7 @@ class Parameters:
                 with self.holdings[name].open() as values:
                     digests[name] = digest(values)
 
-        share_out([name for name, holding in self.holdings.items() if holding.is_whole], work, threads)
+        run_in_threads([name for name, holding in self.holdings.items() if holding.is_whole], work, threads)
         return digests
 
     def gather(self, view: View) -> torch.Tensor:

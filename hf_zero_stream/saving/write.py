@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ..engine.workers import share_out
+from ..engine.workers import run_in_threads
 from ..errors import PeerError
 from ..planning.boxes import Box
 from ..ranks.coordinator import Coordinator
@@ -109,7 +109,7 @@ def _write_alone(
     in_turn: list[Sequence[Run] | Segment] = [[run] for run in from_files]
     for segment in plan.segments:
         (in_turn if any(part.source in swapped for part in segment.parts) else parallel).append(segment)
-    share_out(parallel, work, threads)
+    run_in_threads(parallel, work, threads)
     work(iter(in_turn))
 
 

@@ -20,7 +20,7 @@ from .mounts import is_on_network
 from .retries import Retries
 
 
-__all__ = ["IOV_MAX", "Identity", "LocalFiles", "advance", "open_at_once"]
+__all__ = ["IOV_MAX", "Identity", "LocalFiles", "advance", "open_nonblocking"]
 
 IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
@@ -53,8 +53,8 @@ STREAMS_PER_HOST = 32
 """Lustre gives an H100 node 2.0 GiB/s for one stream and 8.5 GiB/s for 32 (transformers #48227)."""
 
 
-def open_at_once(path: str, flags: int) -> int:
-    """For ``open(opener=...)``: a pipe without a writer would never open otherwise; regular files do not care."""
+def open_nonblocking(path: str, flags: int) -> int:
+    """For ``open(opener=...)``: to open a pipe without a writer would wait for ever; regular files do not care."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -146,7 +146,7 @@ class LocalFiles:
 
     @contextmanager
     def open_file(self, path: str) -> Iterator[_HeaderFile]:
-        with open(path, "rb", opener=open_at_once) as file:
+        with open(path, "rb", opener=open_nonblocking) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointError(f"{path}: expected a regular file, found a pipe, a socket or a device.")
@@ -322,7 +322,7 @@ class LocalFiles:
         file = self._files[number]
         flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self._direct_io else 0)
         try:
-            handle = self._retries.call(lambda: open_at_once(file.path, flags), self.is_transient)
+            handle = self._retries.call(lambda: open_nonblocking(file.path, flags), self.is_transient)
         except OSError as error:
             if self._direct_io and error.errno == errno.EINVAL:  # this file system has no O_DIRECT
                 self._direct_io = False
