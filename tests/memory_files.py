@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hf_zero_stream.errors import CheckpointError, ReadError
-from hf_zero_stream.sources.base import Hints, StoredFile
+from hf_zero_stream.sources.base import Hints, SourceFile
 from hf_zero_stream.sources.retries import Retries
 
 
@@ -40,7 +40,7 @@ class MemoryFiles:
         self.bytes_read = self.reads = 0
         self._hints, self._retries = hints, retries or Retries()
         self._lock = threading.Lock()
-        self._files: list[StoredFile] = []
+        self._files: list[SourceFile] = []
         self._seen: dict[str, bytes] = {}
 
     @contextmanager
@@ -51,7 +51,7 @@ class MemoryFiles:
     def is_transient(self, error: BaseException | None) -> bool:
         return isinstance(error, Busy)
 
-    def add(self, files: Sequence[StoredFile]) -> None:
+    def add(self, files: Sequence[SourceFile]) -> None:
         self._files += files
 
     def hints(self, paths: Sequence[str]) -> Hints:
@@ -78,8 +78,7 @@ class MemoryFiles:
     def finish(self) -> None:
         pass
 
-    def close(self) -> None:
-        pass
+    close = finish
 
     def _content(self, number: int) -> bytes:
         path = self._files[number].path

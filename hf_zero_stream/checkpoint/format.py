@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..sources.base import ByteSource
+from ..sources.base import ByteSource, SourceFile
 
 
 __all__ = ["Format", "Shard", "ShardHeader", "TensorEntry"]
@@ -48,17 +48,13 @@ class ShardHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(SourceFile):
     """One file whose header has been checked.
 
     Attributes:
-        path: where it lies for this rank.
-        size_bytes: size of the whole file.
         metadata: what the file says of itself.
     """
 
-    path: str
-    size_bytes: int
     metadata: Mapping[str, str]
 
 

@@ -5,26 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 
-__all__ = ["ByteSource", "Hints", "ReadableFile", "SourceFile", "StoredFile"]
+__all__ = ["ByteSource", "Hints", "ReadableFile", "SourceFile"]
 
 
-class StoredFile(Protocol):
-    """A file whose header has been read; :class:`..checkpoint.format.Shard` is one."""
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file whose size is known.
 
-    @property
-    def path(self) -> str:
-        """Its name in this source: a path, an URL."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Its size when the header was read, which may have been on another rank."""
-
-
-class SourceFile(NamedTuple):
-    """A file of which no more is known than this."""
+    Attributes:
+        path: its name in the source.
+        size_bytes: its size when its header was read, which may have been on another rank.
+    """
 
     path: str
     size_bytes: int
@@ -97,7 +91,7 @@ class ByteSource(Protocol):
     def is_transient(self, error: BaseException | None) -> bool:
         """Whether an error of :meth:`open_file`, or of reading what it gave, may be gone a moment later."""
 
-    def add(self, files: Sequence[StoredFile]) -> None:
+    def add(self, files: Sequence[SourceFile]) -> None:
         """Number these files too, behind those that were added before. Nothing is read or opened."""
 
     def hints(self, paths: Sequence[str]) -> Hints:

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import BinaryIO, NamedTuple
 
 from ..errors import CheckpointError, ReadError
-from .base import Hints, StoredFile
+from .base import Hints, SourceFile
 from .madvise import HUGE_PAGE_BYTES
 from .mounts import is_on_network
 from .retries import Retries
@@ -54,7 +54,7 @@ STREAMS_PER_HOST = 32
 
 
 def open_nonblocking(path: str, flags: int) -> int:
-    """For ``open(opener=...)``: an ordinary open of a pipe without a writer never returns; for files it is the same."""
+    """For ``open(opener=...)``: to open a pipe without a writer would wait for ever; regular files do not care."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -116,13 +116,13 @@ class LocalFiles:
 
     def __init__(
         self,
-        files: Sequence[StoredFile] = (),
+        files: Sequence[SourceFile] = (),
         *,
         direct_io: bool = False,
         cache_bytes: int = sys.maxsize,
         retries: Retries | None = None,
     ) -> None:
-        self._files: tuple[StoredFile, ...] = ()
+        self._files: tuple[SourceFile, ...] = ()
         self._retries = retries or Retries()
         self._seen: dict[str, Identity] = {}
         self._identities: dict[int, Identity] = {}
@@ -156,7 +156,7 @@ class LocalFiles:
     def is_transient(self, error: BaseException | None) -> bool:
         return isinstance(error, OSError) and error.errno in TRANSIENT
 
-    def add(self, files: Sequence[StoredFile]) -> None:
+    def add(self, files: Sequence[SourceFile]) -> None:
         for number, file in enumerate(files, len(self._files)):
             if file.path in self._seen:
                 self._identities[number] = self._seen[file.path]
@@ -340,7 +340,7 @@ class LocalFiles:
         return handle
 
 
-def _check_size(file: StoredFile, handle: int) -> None:
+def _check_size(file: SourceFile, handle: int) -> None:
     found = os.fstat(handle)
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file.path}: expected a regular file, found a pipe, a socket or a device.")

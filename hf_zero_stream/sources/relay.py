@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..config import StreamingConfig
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
-from .base import ByteSource, Hints, ReadableFile, StoredFile
+from .base import ByteSource, Hints, ReadableFile, SourceFile
 
 
 __all__ = ["RelayedFiles", "ServingFiles", "reader_and_clients", "through_relay"]
@@ -75,7 +75,7 @@ class _Wrapped:
     def is_transient(self, error: BaseException | None) -> bool:
         return self._source.is_transient(error)
 
-    def add(self, files: Sequence[StoredFile]) -> None:
+    def add(self, files: Sequence[SourceFile]) -> None:
         self._source.add(files)
 
     def hints(self, paths: Sequence[str]) -> Hints:
@@ -106,7 +106,7 @@ class RelayedFiles(_Wrapped):
         self.bytes_read = 0
         self.reads = 0
 
-    def add(self, files: Sequence[StoredFile]) -> None:
+    def add(self, files: Sequence[SourceFile]) -> None:
         super().add(files)
         self._paths += [file.path for file in files]
 
