@@ -130,11 +130,12 @@ def main() -> None:
         sys.exit("benchmarks.gpu needs a CUDA device; for a CPU there is python -m benchmarks.bench")
 
     from hf_zero_stream.engine.streams import choose_threads
+    from hf_zero_stream.sources.base import Hints
 
     folder = CACHE / f"gpu-moe-{arguments.gigabytes:g}"
     if not (folder / "config.json").exists():
         make_moe_checkpoint(folder, arguments.gigabytes * 1e9)
-    threads = choose_threads(arguments.threads, 4, arguments.world, on_network=False)
+    threads = choose_threads(arguments.threads, 4, arguments.world, Hints(0))
     runs: dict[str, list[list[dict[str, Any]]]] = {"host": [], "ours": [], "pinned": []}
     for repeat in range(arguments.repeats):
         for arm in runs if repeat == 0 else ("ours", "pinned"):

@@ -60,7 +60,8 @@ def measure(arm: str, folder: str, device: str) -> dict[str, Any]:
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    import hf_zero_stream.loading.integration  # or the first load would import it, and be measured with it
+    import hf_zero_stream.destinations.deepspeed.partitioned
+    import hf_zero_stream.loading.integration  # or the first load would import it, and be timed with it
     import hf_zero_stream.loading.load  # noqa: F401
     from hf_zero_stream.reports.memory import AnonymousMemory
 

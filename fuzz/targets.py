@@ -14,8 +14,9 @@ from typing import Any
 
 from safetensors import SafetensorError, deserialize, safe_open
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex, read_header
+from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.index_file import parse_index
+from hf_zero_stream.checkpoint.safetensors import dtype_name
 from hf_zero_stream.errors import CheckpointError
 
 
@@ -57,7 +58,7 @@ def read_file(content: bytes) -> str:
             file.write(content)
         path = f"/proc/self/fd/{handle}"
         try:
-            index, refusal = CheckpointIndex.from_headers([path], [read_header(path)]), ""
+            index, refusal = CheckpointIndex.from_files([path]), ""
         except CheckpointError as error:
             index, refusal = None, str(error)
         try:
@@ -73,7 +74,11 @@ def read_file(content: bytes) -> str:
         if theirs is None:
             raise Disagreement("we read what the library refuses")
         ours = {
-            name: {"dtype": entry.dtype_name, "shape": list(entry.shape), "data": content[entry.start : entry.stop]}
+            name: {
+                "dtype": dtype_name(entry.dtype),
+                "shape": list(entry.shape),
+                "data": content[entry.start : entry.stop],
+            }
             for name, entry in index.tensors.items()
         }
         if ours != theirs:

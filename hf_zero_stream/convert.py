@@ -20,9 +20,10 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from .checkpoint.index import CheckpointIndex
-from .checkpoint.lazy import LazyTensor, checkpoint_slices
+from .checkpoint.lazy import LazyTensor
 from .checkpoint.nodes import View
 from .checkpoint.noted import NotedShard
+from .checkpoint.slices import checkpoint_slices
 from .checkpoint.soundness import shards_of
 from .config import StreamingConfig
 from .destinations.base import Batch, Item
@@ -138,7 +139,9 @@ def convert(
 def _refuse_quantised(source: Path, index: CheckpointIndex) -> None:
     config = source / "config.json"
     quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
-    small = [entry.name for entry in index.tensors.values() if entry.dtype_name.startswith(("F8", "F4", "F6"))]
+    small = [
+        name for name, entry in index.tensors.items() if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point
+    ]
     if quantised or small:
         found = f"tensor {small[0]!r}" if small else "its config has a quantization_config"
         raise UnsupportedError(

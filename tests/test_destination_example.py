@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +20,12 @@ from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.reports.load import LoadReport
 
 
-class Columns:
+class Columns(Destination):
     """The columns ``[width * rank / world_size, width * (rank + 1) / world_size)`` of every tensor."""
-
-    device = torch.device("cpu")
-    hides_zero3 = fills_missing = exchanges_reads = False
-    recast: Sequence[str] = ()
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.held: dict[str, torch.Tensor] = {}
-
-    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
-        return None  # each keeps its own
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -51,27 +44,11 @@ class Columns:
         first, end = (shape[-1] * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return ParameterBox(shape, (*[0] * (len(shape) - 1), first), (*shape[:-1], end - first))
 
-    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> None:
-        return None  # nothing is known about what will train them
-
-    def check(self, targets: Sequence[Target]) -> None:
-        pass
-
-    def allocate(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        initialise()
-
 
 def loaded(folder: Path, destination: Columns) -> LoadReport:
     """Fill `destination` by the path of any load, each element verified; what was done."""
-    port: Destination = destination
     alone = Coordinator(destination.rank, destination.world_size, alone=True)
-    load = Load(StreamingConfig(verify="full", seek_bytes=64), {}, alone, port)
+    load = Load(StreamingConfig(verify="full", seek_bytes=64), {}, alone, destination)
     lazily_loaded(str(folder), load, load.place)
     return load.finish(nn.Module(), logging.getLogger(__name__))
 

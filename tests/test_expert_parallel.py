@@ -15,7 +15,7 @@ from torch import nn
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
-from hf_zero_stream.sources.local import ShardFiles
+from hf_zero_stream.sources.local import LocalFiles
 from tests.allocations import AllocationWatch
 from tests.cluster import ROOT, run_ranks, run_ranks_expecting_errors
 from tests.commands import losses as printed_losses
@@ -108,13 +108,13 @@ def expert_values(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     import deepspeed
 
     spans: list[tuple[str, int, int]] = []
-    read_into = ShardFiles.read_into
+    read_into = LocalFiles.read_into
 
     def recorded(self: Any, shard: int, start: int, buffers: Any) -> None:
-        spans.append((self._shards[shard].path, start, start + sum(map(len, buffers))))
+        spans.append((self._files[shard].path, start, start + sum(map(len, buffers))))
         read_into(self, shard, start, buffers)
 
-    ShardFiles.read_into = recorded  # type: ignore[method-assign]
+    LocalFiles.read_into = recorded  # type: ignore[method-assign]
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder).model.layers
     model = load(folder, config, "streaming")
     different = []

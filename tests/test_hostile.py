@@ -19,8 +19,10 @@ from hypothesis import strategies as st
 
 from fuzz.seeds import CORPUS, files
 from fuzz.targets import STRICTER, TARGETS, read_file
-from hf_zero_stream.checkpoint.index import DTYPES, CheckpointIndex, ShardHeader, read_header
+from hf_zero_stream.checkpoint.format import ShardHeader
+from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.index_file import parse_index
+from hf_zero_stream.checkpoint.safetensors import DTYPES
 from hf_zero_stream.errors import CheckpointError
 
 
@@ -269,9 +271,9 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     """Nobody writes into it: an ordinary open would wait for ever."""
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="regular file"):
-        read_header(tmp_path / "x.safetensors")
+        CheckpointIndex.from_files([tmp_path / "x.safetensors"])
     with pytest.raises(CheckpointError, match="regular file"):
-        read_header("/dev/zero")
+        CheckpointIndex.from_files(["/dev/zero"])
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +290,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fstat", stat_then_cut)
     with pytest.raises(CheckpointError, match="was cut while"):
-        read_header(path)
+        CheckpointIndex.from_files([path])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_zero_stream.checkpoint.index import DTYPES, CheckpointIndex
+from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.safetensors import DTYPES
 from hf_zero_stream.errors import CheckpointError, ReadError
 
 

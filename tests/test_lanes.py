@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from hf_zero_stream.checkpoint.index import CheckpointIndex
-from hf_zero_stream.checkpoint.lazy import checkpoint_slices
+from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine import execute
 from hf_zero_stream.engine.execute import execute_reads
 from hf_zero_stream.engine.lanes import Copies, Lane
 from hf_zero_stream.planning.plan import BatchPlan, Target, plan_batch
-from hf_zero_stream.sources.local import ShardFiles
+from hf_zero_stream.sources.local import LocalFiles
 
 
 class LateCopies:
@@ -52,7 +52,7 @@ REQUEST_BYTES = 256
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> tuple[BatchPlan, ShardFiles, list[torch.Tensor]]:
+def checkpoint(tmp_path: Path) -> tuple[BatchPlan, LocalFiles, list[torch.Tensor]]:
     """A plan with casts, a transposition and plain runs, and what it should give."""
     torch.manual_seed(0)
     tensors = {f"t{number}": torch.randn(12, 10) for number in range(9)}
@@ -67,12 +67,12 @@ def checkpoint(tmp_path: Path) -> tuple[BatchPlan, ShardFiles, list[torch.Tensor
         views.append((Target(name, dtype, 120, 0, 120), (lazy[name].t() if turned else lazy[name]).view_of_node))
         expected.append((tensor.t() if turned else tensor).to(dtype).reshape(-1))
     plan, _ = plan_batch(views, request_bytes=REQUEST_BYTES, seek_bytes=64)
-    return plan, ShardFiles(index.shards), expected
+    return plan, LocalFiles(index.shards), expected
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_late_copies_give_the_same_values(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[BatchPlan, ShardFiles, list[torch.Tensor]], threads: int
+    monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[BatchPlan, LocalFiles, list[torch.Tensor]], threads: int
 ) -> None:
     plan, files, expected = checkpoint
     made: list[LateCopies] = []

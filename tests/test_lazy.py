@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from hf_zero_stream.checkpoint.index import CheckpointIndex
-from hf_zero_stream.checkpoint.lazy import LazyTensor, checkpoint_slices
+from hf_zero_stream.checkpoint.lazy import LazyTensor
+from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine.compute import Evaluator
 from hf_zero_stream.engine.execute import execute_reads
 from hf_zero_stream.planning.plan import BatchPlan, Target, partition_range, plan_batch
-from hf_zero_stream.sources.local import ShardFiles
+from hf_zero_stream.sources.local import LocalFiles
 
 
 Program = Callable[[dict[str, torch.Tensor]], torch.Tensor]
@@ -33,7 +34,7 @@ class Checkpoint:
         self.real = tensors
         self.index = CheckpointIndex.from_files(paths)
         self.request_bytes, self.seek_bytes = 64, seek_bytes
-        self.files = ShardFiles(self.index.shards)
+        self.files = LocalFiles(self.index.shards)
         self.evaluator = Evaluator(
             self.files,
             request_bytes=self.request_bytes,

@@ -62,6 +62,7 @@ def _import_everything() -> None:
     import rich.table  # noqa: F401
     from transformers import Qwen3MoeForCausalLM  # noqa: F401
 
+    import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.loading.load  # noqa: F401
 
 

@@ -19,11 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
-from hf_zero_stream.checkpoint.index import CheckpointIndex, read_header
+from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.index_file import check_files
 from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.sources.local import ShardFiles
+from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.sources.read_ahead import ReadAhead
 from tests.cluster import run_ranks
 from tests.loading import Messages
@@ -383,12 +383,12 @@ def test_a_link_that_is_changed_while_it_is_loaded(zoo_checkpoint: Callable[...,
     index = CheckpointIndex.from_files([link])
     lead_to(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="regular file"):
-        read_header(link)
-    with ShardFiles(index.shards) as files, pytest.raises(CheckpointError, match="regular file"):
+        CheckpointIndex.from_files([link])
+    with LocalFiles(index.shards) as files, pytest.raises(CheckpointError, match="regular file"):
         files.open([0])
     ahead = ReadAhead([str(link)], 0, 1)
     ahead.stop()
-    with ShardFiles(index.shards) as files:
+    with LocalFiles(index.shards) as files:
         lead_to(source)
         files.open([0])
         lead_to(tmp_path / "other")

@@ -22,7 +22,7 @@ from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.sources import read_ahead
+from hf_zero_stream.sources import local, read_ahead
 from hf_zero_stream.sources.read_ahead import WINDOW_BYTES, ReadAhead
 from tests.cluster import run_ranks
 from tests.parity import ds_config
@@ -172,7 +172,7 @@ def test_only_where_it_is_of_use(
 ) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks_on_host))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(opened, "is_on_network", lambda path: on_network)
+    monkeypatch.setattr(local, "is_on_network", lambda path: on_network)
     monkeypatch.setattr(opened, "total_memory_bytes", lambda: total_memory)
     coordinator = Coordinator(1, 4, alone=True)
     checkpoint = opened.OpenCheckpoint(StreamingConfig(**settings), coordinator)

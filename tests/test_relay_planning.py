@@ -20,7 +20,7 @@ from transformers.core_model_loading import WeightConverter
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.sources.relay import RelayServer
+from hf_zero_stream.sources.relay import ServingFiles
 from tests import odd_models
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.parity import differences, ds_config, unequal
@@ -219,7 +219,7 @@ def load_extra_state(folder: Path, how: str) -> None:
 
         os.preadv = failing_read
     elif dist.get_rank() == 0:
-        RelayServer._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        ServingFiles._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with relayed():
         odd_models.ExtraState.from_pretrained(own_view(folder), ds_config=ds_config())
 

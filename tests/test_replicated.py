@@ -104,12 +104,12 @@ def broken_on_one_rank(folder: Path) -> str:
 
     import hf_zero_stream
     from hf_zero_stream.errors import ReadError
-    from hf_zero_stream.sources.local import ShardFiles
+    from hf_zero_stream.sources.local import LocalFiles
 
     def fail(self: Any, *args: Any) -> None:
         raise ReadError("made to fail")
 
-    broken = mock.patch.object(ShardFiles, "read_into", fail if dist.get_rank() else ShardFiles.read_into)
+    broken = mock.patch.object(LocalFiles, "read_into", fail if dist.get_rank() else LocalFiles.read_into)
     auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
     with broken:
         try:

@@ -13,9 +13,9 @@ import pytest
 import tenacity
 import torch.distributed as dist
 
-from hf_zero_stream.checkpoint.index import Shard
 from hf_zero_stream.errors import CheckpointError, ReadError
-from hf_zero_stream.sources.local import Identity, ShardFiles
+from hf_zero_stream.sources.base import SourceFile
+from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.sources.retries import Retries
 from tests.cluster import run_ranks
 from tests.parity import ds_config
@@ -33,10 +33,10 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> Shard:
+def shard(tmp_path: Path) -> SourceFile:
     path = tmp_path / "x.safetensors"
     path.write_bytes(bytes(number % 251 for number in range(SIZE)))
-    return Shard(str(path), SIZE, 8, {})
+    return SourceFile(str(path), SIZE)
 
 
 def failing(function: Callable[..., Any], times: int, number: int) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def failing(function: Callable[..., Any], times: int, number: int) -> Callable[.
     return call
 
 
-def read(files: ShardFiles, start: int = 3, length: int = 100) -> bytes:
+def read(files: LocalFiles, start: int = 3, length: int = 100) -> bytes:
     buffer = bytearray(length)
     files.read_into(0, start, [memoryview(buffer)])
     return bytes(buffer)
@@ -61,39 +61,42 @@ def read(files: ShardFiles, start: int = 3, length: int = 100) -> bytes:
 @pytest.mark.parametrize("direct_io", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN])
 def test_a_fault_that_passes(
-    shard: Shard, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int, direct_io: bool
+    shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int, direct_io: bool
 ) -> None:
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 3, number))
     monkeypatch.setattr(os, "open", failing(os.open, 1, number))
     before = len(os.listdir("/proc/self/fd"))
-    with ShardFiles([shard], direct_io=direct_io, retries=Retries(4)) as files:
+    retries = Retries(4)
+    with LocalFiles([shard], direct_io=direct_io, retries=retries) as files:
         assert read(files) == Path(shard.path).read_bytes()[3:103]
-        assert files.retries == 4
+        assert retries.count == 4
         assert pauses == [0.1, 0.1, 0.2, 0.4], "each call begins anew, and waits twice as long each time"
         files.check_unchanged()
     assert len(os.listdir("/proc/self/fd")) == before, "stale handles are closed too"
 
 
-def test_the_number_is_bounded(shard: Shard, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_is_bounded(shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 99, errno.EIO))
-    with ShardFiles([shard], retries=Retries(2)) as files, pytest.raises(ReadError, match="Input/output error"):
+    with LocalFiles([shard], retries=Retries(2)) as files, pytest.raises(ReadError, match="Input/output error"):
         read(files)
     assert len(pauses) == 2
-    with ShardFiles([shard]) as files, pytest.raises(ReadError, match="Input/output error"):
+    with LocalFiles([shard]) as files, pytest.raises(ReadError, match="Input/output error"):
         read(files)
     assert len(pauses) == 2, "none without retries"
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EINVAL])
-def test_a_fault_that_stays(shard: Shard, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_fault_that_stays(
+    shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     monkeypatch.setattr(os, "open", failing(os.open, 1, number))
-    with ShardFiles([shard], retries=Retries(4)) as files, pytest.raises(ReadError, match="cannot open"):
+    with LocalFiles([shard], retries=Retries(4)) as files, pytest.raises(ReadError, match="cannot open"):
         read(files)
     assert pauses == []
 
 
-def test_a_short_file_is_not_read_again(shard: Shard, pauses: list[float]) -> None:
-    with ShardFiles([shard], retries=Retries(4)) as files, pytest.raises(ReadError, match="the file ends here"):
+def test_a_short_file_is_not_read_again(shard: SourceFile, pauses: list[float]) -> None:
+    with LocalFiles([shard], retries=Retries(4)) as files, pytest.raises(ReadError, match="the file ends here"):
         read(files, SIZE - 5)
     assert pauses == []
 
@@ -127,8 +130,8 @@ def overwrite(path: Path) -> None:
     ],
     ids=["replaced", "overwritten", "appended", "truncated", "removed"],
 )
-def test_a_file_that_changes_while_it_is_read(shard: Shard, change: Callable[[Path], None], what: str) -> None:
-    with ShardFiles([shard]) as files:
+def test_a_file_that_changes_while_it_is_read(shard: SourceFile, change: Callable[[Path], None], what: str) -> None:
+    with LocalFiles([shard]) as files:
         read(files)
         files.check_unchanged()
         change(Path(shard.path))
@@ -136,15 +139,20 @@ def test_a_file_that_changes_while_it_is_read(shard: Shard, change: Callable[[Pa
             files.check_unchanged()
 
 
-def test_a_file_that_changed_since_its_header_was_read(shard: Shard) -> None:
-    identity = Identity.of(shard.path)
-    replace(Path(shard.path))
-    with ShardFiles([shard], identities=[identity]) as files, pytest.raises(CheckpointError, match="was replaced"):
-        read(files)
+def test_a_file_that_changed_since_its_header_was_read(shard: SourceFile) -> None:
+    with LocalFiles() as files:
+        with files.open_file(shard.path) as file:
+            assert (file.size_bytes, file.read(3, 2)) == (SIZE, bytes([3, 4]))
+        replace(Path(shard.path))
+        files.add([shard])
+        with pytest.raises(CheckpointError, match="was replaced"):
+            read(files)
 
 
-def test_a_stale_handle_to_a_replaced_file(shard: Shard, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    with ShardFiles([shard], retries=Retries(4)) as files:
+def test_a_stale_handle_to_a_replaced_file(
+    shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LocalFiles([shard], retries=Retries(4)) as files:
         read(files)
         replace(Path(shard.path))
         monkeypatch.setattr(os, "preadv", failing(os.preadv, 1, errno.ESTALE))

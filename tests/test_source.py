@@ -5,30 +5,31 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hf_zero_stream.checkpoint.index import Shard
 from hf_zero_stream.errors import CheckpointError, ReadError
 from hf_zero_stream.sources import local as source
-from hf_zero_stream.sources.local import ShardFiles
+from hf_zero_stream.sources.base import SourceFile
+from hf_zero_stream.sources.local import LocalFiles
 
 
 SIZE = 50_001
 
 
 @pytest.fixture
-def shard(tmp_path: Path) -> Shard:
+def shard(tmp_path: Path) -> SourceFile:
     path = tmp_path / "x.safetensors"
     path.write_bytes(random.Random(0).randbytes(SIZE))
-    return Shard(str(path), SIZE, 8, {})
+    return SourceFile(str(path), SIZE)
 
 
-@pytest.mark.parametrize("settings", [{}, {"direct_io": True}, {"keep_cached": False}], ids=str)
-def test_every_range(shard: Shard, settings: dict[str, bool]) -> None:
+@pytest.mark.parametrize("settings", [{}, {"direct_io": True}, {"cache_bytes": 0}], ids=str)
+def test_every_range(shard: SourceFile, settings: dict[str, Any]) -> None:
     data = Path(shard.path).read_bytes()
     rng = random.Random(1)
-    with ShardFiles([shard], **settings) as files:
+    with LocalFiles([shard], **settings) as files:
         for _ in range(200):
             start = rng.randrange(SIZE)
             lengths = [rng.choice([0, 1, 7, 4096, 5000]) for _ in range(rng.randint(1, 5))]
@@ -41,16 +42,16 @@ def test_every_range(shard: Shard, settings: dict[str, bool]) -> None:
         assert bytes(read) == data
 
 
-def test_direct_io_is_really_direct(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_io_is_really_direct(shard: SourceFile, monkeypatch: pytest.MonkeyPatch) -> None:
     flags: list[int] = []
     real_open = os.open
     monkeypatch.setattr(os, "open", lambda path, flag, *rest: flags.append(flag) or real_open(path, flag, *rest))
-    with ShardFiles([shard], direct_io=True) as files:
+    with LocalFiles([shard], direct_io=True) as files:
         files.read_into(0, 3, [memoryview(bytearray(10))])
     assert flags and flags[0] & os.O_DIRECT
 
 
-def test_direct_io_falls_back(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_direct_io_falls_back(shard: SourceFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file system without O_DIRECT refuses it with EINVAL at opening."""
     real_open = os.open
 
@@ -61,49 +62,49 @@ def test_direct_io_falls_back(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(os, "open", refusing)
     buffer = bytearray(10)
-    with ShardFiles([shard], direct_io=True) as files:
+    with LocalFiles([shard], direct_io=True) as files:
         files.read_into(0, 3, [memoryview(buffer)])
     assert bytes(buffer) == Path(shard.path).read_bytes()[3:13]
 
 
 @pytest.mark.parametrize("direct_io", [False, True])
-def test_short_reads_go_on(shard: Shard, monkeypatch: pytest.MonkeyPatch, direct_io: bool) -> None:
+def test_short_reads_go_on(shard: SourceFile, monkeypatch: pytest.MonkeyPatch, direct_io: bool) -> None:
     """A kernel may return less than was asked for."""
     real_read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda handle, buffers, at: real_read(handle, [buffers[0][:8192]], at))
     buffers = [memoryview(bytearray(20_000)), memoryview(bytearray(20_000))]
-    with ShardFiles([shard], direct_io=direct_io) as files:
+    with LocalFiles([shard], direct_io=direct_io) as files:
         files.read_into(0, 123, buffers)
     assert b"".join(buffers) == Path(shard.path).read_bytes()[123:40_123]
 
 
-def test_many_buffers(shard: Shard) -> None:
+def test_many_buffers(shard: SourceFile) -> None:
     buffers = [memoryview(bytearray(1)) for _ in range(source.IOV_MAX * 2 + 3)]
-    with ShardFiles([shard]) as files:
+    with LocalFiles([shard]) as files:
         files.read_into(0, 5, buffers)
         assert (files.bytes_read, files.reads) == (len(buffers), 1)
     assert b"".join(buffers) == Path(shard.path).read_bytes()[5 : 5 + len(buffers)]
 
 
 @pytest.mark.parametrize("direct_io", [False, True])
-def test_past_the_end(shard: Shard, direct_io: bool) -> None:
-    with ShardFiles([shard], direct_io=direct_io) as files, pytest.raises(ReadError, match="the file ends here") as e:
+def test_past_the_end(shard: SourceFile, direct_io: bool) -> None:
+    with LocalFiles([shard], direct_io=direct_io) as files, pytest.raises(ReadError, match="the file ends here") as e:
         files.read_into(0, SIZE - 5, [memoryview(bytearray(5000))])
     assert shard.path in str(e.value)
 
 
-def test_missing_and_replaced(shard: Shard, tmp_path: Path) -> None:
-    nowhere = Shard(str(tmp_path / "nowhere"), 5, 8, {})
-    with ShardFiles([nowhere]) as files, pytest.raises(ReadError, match="nowhere"):
+def test_missing_and_replaced(shard: SourceFile, tmp_path: Path) -> None:
+    nowhere = SourceFile(str(tmp_path / "nowhere"), 5)
+    with LocalFiles([nowhere]) as files, pytest.raises(ReadError, match="nowhere"):
         files.read_into(0, 0, [memoryview(bytearray(1))])
     Path(shard.path).write_bytes(b"shorter")
-    with ShardFiles([shard]) as files, pytest.raises(CheckpointError, match="truncated here or was replaced"):
+    with LocalFiles([shard]) as files, pytest.raises(CheckpointError, match="truncated here or was replaced"):
         files.read_into(0, 0, [memoryview(bytearray(1))])
 
 
-def test_handles_are_reused_and_closed(shard: Shard) -> None:
+def test_handles_are_reused_and_closed(shard: SourceFile) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with ShardFiles([shard]) as files:
+    with LocalFiles([shard]) as files:
         for start in range(10):
             files.read_into(0, start, [memoryview(bytearray(1))])
         assert len(os.listdir("/proc/self/fd")) == before + 1

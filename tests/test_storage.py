@@ -8,6 +8,8 @@ import pytest
 
 from hf_zero_stream.engine import streams
 from hf_zero_stream.engine.streams import choose_request_bytes, choose_threads
+from hf_zero_stream.sources.base import Hints
+from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.sources.mounts import is_on_network, kind_of_file_system
 
 
@@ -48,22 +50,30 @@ def test_this_host_has_an_answer(tmp_path: Path) -> None:
     assert kind_of_file_system("/proc/self") == "proc"
 
 
+def hints_of(on_network: bool, monkeypatch: pytest.MonkeyPatch) -> Hints:
+    """What a disk of this host, or a mount of another one, is said to be read best."""
+    monkeypatch.setattr("hf_zero_stream.sources.local.is_on_network", lambda path: on_network)
+    return LocalFiles().hints(["/anywhere/model.safetensors"])
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "on_network", "threads"),
     [(2, 2, False, 4), (64, 8, False, 8), (32, 8, False, 4), (64, 1, False, 8), (2, 1, True, 16), (64, 8, True, 4)],
 )
 def test_threads(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, on_network: bool, threads: int) -> None:
     monkeypatch.setattr(streams.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    request_bytes = choose_request_bytes(0, 64 * MIB, on_network)
+    hints = hints_of(on_network, monkeypatch)
+    request_bytes = choose_request_bytes(0, 64 * MIB, hints)
     assert request_bytes == (4 if on_network else 2) * MIB
-    assert choose_threads(0, 64 * MIB // request_bytes, ranks, on_network) == threads
+    assert choose_threads(0, 64 * MIB // request_bytes, ranks, hints) == threads
 
 
-def test_settings_win_and_the_staging_bound_holds() -> None:
-    assert choose_request_bytes(3 * MIB, 64 * MIB, True) == 3 * MIB
-    assert choose_request_bytes(0, MIB, False) == MIB
-    assert choose_request_bytes(0, 64 * MIB, False, direct_io=True) == 8 * MIB
-    assert choose_threads(7, 8, 1, False) == 7
-    assert choose_threads(7, 2, 1, False) == 2
-    assert choose_threads(0, 1, 8, True) == 1
-    assert choose_threads(0, 0, 8, True) == 1
+def test_settings_win_and_the_staging_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    local, remote = hints_of(False, monkeypatch), hints_of(True, monkeypatch)
+    assert choose_request_bytes(3 * MIB, 64 * MIB, remote) == 3 * MIB
+    assert choose_request_bytes(0, MIB, local) == MIB
+    assert choose_request_bytes(0, 64 * MIB, LocalFiles(direct_io=True).hints([])) == 8 * MIB
+    assert choose_threads(7, 8, 1, local) == 7
+    assert choose_threads(7, 2, 1, local) == 2
+    assert choose_threads(0, 1, 8, remote) == 1
+    assert choose_threads(0, 0, 8, remote) == 1

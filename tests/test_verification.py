@@ -13,11 +13,11 @@ import torch.distributed as dist
 import transformers
 
 from hf_zero_stream.checkpoint.index import CheckpointIndex
-from hf_zero_stream.checkpoint.lazy import checkpoint_slices
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
+from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine.lookup import Lookup
 from hf_zero_stream.engine.verification import BLOCK, digest_of
-from hf_zero_stream.sources.local import ShardFiles
+from hf_zero_stream.sources.local import LocalFiles
 from tests.cluster import Outcome, run_ranks, run_ranks_expecting_errors
 from tests.homes import make_even_llama
 from tests.parity import ds_config
@@ -185,7 +185,7 @@ def test_lookup_agrees_with_torch() -> None:
         ]
 
     lazies = [lazy_of(tensor) for tensor in (first, second)]
-    lookup = Lookup(ShardFiles(()), lambda view: pytest.fail("no function is involved"))
+    lookup = Lookup(LocalFiles(), lambda view: pytest.fail("no function is involved"))
     for expected, lazy in zip(ops(first, second), ops(*lazies), strict=True):
         flat = expected.reshape(-1)
         for start, stop in ((0, len(flat)), (0, 0), (5, 6), (7, len(flat) - 3)):
@@ -207,7 +207,7 @@ def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
     save_file({"x": values}, tmp_path / "x.safetensors")
     index = CheckpointIndex.from_files([tmp_path / "x.safetensors"])
     lazy = checkpoint_slices(index, lambda view: pytest.fail("nothing is materialised"))["x"][...].t()
-    with ShardFiles(index.shards) as files:
+    with LocalFiles(index.shards) as files:
         lookup = Lookup(files, lambda view: pytest.fail("no function is involved"))
         parts = [lookup.values(lazy.view_of_node, start, start + 21_000) for start in range(0, 210_000, 21_000)]
         assert torch.equal(torch.cat(parts), values.t().reshape(-1))

@@ -20,13 +20,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from .index import CheckpointIndex, TensorEntry
 from .no_memory import Address, NodeStorage, ValuesOnDemand, no_memory
 from .nodes import (
     Blockwise,
     Cat,
     Copy,
-    FileTensor,
     Gather,
     HostTensor,
     Node,
@@ -37,7 +35,7 @@ from .nodes import (
 )
 
 
-__all__ = ["CheckpointSlice", "LazyTensor", "checkpoint_slices"]
+__all__ = ["LazyTensor", "Materialise", "whole_meta"]
 
 aten = torch.ops.aten
 
@@ -111,7 +109,7 @@ class LazyTensor(ValuesOnDemand, torch.Tensor):
         """The result of ``function(origin, *inputs)``, computed block by block (see :class:`.nodes.Blockwise`)."""
         views = tuple(tensor.view_of_node for tensor in inputs)
         node = Blockwise(torch.Size(sizes).numel(), dtype, sizes, function, views, {}, blocks, parts)
-        return cls(_whole_meta(sizes, dtype), node, inputs[0]._materialise)
+        return cls(whole_meta(sizes, dtype), node, inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
         """Its values, read now, in a new host tensor."""
@@ -155,7 +153,7 @@ class LazyTensor(ValuesOnDemand, torch.Tensor):
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous meta tensor; one serves all nodes of a shape, because making it takes longer than all the rest.
 
     So two inputs of an op may have one storage: its result is a view of the first then, as with every view op of aten.
@@ -355,39 +353,3 @@ def _to_meta(value: Any) -> Any:
 
 def _to_view(value: Any) -> Any:
     return value.view_of_node if isinstance(value, LazyTensor) else value
-
-
-class CheckpointSlice:
-    """Stands for one checkpoint tensor in a state dict, as ``safetensors.safe_open(...).get_slice`` does.
-
-    Indexing it gives a :class:`LazyTensor`; nothing is read.
-    """
-
-    __slots__ = ("_materialise", "_node", "_shape", "_dtype_name")
-
-    def __init__(self, node: Node, shape: tuple[int, ...], dtype_name: str, materialise: Materialise) -> None:
-        self._node = node
-        self._shape = shape
-        self._dtype_name = dtype_name
-        self._materialise = materialise
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = LazyTensor(_whole_meta(self._shape, self._node.dtype), self._node, self._materialise)
-        return tensor if index is Ellipsis else tensor[index]
-
-    def get_shape(self) -> list[int]:
-        return list(self._shape)
-
-    def get_dtype(self) -> str:
-        """The dtype's name in the safetensors format, for instance ``"BF16"``."""
-        return self._dtype_name
-
-
-def checkpoint_slices(index: CheckpointIndex, materialise: Materialise) -> dict[str, CheckpointSlice]:
-    """A state dict of lazy slices, one for each tensor of `index`."""
-
-    def slice_of(entry: TensorEntry) -> CheckpointSlice:
-        node = FileTensor(torch.Size(entry.shape).numel(), entry.dtype, entry)
-        return CheckpointSlice(node, entry.shape, entry.dtype_name, materialise)
-
-    return {name: slice_of(entry) for name, entry in index.tensors.items()}

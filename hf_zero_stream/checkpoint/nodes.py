@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .index import TensorEntry
+from .format import TensorEntry
 
 
 __all__ = [

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, ReadError
-from .index import CheckpointIndex, open_at_once, read_header
+from ..sources.local import open_nonblocking
+from .index import CheckpointIndex
 from .index_file import MAX_INDEX_BYTES, check_files, parse_index, read_index_file
 from .untrusted_json import excerpt, parse_object
 
@@ -205,7 +206,7 @@ def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]
             found.fault(name, "link" if path.is_symlink() else "unreadable", _without_path(error, path))
             continue
         try:
-            indexes[name] = CheckpointIndex.from_headers([str(path)], [read_header(path)])
+            indexes[name] = CheckpointIndex.from_files([path])
         except ReadError as error:
             found.fault(name, "unreadable", _without_path(error, path))
         except CheckpointError as error:
@@ -346,7 +347,7 @@ def _check_contents(
 def _sha256_of(path: Path, on_bytes: Callable[[int], None]) -> str:
     digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
     view = memoryview(buffer)
-    with open(path, "rb", buffering=0, opener=open_at_once) as file:
+    with open(path, "rb", buffering=0, opener=open_nonblocking) as file:
         while length := file.readinto(buffer):
             digest.update(view[:length])
             on_bytes(length)

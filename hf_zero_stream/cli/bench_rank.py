@@ -61,6 +61,7 @@ class MappedFiles:
 
 def _work(arm: str, folder: str, config: dict[str, Any]) -> Callable[[], Any]:
     """What is timed."""
+    import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.loading.load  # noqa: F401 - or the first load would import it
 
     model_class, dtype = model_class_of(folder, {"trust_remote_code": False}), zero3.partition_dtype(config)

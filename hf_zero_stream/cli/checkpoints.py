@@ -111,7 +111,7 @@ def _fetch(repository: str, revision: str | None, folder: Path) -> None:
 
 def _fetch_header(repository: str, commit: str, name: str, target: Path) -> None:
     """Write a sparse file with the size and the header of a shard."""
-    from ..checkpoint.index import MAX_HEADER_BYTES
+    from ..checkpoint.safetensors import MAX_HEADER_BYTES
 
     prefix, size_bytes = _fetch_range(repository, commit, name, 0, _FIRST_BYTES)
     length = int.from_bytes(prefix[:8], "little")

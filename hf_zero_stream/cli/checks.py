@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.index import Shard
 from ..config import StreamingConfig, without_own_section
 from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
 from ..ranks.launchers import announces_zero3, announces_zero3_init
-from ..sources.local import ShardFiles
+from ..sources.base import SourceFile
+from ..sources.local import LocalFiles
 from ..sources.mounts import is_on_network, kind_of_file_system
 
 
@@ -80,7 +80,10 @@ def features(compatible: Mapping[str, bool]) -> Iterator[Check]:
     yield Check("accelerator", "ok", accelerator_name())
     yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
     yield _imports(
-        "streaming under ZeRO-3", "hf_zero_stream.loading.load", "hf_zero_stream.loading.integration", needed=True
+        "streaming under ZeRO-3",
+        "hf_zero_stream.destinations.deepspeed.partitioned",
+        "hf_zero_stream.loading.integration",
+        needed=True,
     )
     yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.destinations.deepspeed.experts")
     for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
@@ -141,7 +144,7 @@ def _timed_read(path: Path) -> tuple[int, float]:
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     wanted, buffer = min(size, READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
-    with ShardFiles([Shard(str(path), size, 0, {})], direct_io=True) as files:
+    with LocalFiles([SourceFile(str(path), size)], direct_io=True) as files:
         start = time.perf_counter()
         for position in range(0, wanted, len(buffer)):
             files.read_into(0, position, [buffer[: min(len(buffer), wanted - position)]])

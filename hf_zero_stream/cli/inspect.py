@@ -82,12 +82,14 @@ def _shapes(folder: Path, trust_remote_code: bool, dequantize: bool) -> tuple[Mo
 
 
 def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
+    from ..checkpoint.safetensors import dtype_name
+
     entries = list(index.tensors.values())
     counts, sizes = Counter[str](), Counter[str]()
     in_shard = Counter(entry.shard for entry in entries)
     for entry in entries:
-        counts[entry.dtype_name] += 1
-        sizes[entry.dtype_name] += entry.stop - entry.start
+        counts[dtype_name(entry.dtype)] += 1
+        sizes[dtype_name(entry.dtype)] += entry.stop - entry.start
     return {
         "bytes": sum(shard.size_bytes for shard in index.shards),
         "shards": [
@@ -95,7 +97,9 @@ def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
             for number, shard in enumerate(index.shards)
         ],
         "dtypes": {name: {"tensors": counts[name], "bytes": sizes[name]} for name in sizes},
-        "tensors": _folded((entry.name, entry.dtype_name, entry.shape, entry.stop - entry.start) for entry in entries),
+        "tensors": _folded(
+            (entry.name, dtype_name(entry.dtype), entry.shape, entry.stop - entry.start) for entry in entries
+        ),
         "promised_in_vain": [family.name for family in fold((name, ()) for name in index.absent)],
         "notes": list(index.notes),
     }

@@ -1,4 +1,7 @@
-"""The port through which bytes reach memory: what a load asks of whatever it fills."""
+"""The port through which bytes reach memory: what a load asks of whatever it fills.
+
+The way back is :mod:`.holding`: what a rank holds of each parameter that is saved.
+"""
 
 from __future__ import annotations
 
@@ -92,22 +95,23 @@ class Destination(Protocol):
 
     ``plan()`` calls :meth:`dtype`, :meth:`batches` and :meth:`footprint`, on one rank, and nothing else.
 
-    What an error in any of them means is decided by the load: all ranks raise it at the next agreement.
+    An error in any of them is raised on all ranks, at the next agreement. What has a body here need not be written by
+    a class that inherits from this one.
     """
 
-    device: torch.device
+    device: torch.device = torch.device("cpu")
     """The device that this rank trains on."""
 
-    hides_zero3: bool
+    hides_zero3: bool = False
     """Whether transformers must not act on an active ZeRO-3 config itself, because this destination partitions."""
 
-    fills_missing: bool
+    fills_missing: bool = False
     """Whether parameters that no checkpoint fills get their memory here; if not, transformers makes it."""
 
-    exchanges_reads: bool
+    exchanges_reads: bool = False
     """Whether ranks exchange what they read, in batches that depend on the setting `staging_bytes`."""
 
-    recast: Sequence[str]
+    recast: Sequence[str] = ()
     """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
@@ -115,6 +119,7 @@ class Destination(Protocol):
 
         If nothing is `wanted`: None too if it is not decided yet.
         """
+        return None
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -127,6 +132,7 @@ class Destination(Protocol):
             tied: names that will be replaced by the other end of a tie, so that no memory is spent on them.
             only_planned: nothing will be read; there may be no process group.
         """
+        ...
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint | None:
         """The memory that this rank will need in the load and in training; None if that is not known here.
@@ -135,21 +141,26 @@ class Destination(Protocol):
             model: the one that :meth:`batches` has changed.
             staging_bytes: bound of the load's staging buffers.
         """
+        return None
 
     def check(self, targets: Sequence[Target]) -> None:
         """Raise, before anything is read, if the plan with these targets cannot be carried out here."""
+        return
 
     def allocate(self) -> None:
         """Make the memory that all batches use (all ranks)."""
+        return
 
     def finish(self) -> None:
         """Called once all batches are finished on all ranks (all ranks)."""
+        return
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         """Call `initialise`, the model's own code for `module`, with the values that it touches in memory (all ranks).
 
         What it writes must end up on every rank.
         """
+        initialise()
 
 
 def narrowed(view: View, box: ParameterBox) -> View:

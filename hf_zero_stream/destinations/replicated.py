@@ -5,7 +5,7 @@ From disk that is 1/N of what plain loading reads on every rank; over the interc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from ..ranks.messages import Wait
 from .allocation import allocating
-from .base import Batch, Item, Sources, flat_items, replace_lazy
+from .base import Batch, Destination, Item, Sources, flat_items, replace_lazy
 
 
 __all__ = ["Exchange", "Part", "Replicated", "all_gather", "exchange_batches", "exchanges"]
@@ -195,8 +195,8 @@ def exchange_batches(
     return [batch(exchange) for exchange in all_exchanges]
 
 
-class Replicated:
-    """Plain data parallelism: every rank has all of every parameter (see :class:`.base.Destination`).
+class Replicated(Destination):
+    """Plain data parallelism: every rank has all of every parameter.
 
     Each rank reads 1/N of every parameter and gets the rest from the others, chunk by chunk.
 
@@ -207,10 +207,7 @@ class Replicated:
         on_device: put parameters there, instead of into host memory.
     """
 
-    hides_zero3 = False
-    fills_missing = False
     exchanges_reads = True
-    recast: Sequence[str] = ()
 
     def __init__(
         self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = HOST, *, on_device: bool = False
@@ -219,9 +216,6 @@ class Replicated:
         self._coordinator = coordinator
         self._chunk_bytes = chunk_bytes
         self._parameters_on = device if on_device else HOST
-
-    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
-        return None
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -247,18 +241,3 @@ class Replicated:
     def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
         """Memory for lazy parameters that shall not have one of their own, by their ``id``."""
         return {}
-
-    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> None:
-        return None
-
-    def check(self, targets: Sequence[Target]) -> None:
-        pass
-
-    def allocate(self) -> None:
-        pass
-
-    def finish(self) -> None:
-        pass
-
-    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        initialise()

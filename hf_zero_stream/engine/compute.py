@@ -14,7 +14,7 @@ from ..checkpoint.nodes import Blockwise, Computed, HostTensor, Node, Opaque, Po
 from ..planning.boxes import Axis, Placed, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
 from ..planning.regions import Leaf, Region, box_of_view
-from ..sources.local import ShardFiles
+from ..sources.base import ByteSource
 from .execute import execute_reads
 from .workers import run_in_threads
 
@@ -33,7 +33,7 @@ class Evaluator:
     """Computes values from the shards of a checkpoint.
 
     Args:
-        files: the open shards.
+        source: where the shards are read.
         request_bytes: largest single read.
         seek_bytes: a hole of at most this many bytes is read through.
         staging_bytes: bound of the memory that all threads use for pieces.
@@ -41,13 +41,13 @@ class Evaluator:
 
     def __init__(
         self,
-        files: ShardFiles,
+        source: ByteSource,
         *,
         request_bytes: int,
         seek_bytes: int,
         staging_bytes: int,
     ) -> None:
-        self._files = files
+        self._source = source
         self._request_bytes = request_bytes
         self._seek_bytes = seek_bytes
         self._staging_bytes = staging_bytes
@@ -59,7 +59,7 @@ class Evaluator:
         target = Target.whole("", view.node.dtype, view.numel)
         plan, leaves = plan_batch([(target, view)], request_bytes=self._request_bytes, seek_bytes=self._seek_bytes)
         values = torch.empty(view.numel, dtype=view.node.dtype)
-        execute_reads(plan, [values], self._files, threads=1, on_bytes=self._on_bytes)
+        execute_reads(plan, [values], self._source, threads=1, on_bytes=self._on_bytes)
         for placement in plan.placements:
             self._place(_region(placement, leaves), values)
         return values.view(view.sizes)

@@ -18,7 +18,7 @@ import torch
 
 from ..planning.plan import BatchPlan
 from ..planning.reads import Read
-from ..sources.local import ShardFiles
+from ..sources.base import ByteSource
 from .huge_pages import HugePages
 from .lanes import Lane
 from .workers import run_in_threads
@@ -59,7 +59,7 @@ class ReadTimes:
 def execute_reads(
     plan: BatchPlan,
     destinations: Sequence[torch.Tensor],
-    files: ShardFiles,
+    source: ByteSource,
     *,
     threads: int,
     begin: float = 0.0,
@@ -88,7 +88,7 @@ def execute_reads(
     pages = HugePages(destinations)
 
     def work(reads: Iterator[Read]) -> None:
-        _work(reads, destinations, writable, files, Lane.to(device, nbytes), pages, times, on_bytes)
+        _work(reads, destinations, writable, source, Lane.to(device, nbytes), pages, times, on_bytes)
 
     began = time.perf_counter()
     run_in_threads(in_turn, work, threads)
@@ -100,7 +100,7 @@ def _work(
     reads: Iterable[Read],
     destinations: Sequence[torch.Tensor],
     writable: Sequence[memoryview | None],
-    files: ShardFiles,
+    source: ByteSource,
     lane: Lane,
     pages: HugePages,
     times: ReadTimes,
@@ -111,11 +111,11 @@ def _work(
         _populate(read, destinations, pages)
         buffers = _in_place(read, destinations, writable)
         if buffers is not None:
-            files.read_into(read.shard, read.start, buffers)
+            source.read_into(read.shard, read.start, buffers)
             times.add(time.perf_counter() - began, 0.0, 0.0)
         else:
             staging = lane.buffer(read.length)
-            files.read_into(read.shard, read.start, [memoryview(staging.numpy())])
+            source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
             arrived = time.perf_counter()
             converted = 0.0
             for piece in read.pieces:

@@ -21,7 +21,7 @@ CREDIT_SECONDS = 0.03
 
 
 class HugePages:
-    """Has destinations populated in huge pages, piece by piece, as long as that is faster than in small ones.
+    """Populates destinations in huge pages, piece by piece, as long as that is faster than in small ones.
 
     Most of a load from the page cache is the kernel's work for fresh memory: reading 1.7 GB takes 0.75 s into pages of
     4 KiB and 0.25 s into huge ones. What was populated just before is still in the processor's cache when it is read

@@ -14,26 +14,26 @@ __all__ = ["CudaCopies", "Copies", "HostCopies", "Lane", "buffers_per_lane"]
 
 
 class Copies(Protocol):
-    """Where a lane's copies are carried out: at once, or one after the other behind the thread's back."""
+    """How a lane's copies are carried out: immediately, or queued on a CUDA stream."""
 
     buffers: int
-    """Staging buffers that keep it busy."""
+    """How many staging buffers a lane needs, so that it never waits where it need not."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """A new staging buffer, uint8."""
 
     def submit(self, copy: Callable[[], None]) -> None:
-        """Have `copy` done, after all that was submitted before."""
+        """Carry out `copy`, or queue it behind all that was submitted before."""
 
     def mark(self) -> Any:
-        """A mark behind everything submitted so far."""
+        """A mark behind everything submitted so far, for :meth:`wait`."""
 
     def wait(self, mark: Any) -> None:
         """Block until everything before `mark` is done."""
 
 
 class HostCopies:
-    """Copies of the reading thread itself; other threads read meanwhile."""
+    """The reading thread copies immediately; other threads read meanwhile."""
 
     buffers = 1
 

@@ -15,9 +15,20 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_map
 
-from ..checkpoint.index import TensorEntry
-from ..checkpoint.nodes import Cat, Copy, FileTensor, Gather, HostTensor, Node, Pointwise, View, row_major_strides
-from ..sources.local import ShardFiles
+from ..checkpoint.format import TensorEntry
+from ..checkpoint.nodes import (
+    Cat,
+    Computed,
+    Copy,
+    FileTensor,
+    Gather,
+    HostTensor,
+    Node,
+    Pointwise,
+    View,
+    row_major_strides,
+)
+from ..sources.base import ByteSource
 
 
 __all__ = ["Lookup"]
@@ -33,13 +44,13 @@ class Lookup:
     """Looks up elements in the shards of a checkpoint; safe to use from several threads.
 
     Args:
-        files: the open shards.
+        source: where the shards are read.
         compute: gives the values of a view of a function's result (see :class:`.compute.Evaluator`): functions are
             evaluated as in a load, from inputs that are read again.
     """
 
-    def __init__(self, files: ShardFiles, compute: Callable[[View], torch.Tensor]) -> None:
-        self._files = files
+    def __init__(self, source: ByteSource, compute: Callable[[View], torch.Tensor]) -> None:
+        self._source = source
         self._compute = compute
         self._computing = threading.Lock()
 
@@ -71,8 +82,10 @@ class Lookup:
                 return self._of_view(source, torch.tensor(index)[inside // row] * row + inside % row)
             case Pointwise():
                 return self._of_pointwise(node, at)
-            case _:
+            case Computed():
                 return self._of_function(node, at)
+            case _:
+                raise TypeError(f"a {type(node).__name__} has no values in files")
 
     def _of_cat(self, node: Cat, at: Positions) -> torch.Tensor:
         inner, total = prod(node.sizes[node.dim + 1 :]), node.sizes[node.dim]
@@ -127,7 +140,7 @@ class Lookup:
     def _read_run(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:
         itemsize = entry.dtype.itemsize
         data = torch.empty((stop - start) * itemsize, dtype=torch.uint8)
-        self._files.read_into(entry.shard, entry.start + start * itemsize, [memoryview(data.numpy())])
+        self._source.read_into(entry.shard, entry.start + start * itemsize, [memoryview(data.numpy())])
         return data.view(entry.dtype)
 
 

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
-from ..checkpoint.index import Shard
+from ..checkpoint import safetensors
+from ..checkpoint.format import Format, Shard, ShardHeader
 from ..checkpoint.nodes import View
 from ..config import StreamingConfig
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import total_memory_bytes
-from ..sources.local import Identity, ShardFiles
-from ..sources.mounts import is_on_network
+from ..sources.base import ByteSource
+from ..sources.local import LocalFiles
 from ..sources.read_ahead import ReadAhead
-from ..sources.relay import RelayedFiles, RelayServer
+from ..sources.relay import reader_and_clients, through_relay
 from ..sources.retries import Retries
 from .compute import Evaluator
 from .lanes import buffers_per_lane
@@ -27,9 +28,6 @@ from .workers import run_in_threads
 
 __all__ = ["OpenCheckpoint"]
 
-CLOSING_S = 10.0
-"""How long a reading rank waits, after an error, for the ranks that it reads for to say that they are done."""
-
 
 class OpenCheckpoint:
     """The open files of one load, and how this rank reads them.
@@ -37,43 +35,48 @@ class OpenCheckpoint:
     Args:
         config: our settings.
         coordinator: the ranks that load together.
+        source: where a rank that reads itself reads from; default: files of this host.
+        format: of the files.
         device: the device that this rank trains on; it decides how many staging buffers a thread has.
     """
 
-    def __init__(self, config: StreamingConfig, coordinator: Coordinator, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        config: StreamingConfig,
+        coordinator: Coordinator,
+        source: ByteSource | None = None,
+        format: Format = safetensors,
+        device: torch.device | None = None,
+    ) -> None:
+        self._format = format
         self.shards: tuple[Shard, ...] = ()
-        self.request_bytes = 0
-        """Largest single read."""
         self.retries = Retries(config.read_retries)
         self._config = config
         self._coordinator = coordinator
         self._device = device or torch.device("cpu")
-        self._on_network = False
         self._ahead: ReadAhead | None = None
         self._before = self._expected = 0
-        self._identities: list[Identity] = []
-        self._group: dist.ProcessGroup | None = None
-        self._server: RelayServer | None = None
-        self._earlier_bytes = self._earlier_reads = 0
-        self.source = ShardFiles(())
-        """Reads the bytes of the shards."""
-        self._use_files(self.source)
+        self.source = source or LocalFiles(
+            direct_io=config.direct_io, cache_bytes=total_memory_bytes(), retries=self.retries
+        )
+        """Where this rank reads from: another rank, once there are files, if that one reads for it."""
+        self._is_relayed = False
+        self._use_hints()
 
     def close(self) -> None:
         """Release file handles."""
         self._stop_reading_ahead()
-        self._end_relay()
         self.source.close()
 
     @property
     def bytes_read(self) -> int:
         """Bytes read so far, holes that were read through included; also what was read to verify."""
-        return self._earlier_bytes + self.source.bytes_read
+        return self.source.bytes_read
 
     @property
     def reads(self) -> int:
         """Positional reads so far."""
-        return self._earlier_reads + self.source.reads
+        return self.source.reads
 
     # ------------------------------------------------------------------------------------------ reading ahead
 
@@ -88,7 +91,8 @@ class OpenCheckpoint:
         if self._ahead is not None or shares != self._coordinator.world_size or not through_cache:
             return
         with suppress(OSError, RuntimeError):  # ignored here: the reads themselves will raise
-            if _fit_into_memory(map(os.path.getsize, paths)) and not _are_on_network(paths):
+            # Files that do not fit would only push their own beginnings out of the page cache, and all else first.
+            if sum(map(os.path.getsize, paths)) < total_memory_bytes() and self.source.hints(paths).reads_ahead:
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
     def expect(self, nbytes: int) -> None:
@@ -121,65 +125,48 @@ class OpenCheckpoint:
 
     # ------------------------------------------------------------------------------------------ files
 
-    def add(self, shards: tuple[Shard, ...], identities: Sequence[Identity] = ()) -> int:
+    def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
+        """The headers of `paths`; what the files were then is compared with what they are when they are read.
+
+        Raises:
+            ReadError: a file is missing or cannot be read.
+            CheckpointError: one is no regular file, or too short for the header that it announces.
+        """
+
+        def is_transient(error: BaseException) -> bool:
+            return self.source.is_transient(error.__cause__)
+
+        return [
+            self.retries.call(partial(self._format.read_header, self.source, path), is_transient) for path in paths
+        ]
+
+    def add(self, shards: tuple[Shard, ...]) -> int:
         """Read from `shards` too from now on; where one rank reads for others, all of them call it together.
 
-        Args:
-            identities: what the files were when this rank read their headers, if it did.
+        From then on a rank that does not see the shards asks the one that does, in planning too.
 
         Returns:
             The number of the first of them among :attr:`shards`.
         """
         first = len(self.shards)
-        self.shards = shards = (*self.shards, *shards)
-        self._identities = [*self._identities, *identities]
-        self._on_network = _are_on_network(shard.path for shard in shards)
-        self.request_bytes = choose_request_bytes(
-            self._config.request_bytes, self._config.staging_bytes, self._on_network, self._config.direct_io
-        )
-        self._use_files(
-            ShardFiles(
-                shards,
-                direct_io=self._config.direct_io,
-                keep_cached=_fit_into_memory(shard.size_bytes for shard in shards),
-                retries=self.retries,
-                identities=self._identities,
-            )
-        )
-        if self.relays and shards:
-            self._begin_relay()
+        self.shards = (*self.shards, *shards)
+        self.source.add(shards)
+        if self.relays and self.shards:
+            if self._is_relayed:
+                self._coordinator.agree()  # nobody may ask for a shard that the reading rank does not know yet
+            else:
+                paths = [shard.path for shard in self.shards]
+                self.source = through_relay(self.source, paths, self._config, self._coordinator)
+                self._is_relayed = True
+        self._use_hints()
         return first
 
-    def _begin_relay(self) -> None:
-        """From here on a rank that does not see the shards asks the one that does, in planning too."""
-        is_first = self._group is None
-        if is_first:
-            with self._coordinator.naming_dead_rank():
-                self._group = dist.new_group(backend="gloo")
-        reader, *clients = self._readers_clients()
-        if self._coordinator.rank != reader:
-            self._use_files(RelayedFiles(self.shards, reader, self._group, self._config.chunk_bytes))
-        elif self._server is None:
-            self._server = RelayServer(lambda: self.source, clients, self._group, self._config.chunk_bytes)
-        if not is_first:
-            self._coordinator.agree()  # nobody may ask for a shard that the reading rank does not know yet
-
-    def _end_relay(self) -> None:
-        group, self._group = self._group, None
-        if group is None:
-            return
-        if isinstance(self.source, RelayedFiles):
-            self.source.finish()
-        if self._server is None or self._server.has_ended(CLOSING_S):  # else a rank hangs, which is not for us to say
-            dist.destroy_process_group(group)
-
-    def _use_files(self, files: ShardFiles) -> None:
-        self.source.close()
-        self._earlier_bytes += self.source.bytes_read
-        self._earlier_reads += self.source.reads
-        self.source = files
+    def _use_hints(self) -> None:
+        self._hints = self.source.hints([shard.path for shard in self.shards])
+        self.request_bytes = choose_request_bytes(self._config.request_bytes, self._config.staging_bytes, self._hints)
+        """Largest single read."""
         self.evaluator = Evaluator(
-            files,
+            self.source,
             request_bytes=self.request_bytes,
             seek_bytes=self._config.seek_bytes,
             staging_bytes=self._config.staging_bytes,
@@ -203,12 +190,7 @@ class OpenCheckpoint:
     @property
     def reads_itself(self) -> bool:
         """Whether this rank reads the shards, and not another one for it."""
-        return not self.relays or self._coordinator.rank == self._readers_clients()[0]
-
-    def _readers_clients(self) -> list[int]:
-        """The rank that reads for this one, and after it all that it reads for."""
-        on_each_host = self._config.read_from == "local_rank0"
-        return self._coordinator.topology.ranks_of_host if on_each_host else [*range(self._coordinator.world_size)]
+        return not self.relays or self._coordinator.rank == reader_and_clients(self._config, self._coordinator)[0]
 
     def open(self, numbers: Iterable[int]) -> None:
         """Open these shards, so that one that is missing here is found before anything is read.
@@ -227,18 +209,14 @@ class OpenCheckpoint:
             PeerError: another rank died.
             ReadError: this rank could not read for another one.
         """
-        if self._group is None:
-            yield
-            return
         try:
-            with self._coordinator.naming_dead_rank():
+            with self._coordinator.naming_dead_rank() if self._is_relayed else nullcontext():
                 yield
-                if self._server is not None:
-                    self._server.wait()
-        finally:
-            if isinstance(self.source, RelayedFiles):
-                self.source.finish()  # at once: the reading rank waits for it
-        self._end_relay()
+                self.source.finish()
+        except BaseException:
+            if not self.reads_itself:
+                self.source.finish()  # at once: the rank that reads for this one waits for it
+            raise
 
     def threads(self) -> int:
         """How many threads read at once."""
@@ -246,15 +224,5 @@ class OpenCheckpoint:
             self._config.reader_threads,
             self._config.staging_bytes // max(1, self.request_bytes * buffers_per_lane(self._device)),
             self._coordinator.topology.sharing_cores,
-            self._on_network,
+            self._hints,
         )
-
-
-def _are_on_network(paths: Iterable[str]) -> bool:
-    # The hub's cache is made of links, and its files may lie elsewhere.
-    return any(map(is_on_network, {os.path.dirname(os.path.realpath(path)) for path in paths}))
-
-
-def _fit_into_memory(sizes: Iterable[int]) -> bool:
-    """What does not would only push its own beginning out of the page cache, and all else first."""
-    return sum(sizes) < total_memory_bytes()

@@ -1,4 +1,4 @@
-"""Work through a sequence in several threads."""
+"""Several threads that work on one sequence."""
 
 from __future__ import annotations
 

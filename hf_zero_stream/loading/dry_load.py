@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from ..config import StreamingConfig, buildable, without_auto, without_own_section
-from ..destinations.replicated import Replicated
+from ..destinations.base import Batch, Destination
 from ..errors import ConfigError, UnsupportedError
 from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
@@ -91,19 +91,23 @@ def plan(
     return Forecast(load.plan, load.footprint)
 
 
-class _Nowhere(Replicated):
-    """No memory; the lazy model that this is never filled from has the dtypes of one under ZeRO-3."""
+class _Nowhere(Destination):
+    """No memory; the lazy model that is never read has the dtypes of one under ZeRO-3."""
 
     hides_zero3 = True
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         return wanted
 
+    def batches(
+        self, model: torch.nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        return []
+
 
 def load_of_layouts(config: StreamingConfig) -> Load:
     """A load for :func:`lazily_loaded` whose model is only looked at; needs no DeepSpeed."""
-    alone = Coordinator(0, 1, alone=True)
-    return Load(config, {}, alone, _Nowhere(alone, config.staging_bytes))
+    return Load(config, {}, Coordinator(0, 1, alone=True), _Nowhere())
 
 
 def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.absent import AbsentSlice
-from ..checkpoint.index import DTYPES, CheckpointIndex, Shard, ShardHeader, read_header
-from ..checkpoint.lazy import CheckpointSlice, checkpoint_slices
+from ..checkpoint.format import Shard
+from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.nodes import HostTensor
+from ..checkpoint.slices import AbsentSlice, CheckpointSlice, checkpoint_slices
 from ..checkpoint.wrapped import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.allocation import is_out_of_memory
@@ -32,15 +32,12 @@ from ..planning.regions import Leaf
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, Materialised, PhaseClock, RankReport
 from ..reports.memory import AnonymousMemory
-from ..sources.local import Identity
 from .sameness import description, refuse_differences, refuse_other_files, refuse_other_headers
 
 
 __all__ = ["Load"]
 
 logger = logging.getLogger(__name__)
-
-_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Load:
@@ -71,7 +68,7 @@ class Load:
         """What this rank reads, once that is known."""
         self.footprint: MemoryFootprint | None = None
         """The memory that this rank needs in the load and in training, if the destination knows it."""
-        self._checkpoint = OpenCheckpoint(config, coordinator, destination.device)
+        self._checkpoint = OpenCheckpoint(config, coordinator, device=destination.device)
         self._reader = Reader(self._checkpoint, config, coordinator, self.clock, self.memory)
         self._index: CheckpointIndex | None = None
         self.absent: Mapping[str, AbsentSlice] = {}
@@ -99,9 +96,9 @@ class Load:
 
     def look_into(self, shard: str) -> CheckpointIndex:
         """What is in one shard; where one rank reads for others, all of them ask together, and rank 0 looks."""
-        if self._checkpoint.relays:
-            return CheckpointIndex.from_headers([shard], [self.coordinator.broadcast(lambda: read_header(shard))])
-        return CheckpointIndex.from_files([shard])
+        read = partial(self._checkpoint.read_headers, [shard])
+        headers = self.coordinator.broadcast(read) if self._checkpoint.relays else read()
+        return CheckpointIndex.from_headers([shard], headers)
 
     def refuse_unseen(self, files: Sequence[str]) -> None:
         """Where one rank reads for others: check that all ranks know of the same `files`, and see what is pickled.
@@ -127,12 +124,7 @@ class Load:
             CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
                 rank of a host, if it finds other headers there.
         """
-        identities: list[Identity] = []
-
-        def read_headers() -> list[ShardHeader]:
-            identities.extend(map(Identity.of_readable, files))
-            retries = self._checkpoint.retries
-            return [retries.call(partial(read_header, path), cause_of=lambda error: error.__cause__) for path in files]
+        read_headers = partial(self._checkpoint.read_headers, files)
 
         def checked_index() -> CheckpointIndex:
             compares = self.coordinator.topology.is_first_of_host and self._checkpoint.reads_itself
@@ -148,7 +140,7 @@ class Load:
         for note in index.notes if self.coordinator.is_main else ():
             logger.warning("%s: %s", os.path.dirname(files[0]), note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
-        index = index.numbered_from(self._checkpoint.add(index.shards, identities))
+        index = index.numbered_from(self._checkpoint.add(index.shards))
         slices = checkpoint_slices(index, self._checkpoint.materialise)
         # A module is given its extra state at once, and may look into it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
@@ -186,10 +178,7 @@ class Load:
         def slice_of(name: str, tensor: torch.Tensor) -> CheckpointSlice | torch.Tensor:
             if _is_extra_state(name):
                 return tensor
-            dtype_name = _DTYPE_NAMES.get(tensor.dtype, "")
-            return CheckpointSlice(
-                HostTensor.of(tensor), tuple(tensor.shape), dtype_name, self._checkpoint.materialise
-            )
+            return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), self._checkpoint.materialise)
 
         self.coordinator.require_same("values in memory")
         self._index, self.absent = None, {}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.index import ShardHeader
+from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
 from ..config import StreamingConfig

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoint.index import Shard
+from ..checkpoint.format import Shard
 from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View, row_major_strides
 from .boxes import Box, flat_range, simplify
 from .reads import Piece, Read, merge_pieces, pieces_of_region

@@ -16,13 +16,13 @@ from transformers.utils import logging
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
 from ..destinations.deepspeed.original_experts import with_original_experts
-from ..destinations.deepspeed.stored import Holding
+from ..destinations.holding import Holding
 from ..engine.compute import Evaluator
 from ..engine.workers import run_in_threads
 from ..errors import SaveError
 from ..ranks.coordinator import Coordinator
 from ..ranks.messages import collective_device
-from ..sources.local import ShardFiles
+from ..sources.local import LocalFiles
 from .digest import digest
 from .plan import Share, view_of
 
@@ -119,7 +119,7 @@ class Parameters:
 
         The last resort, for functions that cannot be turned into ranges. All ranks must call it in the same order.
         """
-        evaluator = Evaluator(ShardFiles(()), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
+        evaluator = Evaluator(LocalFiles(), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
         return evaluator.materialise(self._with_values(view, {}))
 
     def _with_values(self, value: Any, done: dict[int, Node]) -> Any:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from .. import patching
-from ..checkpoint.index import TensorEntry
+from ..checkpoint.format import TensorEntry
 from ..checkpoint.index_file import check_files, read_index_file
 from ..checkpoint.wrapped import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import psutil
 
-from ..checkpoint.index import open_at_once
+from .local import open_nonblocking
 from .madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise
 
 
@@ -24,19 +24,19 @@ before it was of use."""
 
 
 class ReadAhead:
-    """A thread that has its share of a checkpoint cached, in file order; the ranks of a host have one each.
+    """A thread that brings its share of a checkpoint into the page cache, in file order; each rank of a host has one.
 
-    For loads that need each byte of the files on this host, whichever of its ranks it is for. So it can begin before
-    there is a plan, and the storage sees one long run through the files, where the reads of each rank alone have
-    holes for the parts of the others.
+    It is for loads in which the ranks of this host together need each byte of the files. So it can begin before there
+    is a plan. The storage sees one long run through the files, where the reads of each rank alone have holes for the
+    parts of the others.
 
     A window of the file is mapped, populated and unmapped again: nothing is copied, and it costs little time of the
     processor. Linux caches what is populated with ``MADV_HUGEPAGE`` in pages of 2 MiB where the file system can
     (``do_sync_mmap_readahead`` in mm/filemap.c); what is read with ``preadv``, or upon ``POSIX_FADV_WILLNEED``, it
     caches in pages of 4 KiB at first, which takes more time and smaller requests.
 
-    All of it is advice. What fails here (a file cut short, a system without ``MADV_POPULATE_READ``) ends the thread,
-    and is left for the reads to find.
+    All of it is advice. An error here (a file cut short, a system without ``MADV_POPULATE_READ``) ends the thread and
+    is ignored: the read itself will raise.
 
     Args:
         paths: the files, in the order in which they will be read.
@@ -56,7 +56,7 @@ class ReadAhead:
         self._thread.start()
 
     def reached(self, part: float) -> None:
-        """Say how far the reads have come, in [0, 1]."""
+        """Note how far the reads have come, in [0, 1]; called after each read."""
         self._reached = int(part * self.total_bytes)
 
     def stop(self) -> None:
@@ -89,7 +89,7 @@ def _populate(path: str, begin: int, nbytes: int) -> bool:
     # Private and writable, because ctypes tells the address of nothing else; it is not written to.
     access = mmap.PROT_READ | mmap.PROT_WRITE
     with (
-        open(path, "rb", buffering=0, opener=open_at_once) as file,
+        open(path, "rb", buffering=0, opener=open_nonblocking) as file,
         mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE, access, offset=begin) as window,
     ):
         address = ctypes.addressof(ctypes.c_char.from_buffer(window))

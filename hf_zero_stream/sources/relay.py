@@ -13,107 +13,195 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, suppress
 
 import torch
 import torch.distributed as dist
 
-from ..checkpoint.index import Shard
+from ..config import StreamingConfig
 from ..errors import ReadError
-from .local import ShardFiles
+from ..ranks.coordinator import Coordinator
+from .base import ByteSource, Hints, ReadableFile, SourceFile
 
 
-__all__ = ["RelayServer", "RelayedFiles"]
+__all__ = ["RelayedFiles", "ServingFiles", "reader_and_clients", "through_relay"]
+
+CLOSING_S = 10.0
+"""How long a reading rank waits, after an error, for the ranks that it reads for to say that they are done."""
 
 _DONE = -1
-"""Stands for the shard in a request that ends a client's session."""
+"""Stands for the file's number in a request that ends a client's session."""
 
 
-class RelayedFiles(ShardFiles):
-    """The shards of a checkpoint as another rank reads them.
+def through_relay(
+    source: ByteSource, paths: Sequence[str], config: StreamingConfig, coordinator: Coordinator
+) -> ByteSource:
+    """The source that this rank reads from, where ranks read for others (all ranks).
 
     Args:
-        shards: the checkpoint's shards, as its index has them.
+        source: what a rank that reads itself would read from.
+        paths: of the files that have been added to it.
+        config: says which ranks read (`read_from`).
+        coordinator: the ranks that load together.
+
+    Raises:
+        PeerError: another rank died.
+    """
+    reader, *clients = reader_and_clients(config, coordinator)
+    with coordinator.naming_dead_rank():
+        group = dist.new_group(backend="gloo")
+    if coordinator.rank == reader:
+        return ServingFiles(source, clients, group, config.chunk_bytes)
+    return RelayedFiles(source, paths, reader, group, config.chunk_bytes)
+
+
+def reader_and_clients(config: StreamingConfig, coordinator: Coordinator) -> list[int]:
+    """The rank that reads for this one, and after it all that it reads for."""
+    if config.read_from == "local_rank0":
+        return list(coordinator.topology.ranks_of_host)
+    return list(range(coordinator.world_size))
+
+
+class _Wrapped:
+    """What a source on either end of a relay leaves to the source that it wraps."""
+
+    def __init__(self, source: ByteSource) -> None:
+        self._source = source
+
+    def open_file(self, path: str) -> AbstractContextManager[ReadableFile]:
+        return self._source.open_file(path)
+
+    def is_transient(self, error: BaseException | None) -> bool:
+        return self._source.is_transient(error)
+
+    def add(self, files: Sequence[SourceFile]) -> None:
+        self._source.add(files)
+
+    def hints(self, paths: Sequence[str]) -> Hints:
+        return self._source.hints(paths)
+
+
+class RelayedFiles(_Wrapped):
+    """The files of a checkpoint as another rank reads them (see :class:`.base.ByteSource`).
+
+    Args:
+        source: for headers and hints; nothing else is read from it.
+        paths: of the files that have been added.
         reader: the rank that reads.
-        group: a gloo group with all ranks.
+        group: a gloo group with all ranks; destroyed by :meth:`close`.
         chunk_bytes: largest piece that is asked for at once.
     """
 
-    def __init__(self, shards: Sequence[Shard], reader: int, group: dist.ProcessGroup, chunk_bytes: int) -> None:
-        super().__init__(shards)
+    def __init__(
+        self, source: ByteSource, paths: Sequence[str], reader: int, group: dist.ProcessGroup, chunk_bytes: int
+    ) -> None:
+        super().__init__(source)
+        self._paths = [*paths]
         self._reader = reader
-        self._group = group
+        self._group: dist.ProcessGroup | None = group
         self._chunk_bytes = chunk_bytes
         self._conversation = threading.Lock()
         self._refusal: ReadError | None = None
-        self._has_finished = False
+        self.bytes_read = 0
+        self.reads = 0
 
-    def read_into(self, shard: int, start: int, buffers: Sequence[memoryview]) -> None:
-        """See :meth:`ShardFiles.read_into`; raises ReadError too if the reader could not read."""
+    def add(self, files: Sequence[SourceFile]) -> None:
+        super().add(files)
+        self._paths += [file.path for file in files]
+
+    def open(self, numbers: Iterable[int]) -> None:
+        """Does nothing: the reading rank opens its files itself."""
+
+    def check_unchanged(self) -> None:
+        """Does nothing: the reading rank checks its files itself."""
+
+    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
+        """As for every source; raises ReadError too if the reader could not read."""
         position = start
         with self._conversation:  # requests and answers of two threads must not mix
+            if self._group is None:
+                raise ReadError(f"{self._paths[number]}: rank {self._reader} does not read for this rank any more.")
             if self._refusal is not None:
                 raise self._refusal  # the reader would try for seconds again, once for each thread that waits here
             self.reads += 1
             for buffer in buffers:
                 for begin in range(0, len(buffer), self._chunk_bytes):
                     part = buffer[begin : begin + self._chunk_bytes]
-                    self._ask(shard, position, part)
+                    self._ask(number, position, part)
                     position += len(part)
                     self.bytes_read += len(part)
 
-    def _ask(self, shard: int, start: int, part: memoryview) -> None:
-        dist.send(torch.tensor([shard, start, len(part)]), self._reader, self._group)
+    def _ask(self, number: int, start: int, part: memoryview) -> None:
+        dist.send(torch.tensor([number, start, len(part)]), self._reader, self._group)
         status = torch.empty(1, dtype=torch.int64)
         dist.recv(status, self._reader, self._group)
         if status.item():
             self._refusal = ReadError(
-                f"{self._shards[shard].path}: rank {self._reader}, which reads for this rank, cannot read bytes "
+                f"{self._paths[number]}: rank {self._reader}, which reads for this rank, cannot read bytes "
                 f"{start} to {start + len(part)}; its own error says why."
             )
             raise self._refusal
         dist.recv(torch.frombuffer(part, dtype=torch.uint8), self._reader, self._group)
 
     def finish(self) -> None:
-        """Tell the reader that nothing more will be asked for; must be called also after an error. Once is enough."""
-        with self._conversation, suppress(RuntimeError):  # a reader that is not there any more need not know
-            if self._has_finished:
+        """Tell the reader, which waits for it, that nothing more will be asked for. Once is enough."""
+        with self._conversation:
+            group, self._group = self._group, None
+            if group is None:
                 return
-            self._has_finished = True
-            dist.send(torch.tensor([_DONE, 0, 0]), self._reader, self._group)
+            with suppress(RuntimeError):  # a reader that is not there any more need not know
+                dist.send(torch.tensor([_DONE, 0, 0]), self._reader, group)
+        dist.destroy_process_group(group)
+
+    close = finish
 
 
-class RelayServer:
-    """Answers the requests of the ranks `clients` until each of them has finished.
+class ServingFiles(_Wrapped):
+    """The files of a checkpoint, which this rank reads for others too (see :class:`.base.ByteSource`).
 
-    Each has a thread that listens to it alone: listening to all at once, gloo does not notice when one of them dies.
-    They are answered one at a time.
+    Each client has a thread that listens to it alone: listening to all at once, gloo does not notice when one of them
+    dies. They are answered one at a time, until each has finished.
 
     Args:
-        files: gives the shards as this rank reads them.
+        source: where this rank reads from.
         clients: the ranks that ask.
-        group: a gloo group with all ranks.
+        group: a gloo group with all ranks; destroyed once no rank asks any more.
         chunk_bytes: largest piece that is sent at once.
     """
 
-    def __init__(
-        self, files: Callable[[], ShardFiles], clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int
-    ) -> None:
-        self._files = files
-        self._group = group
+    def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
+        super().__init__(source)
+        self._group: dist.ProcessGroup | None = group
         self._chunk = torch.empty(chunk_bytes, dtype=torch.uint8)
         self._answering = threading.Lock()
         self._failures: list[Exception] = []
         self._listeners = [
-            threading.Thread(target=self._listen, args=(client,), name=f"hf_zero_stream-{client}", daemon=True)
+            threading.Thread(target=self._listen, args=(client, group), name=f"hf_zero_stream-{client}", daemon=True)
             for client in clients
         ]
         for listener in self._listeners:
             listener.start()
 
-    def wait(self) -> None:
-        """Return once all clients have finished.
+    @property
+    def bytes_read(self) -> int:
+        return self._source.bytes_read
+
+    @property
+    def reads(self) -> int:
+        return self._source.reads
+
+    def open(self, numbers: Iterable[int]) -> None:
+        self._source.open(numbers)
+
+    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
+        self._source.read_into(number, start, buffers)
+
+    def check_unchanged(self) -> None:
+        self._source.check_unchanged()
+
+    def finish(self) -> None:
+        """Wait until all clients have finished.
 
         Raises:
             ReadError: the first read that failed.
@@ -123,34 +211,38 @@ class RelayServer:
             listener.join()
         if self._failures:
             raise self._failures[0]
+        self.close()
 
-    def has_ended(self, seconds: float) -> bool:
-        """Whether all clients have finished, at the latest after so many seconds."""
-        deadline = time.monotonic() + seconds
-        for listener in self._listeners:
-            listener.join(max(0.0, deadline - time.monotonic()))
-        return not any(listener.is_alive() for listener in self._listeners)
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            deadline = time.monotonic() + CLOSING_S
+            for listener in self._listeners:
+                listener.join(max(0.0, deadline - time.monotonic()))
+            if not any(listener.is_alive() for listener in self._listeners):  # else a rank hangs: others will say so
+                dist.destroy_process_group(group)
+        self._source.close()
 
-    def _listen(self, client: int) -> None:
+    def _listen(self, client: int, group: dist.ProcessGroup) -> None:
         request = torch.empty(3, dtype=torch.int64)
         try:
             while True:
-                dist.recv(request, client, self._group)
-                shard, start, length = request.tolist()
-                if shard == _DONE:
+                dist.recv(request, client, group)
+                number, start, length = request.tolist()
+                if number == _DONE:
                     return
                 with self._answering:
-                    self._answer(client, shard, start, self._chunk[:length])
+                    self._answer(client, group, number, start, self._chunk[:length])
         except Exception as error:
             self._failures.append(error)
 
-    def _answer(self, client: int, shard: int, start: int, part: torch.Tensor) -> None:
-        """Send `client` a status, and `part` of a shard if it could be read."""
+    def _answer(self, client: int, group: dist.ProcessGroup, number: int, start: int, part: torch.Tensor) -> None:
+        """Send `client` a status, and `part` of a file if it could be read."""
         try:
-            self._files().read_into(shard, start, [memoryview(part.numpy())])
+            self._source.read_into(number, start, [memoryview(part.numpy())])
         except Exception as error:
             self._failures.append(error)
-            dist.send(torch.tensor([1]), client, self._group)
+            dist.send(torch.tensor([1]), client, group)
             return
-        dist.send(torch.tensor([0]), client, self._group)
-        dist.send(part, client, self._group)
+        dist.send(torch.tensor([0]), client, group)
+        dist.send(part, client, group)

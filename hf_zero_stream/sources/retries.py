@@ -1,8 +1,7 @@
-"""Trying again what failed for a reason that may pass: a network file system that was busy, a server that moved."""
+"""Trying again what failed for a reason that may pass; which reasons these are, the source says."""
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,28 +9,9 @@ from typing import TypeVar
 import tenacity
 
 
-__all__ = ["TRANSIENT", "Retries"]
+__all__ = ["Retries"]
 
 T = TypeVar("T")
-
-TRANSIENT = frozenset(
-    {
-        errno.EIO,
-        errno.ESTALE,
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.EBUSY,
-        errno.ETIMEDOUT,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.EREMOTEIO,
-    }
-)
-"""Numbers of errors that may be gone a moment later. ENOENT, EACCES and a file's end are not: those want a person."""
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
@@ -53,16 +33,16 @@ class Retries:
     def call(
         self,
         function: Callable[[], T],
-        before_retry: Callable[[BaseException], None] | None = None,
-        cause_of: Callable[[BaseException], BaseException | None] = lambda error: error,
+        is_transient: Callable[[BaseException], bool],
+        before_retry: Callable[[BaseException], None] = lambda error: None,
     ) -> T:
         """What `function` returns, in the end.
 
         The first try costs nothing: there is one for every read.
 
         Args:
+            is_transient: whether an error may be gone a moment later.
             before_retry: called with the error before `function` is called again.
-            cause_of: which error to look at, where `function` raises one of its own from it.
 
         Raises:
             BaseException: the last error of `function`.
@@ -72,7 +52,7 @@ class Retries:
         try:
             return function()
         except BaseException as error:
-            if not _is_transient(cause_of(error)):
+            if not is_transient(error):
                 raise
             failures.append(error)
 
@@ -85,17 +65,13 @@ class Retries:
             with self._lock:
                 self.count += 1
             error = None if state.outcome is None else state.outcome.exception()
-            if before_retry is not None and error is not None:
+            if error is not None:
                 before_retry(error)
 
         return tenacity.Retrying(
-            retry=tenacity.retry_if_exception(lambda error: _is_transient(cause_of(error))),
+            retry=tenacity.retry_if_exception(is_transient),
             stop=tenacity.stop_after_attempt(self._limit + 1),
             wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_S, max=LONGEST_PAUSE_S),
             before_sleep=note,
             reraise=True,
         )(try_on)
-
-
-def _is_transient(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in TRANSIENT

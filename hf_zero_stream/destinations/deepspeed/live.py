@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from ...errors import LoadError, UnsupportedError
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ...versions import refuse_unknown_version
-from ..base import Batch, Item, Sourced, flat_items, item_of, source_of
+from ..base import Batch, Destination, Item, Sourced, flat_items, item_of, source_of
 from ..replicated import exchange_batches
 from . import nvme, zero3
 from .gathered import gather_again, gathered
@@ -31,8 +31,8 @@ _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_St
 refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for name in _missing])
 
 
-class LiveModel:
-    """What a model in use has already, and what optimizers train in its place (see :class:`..base.Destination`).
+class LiveModel(Destination):
+    """What a model in use has already, and what optimizers train in its place.
 
     Args:
         model: partitioned by ZeRO-3, or whole on every rank.
@@ -42,8 +42,6 @@ class LiveModel:
     Raises:
         UnsupportedError: the values that an optimizer trains cannot be reached.
     """
-
-    recast: Sequence[str] = ()
 
     def __init__(self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int) -> None:
         self.device = zero3.local_device()
@@ -75,12 +73,6 @@ class LiveModel:
         self._params = [param for param, _ in parameters.values()]
         return self._batches(parameters, buffers)
 
-    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> None:
-        return None
-
-    def check(self, targets: Sequence[Target]) -> None:
-        pass
-
     def allocate(self) -> None:
         """Free what would be old afterwards."""
         self._in_context = gathered(self._params)
@@ -89,9 +81,6 @@ class LiveModel:
     def finish(self) -> None:
         """Gather again what a ``GatheredParameters`` around the load holds."""
         gather_again(self._in_context)
-
-    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        initialise()
 
     def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
         parameters = {_without_adapters(name): param for name, param in self._model.named_parameters()}

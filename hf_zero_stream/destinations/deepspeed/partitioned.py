@@ -14,7 +14,7 @@ from ...footprint.memory import MemoryFootprint
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ...versions import refuse_unknown_version
-from ..base import Batch, Item, flat_items, replace_lazy
+from ..base import Batch, Destination, Item, flat_items, replace_lazy
 from . import engine_memory, nvme, zero3
 from .initialise import run_gathering_what_is_touched
 
@@ -22,8 +22,8 @@ from .initialise import run_gathering_what_is_touched
 __all__ = ["Partitioned"]
 
 
-class Partitioned:
-    """The partitions of a model that is built under ZeRO-3 (see :class:`..base.Destination`).
+class Partitioned(Destination):
+    """The partitions of a model that is built under ZeRO-3.
 
     Args:
         ds_config: the DeepSpeed config; empty for a plan without one.
@@ -33,11 +33,9 @@ class Partitioned:
 
     hides_zero3 = True
     fills_missing = True
-    exchanges_reads = False
 
     def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, trains_on: str | None = None) -> None:
         self.device = zero3.local_device()
-        self.recast: Sequence[str] = ()
         self._ds_config = ds_config
         self._coordinator = coordinator
         self._trains_on = trains_on or self.device.type
@@ -112,9 +110,6 @@ class Partitioned:
         init = zero3.PartitionedInit(model, self._ds_config)
         if init.swapped != set(map(id, self._swapped)):
             refuse_unknown_version("deepspeed", ["swapper that takes the partitions which were planned for it"])
-
-    def finish(self) -> None:
-        pass
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         run_gathering_what_is_touched(initialise, module)

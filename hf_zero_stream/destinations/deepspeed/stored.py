@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from ...errors import UnsupportedError
 from ...planning.plan import partition_range
+from ..holding import Holding
 from . import nvme
 from .gathered import gathered
 from .live import is_trained_apart
@@ -22,37 +22,7 @@ from .original_experts import expert_parts, part_name
 from .zero3 import own_range
 
 
-__all__ = ["Holding", "holdings"]
-
-
-@dataclass(frozen=True)
-class Holding:
-    """A parameter that is being saved, and the flat elements of it that this rank holds and is to give.
-
-    Attributes:
-        shape: the whole parameter's.
-        dtype: dtype of the values that are held.
-        start: first element that this rank gives.
-        stop: one past the last; equal to `start` where it gives none.
-        is_whole: this rank holds all elements, also those that it is not to give.
-        is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
-        is_swapped: the values come out of a swap file each time they are opened.
-        open: a context with the flat values that are held, from element :attr:`first` on.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    start: int
-    stop: int
-    is_whole: bool
-    is_swapped: bool
-    open: Callable[[], AbstractContextManager[torch.Tensor]]
-    is_gathered: bool = False
-
-    @property
-    def first(self) -> int:
-        """The number of the first element that is held."""
-        return 0 if self.is_whole else self.start
+__all__ = ["holdings"]
 
 
 def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:

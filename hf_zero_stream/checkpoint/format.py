@@ -1,0 +1,86 @@
+"""What a checkpoint's files hold, whatever their format: entries and shards; and what a format must be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from ..sources.base import ByteSource, SourceFile
+
+
+__all__ = ["Format", "Shard", "ShardHeader", "TensorEntry"]
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a shard.
+
+    Attributes:
+        name: its key in the checkpoint.
+        shard: position of its shard in :attr:`.index.CheckpointIndex.shards`.
+        dtype: dtype of its elements, which lie in the file one behind the other, row-major and little-endian.
+        shape: its sizes.
+        start: first byte in the file (absolute).
+        stop: one past the last byte in the file (absolute).
+    """
+
+    name: str
+    shard: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class ShardHeader:
+    """The raw header of one shard, or what stands for one: what one rank reads and all ranks share.
+
+    Attributes:
+        size_bytes: size of the whole file.
+        text: what the format made of it, not yet believed; equal for equal shards.
+    """
+
+    size_bytes: int
+    text: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Shard(SourceFile):
+    """One file whose header has been checked.
+
+    Attributes:
+        metadata: what the file says of itself.
+    """
+
+    metadata: Mapping[str, str]
+
+
+class Format(Protocol):
+    """From files to entries; a module can be one. Calls come in this order, for each file:
+
+    1. :meth:`read_header`, on one rank.
+    2. :meth:`parse_header`, on every rank, of what that rank read.
+    """
+
+    def read_header(self, source: ByteSource, path: str) -> ShardHeader:
+        """Read what says which tensors are in a file; at a bounded cost, whatever the file is.
+
+        Raises:
+            ReadError: the file is missing or cannot be read; its cause is the source's error.
+            CheckpointError: it is no regular file, or cannot be of this format.
+        """
+
+    def parse_header(self, path: str, number: int, header: ShardHeader) -> tuple[Shard, Sequence[TensorEntry]]:
+        """Check a header, which is untrusted, at a cost that is linear in its length.
+
+        Args:
+            path: where the file lies for this rank.
+            number: of the shard, for its entries.
+            header: what some rank read.
+
+        Raises:
+            CheckpointError: names the file and the field.
+        """

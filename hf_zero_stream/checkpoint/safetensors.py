@@ -1,0 +1,196 @@
+"""Safetensors files: which tensor lies in which bytes, as their headers say (see :class:`.format.Format`).
+
+The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON
+object that maps each tensor's name to ``{"dtype", "shape", "data_offsets": [begin, end]}`` with offsets relative to
+the end of the header, then the data. The data must be covered from end to end, with no hole and no overlap.
+
+A header is untrusted input: everything in it is checked before it is believed, at a cost linear in its length, and a
+fault is a :class:`~hf_zero_stream.errors.CheckpointError` that names the file and the field. Nothing is accepted that
+the safetensors library refuses; docs/untrusted.md lists what it accepts and we do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, ReadError
+from ..sources.base import ByteSource
+from .format import Shard, ShardHeader, TensorEntry
+from .untrusted_json import excerpt, parse_object
+
+
+__all__ = ["DTYPES", "MAX_HEADER_BYTES", "dtype_name", "parse_header", "read_header"]
+
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors library's own cap on the length of a header."""
+
+MAX_NAME_LENGTH = 1024
+"""Characters of a tensor's name: transformers matches names against patterns, whose cost may grow with the square."""
+
+MAX_DIMENSIONS = 64
+"""Sizes of one tensor: more than torch's kernels take."""
+
+_INT64_END = 2**63  # sizes, strides and byte counts are int64 in torch
+
+# Names of dtypes in the format; a name whose torch dtype does not exist in this torch is an unknown dtype.
+_TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "C64": "complex64",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U64": "uint64",
+    "U32": "uint32",
+    "U16": "uint16",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name) for name, torch_name in _TORCH_NAMES.items() if hasattr(torch, torch_name)
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
+
+
+_FIELDS = {"dtype", "shape", "data_offsets"}
+
+
+def read_header(source: ByteSource, path: str) -> ShardHeader:
+    """Read the header of the safetensors file at `path`; costs at most :data:`MAX_HEADER_BYTES`.
+
+    Raises:
+        ReadError: the file is missing or cannot be read.
+        CheckpointError: it is not a regular file, or too short for the header that it announces.
+    """
+    try:
+        with source.open_file(path) as file:
+            prefix = file.read(0, 8)
+            if len(prefix) < 8:
+                raise CheckpointError(f"{path}: expected at least 8 bytes of safetensors header, found {len(prefix)}.")
+            length = int.from_bytes(prefix, "little")
+            if length > MAX_HEADER_BYTES:
+                raise CheckpointError(
+                    f"{path}: header length: at most {MAX_HEADER_BYTES} bytes are allowed, found {length}. "
+                    "This is probably not a safetensors file."
+                )
+            if 8 + length > file.size_bytes:
+                raise CheckpointError(
+                    f"{path}: header length: the header ends at byte {8 + length}, but the file has {file.size_bytes} "
+                    "bytes. The file is truncated or is not a safetensors file; download or save it again."
+                )
+            text = file.read(8, length)
+    except OSError as error:
+        raise ReadError(
+            f"{path}: cannot read the safetensors header: {error.strerror or error}. "
+            "Check that the file exists on every node and may be read."
+        ) from error
+    if len(text) != length:
+        raise CheckpointError(
+            f"{path}: header length: announced {length} bytes, of which only {len(text)} could be read: the file was "
+            "cut while it was read."
+        )
+    return ShardHeader(file.size_bytes, text)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype, for instance ``"BF16"``; ``""`` if it has none."""
+    return _NAMES.get(dtype, "")
+
+
+def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
+    """The tensors of the file at `path`, in order of its header.
+
+    Raises:
+        CheckpointError: the header is not a valid safetensors header.
+    """
+    fields = parse_object(header.text, f"{path}: header")
+    metadata = fields.pop("__metadata__", None)
+    if metadata is None:  # absent, or null, as the library has it
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path}: header field '__metadata__': expected a map of strings to strings.")
+
+    data_start = 8 + len(header.text)
+    data_bytes = header.size_bytes - data_start
+    entries = [_parse_entry(path, number, data_start, name, field) for name, field in fields.items()]
+    _check_coverage(path, data_start, data_bytes, entries)
+    return Shard(path, header.size_bytes, metadata), entries
+
+
+def _parse_entry(path: str, number: int, data_start: int, name: str, field: Any) -> TensorEntry:
+    if len(name) > MAX_NAME_LENGTH:
+        raise _faulty(path, name, f"name: at most {MAX_NAME_LENGTH} characters are allowed, found {len(name)}")
+    if not isinstance(field, dict) or field.keys() != _FIELDS:
+        raise _faulty(path, name, "expected exactly the fields dtype, shape and data_offsets")
+    dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise _faulty(path, name, _unknown_dtype(dtype))
+    if not isinstance(shape, list) or not _are_sizes(shape):
+        raise _faulty(path, name, f"shape: expected a list of sizes >= 0, found {excerpt(shape)}")
+    if len(shape) > MAX_DIMENSIONS:
+        raise _faulty(path, name, f"shape: at most {MAX_DIMENSIONS} dimensions are allowed, found {len(shape)}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets):
+        raise _faulty(path, name, f"data_offsets: expected two offsets >= 0, found {excerpt(offsets)}")
+    begin, end = offsets
+    item_bytes = DTYPES[dtype].itemsize
+    expected = prod(shape) * item_bytes
+    if end - begin != expected:
+        raise _faulty(
+            path,
+            name,
+            f"data_offsets [{begin}, {end}] hold {end - begin} bytes, but dtype {dtype} and shape "
+            f"{excerpt(shape)} need {expected if expected < _INT64_END else '2**63 or more'}",
+        )
+    # A size of 0 hides an overflow from the check above, but not from whoever multiplies in another order.
+    if not expected and prod(size for size in shape if size) * item_bytes >= _INT64_END:
+        raise _faulty(path, name, f"shape: the sizes of {excerpt(shape)} overflow 64 bits")
+    return TensorEntry(name, number, DTYPES[dtype], tuple(shape), data_start + begin, data_start + end)
+
+
+def _faulty(path: str, name: str, text: str) -> CheckpointError:
+    return CheckpointError(f"{path}: tensor {excerpt(name)}: {text}.")
+
+
+def _unknown_dtype(name: Any) -> str:
+    if isinstance(name, str) and name in _PACKED:
+        return f"dtype {name} packs several values into a byte, and is not streamed; load it without streaming()"
+    return f"unknown dtype {excerpt(name)}; known are {', '.join(DTYPES)}"
+
+
+def _are_sizes(values: list[Any]) -> bool:
+    for value in values:
+        if type(value) is not int or not 0 <= value < _INT64_END:  # bool is an int too, and JSON has it
+            return False
+    return True
+
+
+def _check_coverage(path: str, data_start: int, data_bytes: int, entries: Iterable[TensorEntry]) -> None:
+    """The tensors must cover the data from end to end: no hole, no overlap, nothing past the end of the file."""
+    covered = data_start
+    for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != covered:
+            fault = "overlaps the tensor before it" if entry.start < covered else "leaves a hole before it"
+            raise CheckpointError(
+                f"{path}: tensor {excerpt(entry.name)}: data_offsets: expected to begin at {covered - data_start}, "
+                f"found {entry.start - data_start}, which {fault}."
+            )
+        covered = entry.stop
+    if covered != data_start + data_bytes:
+        fault = "is truncated" if covered > data_start + data_bytes else "has bytes that belong to no tensor"
+        raise CheckpointError(
+            f"{path}: the tensors end at byte {covered}, but the file has {data_start + data_bytes} bytes: "
+            f"it {fault}. Download or save it again."
+        )

@@ -1,0 +1,136 @@
+"""Where bytes come from: what every source of a checkpoint's files must be able to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+
+__all__ = ["ByteSource", "Hints", "ReadableFile", "SourceFile"]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file whose size is known.
+
+    Attributes:
+        path: its name in the source.
+        size_bytes: its size when its header was read, which may have been on another rank.
+    """
+
+    path: str
+    size_bytes: int
+
+
+class ReadableFile(Protocol):
+    """One open file, for reading its header; used by one thread."""
+
+    path: str
+    size_bytes: int
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """The bytes from `start` on; fewer than `nbytes` only where the file ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """How a source is best read; settings that the user gives come first.
+
+    Attributes:
+        request_bytes: size of one request.
+        is_remote: each request waits for another machine, so that more of them in flight give more bytes per second.
+        reads_ahead: the paths are of files of this host, and it pays to bring them into the page cache in advance.
+        streams_per_host: where `is_remote`, how many requests in flight use all of the bandwidth.
+        streams_per_rank: where `is_remote`, most requests that one rank has in flight.
+    """
+
+    request_bytes: int
+    is_remote: bool = False
+    reads_ahead: bool = False
+    streams_per_host: int = 0
+    streams_per_rank: int = 0
+
+
+class ByteSource(Protocol):
+    """Gives the bytes of a checkpoint's files. Calls come in this order:
+
+    1. :meth:`open_file`, for each file whose header this rank reads. The source remembers what the file was then.
+    2. :meth:`add`, with the headers' files. They are numbered in this order, from 0 on. It may be called again later.
+    3. :meth:`hints`, with the paths of all files.
+    4. :meth:`open`, with the numbers of files that are going to be read. Optional: a read opens what is not open.
+    5. :meth:`read_into`, by many threads at once.
+    6. :meth:`check_unchanged`, when all has been read.
+    7. :meth:`finish`, where nothing failed.
+    8. :meth:`close`, always.
+
+    :meth:`open`, :meth:`read_into` and the counters must be safe to use from several threads. No call is collective.
+    A source tries again itself what fails for a passing reason (:class:`.retries.Retries`).
+
+    What a file *was* can be anything that changes with its contents: device, inode, size and time of a local file, the
+    ETag of an object. It is compared with what the same rank saw before, not with what other ranks see.
+    """
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that :meth:`read_into` was asked for so far, holes that are read through included."""
+
+    @property
+    def reads(self) -> int:
+        """Calls of :meth:`read_into` so far."""
+
+    def open_file(self, path: str) -> AbstractContextManager[ReadableFile]:
+        """Open one file to read its header.
+
+        Raises:
+            OSError: it is missing or cannot be read; the source's own error, not yet tried again.
+            CheckpointError: it is no file.
+        """
+
+    def is_transient(self, error: BaseException | None) -> bool:
+        """Whether an error of :meth:`open_file`, or of reading what it gave, may be gone a moment later."""
+
+    def add(self, files: Sequence[SourceFile]) -> None:
+        """Number these files too, behind those that were added before. Nothing is read or opened."""
+
+    def hints(self, paths: Sequence[str]) -> Hints:
+        """How files of these names are best read; must not need their contents."""
+
+    def open(self, numbers: Iterable[int]) -> None:
+        """Open these files: what cannot be opened is found before anything is read.
+
+        Raises:
+            ReadError: a file cannot be opened.
+            CheckpointError: it has another size than :meth:`add` was told, or is not the one whose header was read.
+        """
+
+    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after the other, with the bytes of a file from position `start` on.
+
+        Args:
+            number: which file.
+            start: position of the first byte.
+            buffers: writable, contiguous, of format ``B``.
+
+        Raises:
+            ReadError: the file cannot be opened or read, or ends before the last buffer is full.
+            CheckpointError: as for :meth:`open`.
+        """
+
+    def check_unchanged(self) -> None:
+        """Check that the files that this rank read from are still what they were.
+
+        Raises:
+            CheckpointError: one has been written to, cut short, replaced or removed.
+        """
+
+    def finish(self) -> None:
+        """Wait until nobody reads through this source any more, if other ranks do.
+
+        Raises:
+            ReadError: a read for another rank failed.
+        """
+
+    def close(self) -> None:
+        """Release what is open. May be called again."""
