@@ -92,7 +92,7 @@ class OpenCheckpoint:
             return
         with suppress(OSError, RuntimeError):  # ignored here: the reads themselves will raise
             # Files that do not fit would only push their own beginnings out of the page cache, and all else first.
-            if sum(map(os.path.getsize, paths)) < total_memory_bytes() and self.source.hints(paths).reads_ahead:
+            if self.source.hints(paths).reads_ahead and sum(map(os.path.getsize, paths)) < total_memory_bytes():
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
     def expect(self, nbytes: int) -> None:
