@@ -50,9 +50,9 @@ def kill_in_a_request() -> None:
 
 def look_as_on_other_hosts() -> None:
     """Ranks do not see each other's processes."""
-    from hf_zero_stream.ranks.topology import Place
+    from hf_zero_stream.ranks.topology import Location
 
-    Place.sees = lambda self, other: False  # type: ignore[method-assign]
+    Location.sees = lambda self, other: False  # type: ignore[method-assign]
 
 
 def look_as_behind_firewalls() -> None:

@@ -26,7 +26,7 @@ def said(line: Line, wanted: bool | None, seconds: float = 20.0) -> bool:
     """Whether `line` comes to say what is `wanted`, and never says the contrary."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        says = line.says()
+        says = line.is_alive()
         if says is wanted:
             return True
         assert says is None or wanted is False
@@ -45,7 +45,7 @@ def test_a_process_that_can_do_nothing() -> None:
         process.send_signal(signal.SIGSTOP)
         assert said(late, True) and said(early, True)
         unheard = Line(address, int(port))
-        unheard.says()  # dials, and hears nothing more before the process dies
+        unheard.is_alive()  # dials, and hears nothing more before the process dies
         process.kill()
         process.wait()
         for line in (early, late, unheard):
@@ -63,7 +63,7 @@ def test_connections_do_not_pile_up() -> None:
     listener = Listener("127.0.0.1")
     lines = [Line(listener.address, listener.port) for _ in range(20)]
     assert all(said(line, True) for line in lines)
-    listener.take()
+    listener.accept()
     assert all(said(line, True) for line in lines) and len(listener._accepted) == 20
     listener.close()
     assert all(said(line, False) for line in lines)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hf_zero_stream.ranks import launchers
 from hf_zero_stream.ranks.launchers import LOCAL_RANKS, LOCAL_SIZES
-from hf_zero_stream.ranks.topology import Place, Topology
+from hf_zero_stream.ranks.topology import Location, Topology
 from tests.cluster import run_ranks
 from tests.hosts import move_to_host
 
@@ -38,7 +38,7 @@ def test_torch_s_launchers_come_before_those_around_them() -> None:
 @pytest.mark.parametrize(("hosts", "position", "first"), [("aabb", 1, 2), ("abab", 1, 1), ("abcd", 0, 3)])
 def test_however_ranks_are_numbered(hosts: str, position: int, first: int) -> None:
     found = Topology(hosts, "xxxy" if hosts == "abcd" else "xxxx", 3)
-    assert (found.position, found.first_of_host, found.is_first_of_host) == (position, first, position == 0)
+    assert (found.position, found.ranks_of_host[0], found.is_first_of_host) == (position, first, position == 0)
     assert found.sharing_cores == (1 if hosts == "abcd" else 4)
 
 
@@ -51,7 +51,7 @@ def test_announced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_process_that_has_ended() -> None:
     """Also before anybody has reaped it, and if another has its number."""
-    place = Place.here()
+    place = Location.here()
     assert place.sees(place) and place.is_running()
     assert not place._replace(started=place.started + 1).is_running()
     child = subprocess.Popen([sys.executable, "-c", "pass"], stdin=subprocess.PIPE)
@@ -68,16 +68,16 @@ def asked() -> tuple[list[int], int, bool]:
 
     rank = dist.get_rank()
     move_to_host("abab"[rank])
-    real = Place.here
+    real = Location.here
     if rank == 3:
-        Place.here = classmethod(lambda cls, *args: real(*args)._replace(sight="another"))  # type: ignore[method-assign]
+        Location.here = classmethod(lambda cls, *args: real(*args)._replace(sight="another"))  # type: ignore[method-assign]
     coordinator = Coordinator.of_default_group()
     with coordinator.watched():
         found = coordinator.topology
         presence = Presence.in_default_group()
         presence.topology()
-        sees = [presence.place.sees(presence._places[other]) for other in found.ranks_of_host if other != rank]
-        lives = [presence.lives(other) for other in found.ranks_of_host]
+        sees = [presence.location.sees(presence._locations[other]) for other in found.ranks_of_host if other != rank]
+        lives = [presence.is_alive(other) for other in found.ranks_of_host]
         coordinator.agree()
         assert all(alive is not False for alive in lives)
     return found.ranks_of_host, found.sharing_cores, all(sees)

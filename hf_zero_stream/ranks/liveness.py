@@ -104,7 +104,7 @@ class Watch:
         self._looked = time.monotonic()
         self._stop = threading.Event()
         self._beat()
-        presence.take_calls()
+        presence.accept_connections()
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-liveness", daemon=True)
         self._thread.start()
 
@@ -259,14 +259,14 @@ class Watch:
         for rank, beat in zip(ranks, self._read(ranks), strict=True):
             if beat is not None and beat.has_left:
                 continue
-            lives = self._presence.lives(rank)
-            if lives is False:
+            is_alive = self._presence.is_alive(rank)
+            if is_alive is False:
                 what, has_ended = self._presence.end_of(rank)
                 return self._death_of(rank, what, kind="Ended" if has_ended else "PeerError")
             # One that has not come here may come whenever it likes; but if its host answered before, that goes on.
             is_quiet = beat == self._seen.get(rank) and (beat is not None or self._presence.has_answered(rank))
             self._seen[rank] = beat
-            self._still_s[rank] = self._still_s.get(rank, 0.0) + passed if is_quiet and not lives else 0.0
+            self._still_s[rank] = self._still_s.get(rank, 0.0) + passed if is_quiet and not is_alive else 0.0
             if self._still_s[rank] > self.timeout_s:
                 return self._death_of(rank, f"gave no sign of life for {self.timeout_s:g} s")
         return None

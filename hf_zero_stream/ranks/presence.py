@@ -25,7 +25,7 @@ from ..errors import PeerError
 from ..versions import refuse_unknown_version
 from .launchers import agent_holds_store, announced_local_rank, announced_local_size
 from .pulse import Line, Listener
-from .topology import Place, Topology
+from .topology import Location, Topology
 
 
 __all__ = ["PREFIX", "STORE_TIMEOUT_S", "Presence", "is_alone", "make_contact", "why_store_is_lost"]
@@ -61,23 +61,23 @@ class Presence:
         self.rounds, self.passed = _meetings.setdefault(store, ({}, defaultdict(list)))
         """For each occasion to meet, the number of this rank's next round (see :mod:`.rendezvous`); and
         keys of earlier meetings of a kind, which can go once everybody has come to a later one."""
-        self.is_disappointed = False
-        """Whether ranks did not come together the last time that they need not have."""
+        self.last_was_apart = False
+        """Whether ranks did not all come the last time that they might share a load."""
         self.is_lost = False
         """Whether the store did not answer."""
         self.lock = threading.Lock()
         """Held while :attr:`store` is used."""
         self._of = weakref.ref(store)
         self._written: set[str] = set()
-        self._places: dict[int, Place] = {}
+        self._locations: dict[int, Location] = {}
         self._lines: dict[int, Line] = {}
         self._topology: Topology | None = None
         host, port = _server_of(store)
         self._listener = Listener(host)
-        self.place = Place.here(self._listener.address, self._listener.port)
+        self.location = Location.here(self._listener.address, self._listener.port)
         self.store = store.clone()
         self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-        self.store.set(self._key(rank), json.dumps(self.place))
+        self.store.set(self._key(rank), json.dumps(self.location))
         self._finalizer = multiprocessing.util.Finalize(None, self._say_end, args=(host, port), exitpriority=10)
 
     @classmethod
@@ -113,9 +113,9 @@ class Presence:
     def topology(self) -> Topology:
         """How the ranks lie on hosts; all of them must have made contact."""
         if self._topology is None:
-            self._read_places(range(self.world_size))
-            places = [self._places[rank] for rank in range(self.world_size)]
-            hosts, machines = [place.host for place in places], [place.machine for place in places]
+            self._read_locations(range(self.world_size))
+            locations = [self._locations[rank] for rank in range(self.world_size)]
+            hosts, machines = [location.host for location in locations], [location.machine for location in locations]
             self._topology = Topology(hosts, machines, self.rank)
         return self._topology
 
@@ -128,20 +128,20 @@ class Presence:
             found = range(first, first + announced_local_size())
         return [rank for rank in found if rank != self.rank and 0 <= rank < self.world_size]
 
-    def take_calls(self) -> None:
+    def accept_connections(self) -> None:
         """Take the connections by which others ask for this process."""
-        self._listener.take()
+        self._listener.accept()
 
-    def lives(self, rank: int) -> bool | None:
+    def is_alive(self, rank: int) -> bool | None:
         """Whether the process of `rank` exists; None if that is not known. Does not wait for it."""
-        self._read_places([rank])
-        place = self._places.get(rank)
-        if place is None:
+        self._read_locations([rank])
+        location = self._locations.get(rank)
+        if location is None:
             return None
-        if self.place.sees(place):
-            return place.is_running()
-        line = self._lines.setdefault(rank, Line(place.address, place.port))
-        return line.says() if place.port else None
+        if self.location.sees(location):
+            return location.is_running()
+        line = self._lines.setdefault(rank, Line(location.address, location.port))
+        return line.is_alive() if location.port else None
 
     def has_answered(self, rank: int) -> bool:
         """Whether the host of `rank`, another one, has ever answered for it."""
@@ -150,9 +150,9 @@ class Presence:
     def end_of(self, rank: int) -> tuple[str, bool]:
         """What to say of `rank`, whose process is gone, and whether it ended by itself."""
         text = self.read([self._key(rank)])[0]
-        place = Place(*json.loads(text)) if text else self._places[rank]
-        how = "ended" if place.has_ended else "died"
-        return f"has {how} (process {place.pid} on {place.host.partition(' ')[0]} is gone)", place.has_ended
+        location = Location(*json.loads(text)) if text else self._locations[rank]
+        how = "ended" if location.has_ended else "died"
+        return f"has {how} (process {location.pid} on {location.host.partition(' ')[0]} is gone)", location.has_ended
 
     def read(self, keys: Sequence[str]) -> list[str]:
         """The values of `keys` in the store; empty for those that are not there."""
@@ -166,14 +166,14 @@ class Presence:
         found = dict(zip(there, values, strict=True))
         return [found[key].decode() if key in found else "" for key in keys]
 
-    def _read_places(self, ranks: Sequence[int]) -> None:
-        unknown = [rank for rank in ranks if rank not in self._places]
+    def _read_locations(self, ranks: Sequence[int]) -> None:
+        unknown = [rank for rank in ranks if rank not in self._locations]
         for rank, text in zip(unknown, self.read([self._key(rank) for rank in unknown]), strict=True):
             if text:
-                self._places[rank] = Place(*json.loads(text))
+                self._locations[rank] = Location(*json.loads(text))
 
     def _key(self, rank: int) -> str:
-        return f"{PREFIX}/place/{rank}"
+        return f"{PREFIX}/location/{rank}"
 
     # ------------------------------------------------------------------------------------------- the end
 
@@ -184,7 +184,7 @@ class Presence:
         with suppress(OSError, RuntimeError):
             if port:
                 socket.create_connection((host, port), 0.5).close()
-            self.store.set(self._key(self.rank), json.dumps(self.place._replace(has_ended=True)))
+            self.store.set(self._key(self.rank), json.dumps(self.location._replace(has_ended=True)))
 
 
 _current: Presence | None = None

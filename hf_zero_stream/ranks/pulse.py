@@ -42,7 +42,7 @@ class Listener:
             self.address, self.port = self._socket.getsockname()[:2]
             _listeners.add(self)
 
-    def take(self) -> None:
+    def accept(self) -> None:
         """Take the connections that wait, so that there is always room for more."""
         with suppress(OSError):
             while self._socket is not None:
@@ -73,7 +73,7 @@ class Line:
         self.was_open = False
         """Whether it ever led to the process, so that silence means something: no firewall is in between."""
 
-    def says(self) -> bool | None:
+    def is_alive(self) -> bool | None:
         """Whether the process exists, without waiting; None if that is not known now, or not yet."""
         if self._socket is None:
             self._dial()

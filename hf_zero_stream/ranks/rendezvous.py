@@ -33,7 +33,7 @@ Ranks that do load together arrive within a second or two of each other; ranks t
 one alone) lose this much once.
 """
 
-DISAPPOINTED_PATIENCE_S = 0.5
+SHORT_PATIENCE_S = 0.5
 """The same, from the first time that not all came to the next that all do."""
 
 FAILURE_HOLDS_S = 60.0
@@ -125,7 +125,7 @@ class Round:
         """What all keys of this round begin with."""
         decision = self._decision()
         if decision is not None and not decision.is_fresh_failure:
-            presence.is_disappointed |= self._occasion.is_optional
+            presence.last_was_apart |= self._occasion.is_optional
             return False
         if self._subject:  # before this rank is counted: the last one to be counted decides that all go together
             with presence.lock:
@@ -164,7 +164,7 @@ class Round:
             raise
         earlier = self._presence.passed[self._occasion.name]
         if self._occasion.is_optional:
-            self._presence.is_disappointed = decision.what != "together"
+            self._presence.last_was_apart = decision.what != "together"
         if decision.what == "together":
             self._forget(earlier)
         earlier.append(self.key)
@@ -195,8 +195,8 @@ class Round:
             pause = min(longest, pause * 1.5)
 
     def _patience_s(self) -> float:
-        if self._occasion.is_optional and self._presence.is_disappointed:
-            return DISAPPOINTED_PATIENCE_S
+        if self._occasion.is_optional and self._presence.last_was_apart:
+            return SHORT_PATIENCE_S
         return self._occasion.patience_s or self._presence.group_timeout_s
 
     def _remind(self, absent: list[int], waited_s: float) -> None:

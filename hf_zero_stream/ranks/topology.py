@@ -1,7 +1,7 @@
 """Which ranks share a host: asked of the ranks, not computed from their numbers.
 
 Launchers number ranks host by host or round-robin over hosts (``mpirun --map-by node``, cyclic ``srun``), and some
-tell a rank nothing about the others of its host. So each rank says where it runs (:class:`Place`), once per process
+tell a rank nothing about the others of its host. So each rank says where it runs (:class:`Location`), once per process
 group, and every rank derives the same from it (:class:`Topology`). What must be
 known without a process group is what launchers announce (see :mod:`.launchers`).
 """
@@ -17,10 +17,10 @@ from typing import NamedTuple
 from .launchers import announced_local_rank, announced_local_size
 
 
-__all__ = ["Place", "Topology"]
+__all__ = ["Location", "Topology"]
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a rank runs.
 
     Three notions of "the same host" are kept apart, because containers part them: two containers on one machine share
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     has_ended: bool = False
 
     @classmethod
-    def here(cls, address: str = "", port: int = 0) -> Place:
+    def here(cls, address: str = "", port: int = 0) -> Location:
         """Where this process runs."""
         name, pid, machine, sight = socket.gethostname(), os.getpid(), "", ""
         with suppress(OSError):
@@ -59,7 +59,7 @@ class Place(NamedTuple):
         state = _state_of(pid)
         return cls(machine or name, f"{name} {machine}", sight, pid, state[1] if state else 0, address, port)
 
-    def sees(self, other: Place) -> bool:
+    def sees(self, other: Location) -> bool:
         """Whether a process here can look at the one there."""
         return bool(self.sight) and self.sight == other.sight
 
