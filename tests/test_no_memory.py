@@ -58,5 +58,6 @@ def test_addresses_can_be_compared() -> None:
     assert tensor.data_ptr() == tensor.untyped_storage().data_ptr()
     assert tensor[1].data_ptr() - tensor.data_ptr() == 12
     assert tensor.data_ptr() < tensor[1].data_ptr() < tensor.data_ptr() + 24
+    assert tensor.data_ptr() % 16 == 0 and tensor[1].data_ptr() % 16 == 12
     assert len({tensor.data_ptr(), tensor.view(-1).data_ptr(), other.data_ptr()}) == 2
     assert lazy((0,)).data_ptr() == 0

@@ -65,6 +65,10 @@ class Address:
     def __sub__(self, other: Any) -> int:
         return self._value - (other._value if isinstance(other, Address) else other)
 
+    def __mod__(self, other: int) -> int:
+        """For code that asks whether a tensor is aligned."""
+        return self._value % other
+
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int) and other == 0 and self._value:
             int(self)  # that is what safetensors asks before it reads
