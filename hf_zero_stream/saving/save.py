@@ -35,6 +35,7 @@ from ..seams import other_config, zero3_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from . import calls
+from .arguments import floating_dtype, refuse_unsupported
 from .files import Comparison, ShardWriter, reserve
 from .gathered import occasion_to_save
 from .parameters import Parameters, lazy_parameters, lazy_state_dict
@@ -101,14 +102,14 @@ def save_pretrained(
     settings = {"write_from": write_from, "chunk_bytes": chunk_bytes, "verify": verify, "progress": progress}
     if calls.is_led():  # a save_pretrained of the model's own calls this
         return calls.save_as_led(
-            model, folder, dtype=_dtype(dtype), max_shard_size=max_shard_size, **settings, **kwargs
+            model, folder, dtype=floating_dtype(dtype), max_shard_size=max_shard_size, **settings, **kwargs
         )
     with expected_at(SAVE):
-        dtype = _dtype(dtype)
+        dtype = floating_dtype(dtype)
         save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes)
         if not calls.has_own_save_pretrained(save.model):
             return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
-        _refuse(kwargs)
+        refuse_unsupported(kwargs)
         report = calls.led(
             save.model,
             lambda: save.by_own_code(max_shard_size=max_shard_size, **kwargs),
@@ -172,7 +173,7 @@ class Save:
             state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
             kwargs: for transformers' function.
         """
-        _refuse(kwargs)
+        refuse_unsupported(kwargs)
 
         def lay_out(folder: Path, parameters: Parameters) -> list[NotedShard]:
             entries = state_dict
@@ -369,29 +370,6 @@ def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:
 def _settings() -> StreamingConfig:
     """Those of the ``streaming()`` around this thread's code, if any."""
     return StreamingConfig.resolve(current_config(), zero3_config() or other_config())
-
-
-def _refuse(kwargs: dict[str, Any]) -> None:
-    if kwargs.pop("push_to_hub", False):
-        raise UnsupportedError(
-            "push_to_hub=True: save first, then upload the folder from one rank: "
-            "huggingface_hub.upload_folder(repo_id=..., folder_path=...)."
-        )
-    if kwargs.pop("distributed_checkpoint", False):
-        raise UnsupportedError(
-            "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
-        )
-    kwargs.pop("safe_serialization", None)
-    kwargs.pop("is_main_process", None)
-    kwargs.pop("save_function", None)
-
-
-def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f'dtype: expected a floating-point torch dtype or its name ("float32"); got {dtype!r}')
-    return dtype
 
 
 def _threads(ranks: int) -> int:
