@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import load_file, save_file
 
 from tests.cluster import run_ranks
 from tests.hosts import move_to_host
@@ -113,7 +114,7 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
         (other_setting, "DisagreementError", ["rank 1", "the setting verify (full there, sizes on rank 0)"]),
         (other_zero, "DisagreementError", ["rank 1", "the DeepSpeed config"]),
         (other_library, "DisagreementError", ["rank 1", "the version of transformers (4.0.0 there"]),
-        (other_size, "CheckpointError", ["when its header was read, found", "make it the same on every node"]),
+        (other_size, "CheckpointError", ["where rank 0 sees", "Make the checkpoint the same on every node"]),
         (other_header, "CheckpointError", ["another header than rank 0's"]),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -220,3 +221,28 @@ def load_from_other_places(folder: Path, own: Path) -> int:
 
 def test_what_may_differ(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert run_ranks(2, load_from_other_places, zoo_checkpoint("qwen3_moe"), tmp_path) == [2, 2]
+
+
+def load_other_values(folder: Path, own: Path, settings: dict[str, Any]) -> str:
+    """Rank 1 has a copy of the checkpoint from another step: the same headers, and other values."""
+    import hf_zero_stream
+
+    seen = shutil.copytree(folder, own / f"copy{dist.get_rank()}")
+    if dist.get_rank() == 1:
+        for shard in seen.glob("*.safetensors"):
+            save_file({name: value + 1 for name, value in load_file(shard).items()}, shard, {"format": "pt"})
+    config = {**ds_config(), "hf_zero_stream": settings}
+    try:
+        hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, ds_config=config)
+    except hf_zero_stream.errors.HfZeroStreamError as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_other_values_in_another_folder(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    first, second = run_ranks(2, load_other_values, zoo_checkpoint("llama"), tmp_path / "checked", {})
+    for error in (first, second):
+        assert error.startswith("CheckpointError: ") and "has the same header as rank 0's and other values" in error
+    assert "copy1" in first and "rank 1" in first
+    off = {"verify": "off"}
+    assert run_ranks(2, load_other_values, zoo_checkpoint("llama"), tmp_path / "off", off) == ["loaded"] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -13,6 +14,7 @@ from ..checkpoint import safetensors
 from ..checkpoint.format import Format, Shard, ShardHeader
 from ..checkpoint.nodes import View
 from ..config import StreamingConfig
+from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import total_memory_bytes
 from ..sources.base import ByteSource
@@ -27,6 +29,14 @@ from .workers import run_in_threads
 
 
 __all__ = ["OpenCheckpoint"]
+
+SAMPLES = 8
+"""Pieces of a file that are compared with those of its copy on another host."""
+
+SAMPLE_BYTES = 4096
+
+SAMPLING_THREADS = 8
+"""They wait for a disk or a network, and hardly compute."""
 
 
 class OpenCheckpoint:
@@ -140,6 +150,27 @@ class OpenCheckpoint:
             self.retries.call(partial(self._format.read_header, self.source, path), is_transient) for path in paths
         ]
 
+    def samples(self, paths: Sequence[str]) -> list[bytes]:
+        """For each file a digest of some of its bytes, 8 bytes long: copies with other values have another one.
+
+        Raises:
+            ReadError: a file cannot be read.
+        """
+        found: dict[int, bytes] = {}
+
+        def sample(numbers: Iterator[int]) -> None:
+            for number in numbers:
+                found[number] = self.retries.call(
+                    partial(_sample, self.source, paths[number]), self.source.is_transient
+                )
+
+        try:
+            run_in_threads(range(len(paths)), sample, SAMPLING_THREADS)
+        except OSError as error:
+            path = paths[min(set(range(len(paths))) - found.keys())]
+            raise ReadError(f"{path}: cannot read: {error.strerror or error}. Check the file system.") from error
+        return [found[number] for number in range(len(paths))]
+
     def add(self, shards: tuple[Shard, ...]) -> int:
         """Read from `shards` too from now on; where one rank reads for others, all of them call it together.
 
@@ -226,3 +257,10 @@ class OpenCheckpoint:
             self._coordinator.topology.sharing_cores,
             self._hints,
         )
+
+
+def _sample(source: ByteSource, path: str) -> bytes:
+    with source.open_file(path) as file:
+        starts = (file.size_bytes * (2 * piece + 1) // (2 * SAMPLES) for piece in range(SAMPLES))
+        pieces = (file.read(start, SAMPLE_BYTES) for start in starts)
+        return hashlib.blake2b(b"".join(pieces), digest_size=8).digest()

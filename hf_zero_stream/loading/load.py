@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.format import Shard
+from ..checkpoint.format import Shard, ShardHeader
 from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.nodes import HostTensor
 from ..checkpoint.slices import AbsentSlice, CheckpointSlice, checkpoint_slices
@@ -32,7 +32,7 @@ from ..planning.regions import Leaf
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, Materialised, PhaseClock, RankReport
 from ..reports.memory import AnonymousMemory
-from .sameness import description, refuse_differences, refuse_other_files, refuse_other_headers
+from .sameness import description, refuse_differences, refuse_other_files, refuse_other_shards
 
 
 __all__ = ["Load"]
@@ -122,19 +122,26 @@ class Load:
 
         Raises:
             CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
-                rank of a host, if it finds other headers there.
+                rank of a host, and on one that has another folder than rank 0, if it finds other shards there.
         """
-        read_headers = partial(self._checkpoint.read_headers, files)
+        folder = os.path.dirname(files[0])
+
+        def read() -> tuple[list[ShardHeader], list[bytes]]:
+            # The files of one folder of one host are the same for all ranks.
+            return self._checkpoint.read_headers(files), self._checkpoint.samples(files) if there_are_copies else []
 
         def checked_index() -> CheckpointIndex:
-            compares = self.coordinator.topology.is_first_of_host and self._checkpoint.reads_itself
-            if compares and not self.coordinator.is_main and self.config.verify != "off":
-                refuse_other_headers(files, read_headers(), headers)
+            has_copy = topology.is_first_of_host and not self.coordinator.is_main or folder != folders[0]
+            if has_copy and self._checkpoint.reads_itself and self.config.verify != "off":
+                refuse_other_shards(files, *read(), headers, samples)
             return CheckpointIndex.from_headers(files, headers, weight_map)
 
         with self.clock("index"):
             self.coordinator.require_same([os.path.basename(file) for file in files])
-            headers = self.coordinator.broadcast(read_headers)
+            folders, topology = self.coordinator.all_gather(folder), self.coordinator.topology
+            is_one_host = len(topology.ranks_of_host) == self.coordinator.world_size
+            there_are_copies = self.config.verify != "off" and not (is_one_host and len(set(folders)) == 1)
+            headers, samples = self.coordinator.broadcast(read)
             # Where one rank reads for others, what follows is for all of them together.
             index = self.coordinator.run_on_all(checked_index) if self._checkpoint.relays else checked_index()
         for note in index.notes if self.coordinator.is_main else ():

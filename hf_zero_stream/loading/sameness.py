@@ -23,7 +23,7 @@ from ..config import StreamingConfig
 from ..errors import CheckpointError, DisagreementError, ReadError
 
 
-__all__ = ["description", "refuse_differences", "refuse_other_files", "refuse_other_headers"]
+__all__ = ["description", "refuse_differences", "refuse_other_files", "refuse_other_shards"]
 
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")
 
@@ -117,20 +117,27 @@ def refuse_other_files(folder: str, everyone: Sequence[tuple[list[str], list[str
             )
 
 
-def refuse_other_headers(paths: Sequence[str], own: Sequence[ShardHeader], shared: Sequence[ShardHeader]) -> None:
-    """Compare the headers that this rank has read with those of rank 0.
+def refuse_other_shards(
+    paths: Sequence[str],
+    own: Sequence[ShardHeader],
+    own_samples: Sequence[bytes],
+    shared: Sequence[ShardHeader],
+    samples: Sequence[bytes],
+) -> None:
+    """Compare the headers, and samples of the values, that this rank has read with those of rank 0.
 
     Raises:
-        CheckpointError: a shard of this host is not rank 0's.
+        CheckpointError: a shard of this rank is not rank 0's.
     """
-    for path, mine, theirs in zip(paths, own, shared, strict=True):
-        if mine == theirs:
+    for path, mine, theirs, values, their_values in zip(paths, own, shared, own_samples, samples, strict=True):
+        if mine.size_bytes != theirs.size_bytes:
+            what = f"has {mine.size_bytes} bytes where rank 0 sees {theirs.size_bytes}"
+        elif mine != theirs:
+            what = "has another header than rank 0's, of other tensors or in another order"
+        elif values != their_values:
+            what = "has the same header as rank 0's and other values"
+        else:
             continue
-        what = (
-            f"has {mine.size_bytes} bytes where rank 0 sees {theirs.size_bytes}"
-            if mine.size_bytes != theirs.size_bytes
-            else "has another header than rank 0's, of other tensors or in another order"
-        )
         raise CheckpointError(f"{path}: the shard on this host {what}. Make the checkpoint the same on every node.")
 
 
