@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard hf_zero_stream tests benchmarks examples scripts fuzz)
 PYTEST_ARGS ?=
+# Test files that run at once: ranks wait for each other more than they compute.
+WORKERS ?= $(shell expr $$(nproc) + 1)
 OLDEST := $(VENV)-oldest
 # What is compared with plain loading; other tests need newer transformers themselves, or other packages.
 COMPAT_TESTS ?= $(addprefix tests/test_,parity.py incomplete.py faults.py auto.py plan.py lazy.py relay.py \
@@ -24,7 +26,7 @@ export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
 	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
-	@echo "make test     run the tests (PYTEST_ARGS='-k name' narrows them)"
+	@echo "make test     run the tests (PYTEST_ARGS='-k name' narrows them, WORKERS=0 runs one at a time)"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
@@ -50,7 +52,7 @@ $(STAMP): pyproject.toml constraints.txt | system
 	touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # Modules that DeepSpeed compiles are not shared between versions.
 compat: export TORCH_EXTENSIONS_DIR = $(abspath $(OLDEST))/torch_extensions
