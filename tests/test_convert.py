@@ -14,9 +14,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from hf_zero_stream import convert as converting
 from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
-from hf_zero_stream.saving import convert as converting
 from tests.saving import contents, different, save_stock
 
 
