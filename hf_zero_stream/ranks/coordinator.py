@@ -208,8 +208,11 @@ class Coordinator:
             watch = Watch(presence, arrival.key)
             try:
                 arrival.gather(watch)
-            except BaseException:
+            except BaseException as error:
                 watch.close()
+                heard = watch.verdict
+                if isinstance(error, dist.DistError) and heard is not None and heard.is_dead:
+                    raise heard.error() from error  # rank 0, which holds the store, heard of it too and has left
                 raise
             return watch
 
