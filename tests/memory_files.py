@@ -45,8 +45,9 @@ class MemoryFiles:
 
     @contextmanager
     def open_file(self, path: str) -> Iterator[MemoryFile]:
-        self._seen[path] = self._request(path)
-        yield MemoryFile(path, self._seen[path])
+        content = self._request(path)
+        self._seen.setdefault(path, content)
+        yield MemoryFile(path, content)
 
     def is_transient(self, error: BaseException | None) -> bool:
         return isinstance(error, Busy)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, ReadError
-from ..sources.local import open_nonblocking
+from ..sources.local import open_nonblocking, status_of_regular
 from .untrusted_json import excerpt, parse_object
 
 
@@ -59,8 +59,7 @@ def read_index_file(path: str | os.PathLike[str]) -> IndexFile:
     name = os.fspath(path)
     try:
         with open(name, "rb", opener=open_nonblocking) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise CheckpointError(f"{name}: expected a regular file, found a pipe, a socket or a device.")
+            status_of_regular(name, file.fileno())
             text = file.read(MAX_INDEX_BYTES + 1)
     except OSError as error:
         raise ReadError(

@@ -56,7 +56,8 @@ class Hints:
 class ByteSource(Protocol):
     """Gives the bytes of a checkpoint's files. Calls come in this order:
 
-    1. :meth:`open_file`, for each file whose header this rank reads. The source remembers what the file was then.
+    1. :meth:`open_file`, for each file whose header this rank reads. The source remembers what the file was the first
+       time.
     2. :meth:`add`, with the headers' files. They are numbered in this order, from 0 on. It may be called again later.
     3. :meth:`hints`, with the paths of all files.
     4. :meth:`open`, with the numbers of files that are going to be read. Optional: a read opens what is not open.
@@ -81,7 +82,7 @@ class ByteSource(Protocol):
         """Calls of :meth:`read_into` so far."""
 
     def open_file(self, path: str) -> AbstractContextManager[ReadableFile]:
-        """Open one file to read its header.
+        """Open one file to read its header, or a few bytes elsewhere.
 
         Raises:
             OSError: it is missing or cannot be read; the source's own error, not yet tried again.

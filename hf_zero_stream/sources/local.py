@@ -20,7 +20,7 @@ from .mounts import is_on_network
 from .retries import Retries
 
 
-__all__ = ["IOV_MAX", "Identity", "LocalFiles", "advance", "open_nonblocking"]
+__all__ = ["IOV_MAX", "Identity", "LocalFiles", "advance", "open_nonblocking", "status_of_regular"]
 
 IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
@@ -56,6 +56,18 @@ STREAMS_PER_HOST = 32
 def open_nonblocking(path: str, flags: int) -> int:
     """For ``open(opener=...)``: to open a pipe without a writer would wait for ever; regular files do not care."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def status_of_regular(path: str, handle: int) -> os.stat_result:
+    """The status of the open file at `path`.
+
+    Raises:
+        CheckpointError: it is no regular file.
+    """
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path}: expected a regular file, found a pipe, a socket or a device.")
+    return status
 
 
 def advance(pending: list[memoryview], count: int) -> None:
@@ -147,10 +159,8 @@ class LocalFiles:
     @contextmanager
     def open_file(self, path: str) -> Iterator[_HeaderFile]:
         with open(path, "rb", opener=open_nonblocking) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{path}: expected a regular file, found a pipe, a socket or a device.")
-            self._seen[path] = Identity.of_status(status)
+            status = status_of_regular(path, file.fileno())
+            self._seen.setdefault(path, Identity.of_status(status))  # as it was when its header was read
             yield _HeaderFile(path, status.st_size, file)
 
     def is_transient(self, error: BaseException | None) -> bool:
@@ -341,10 +351,7 @@ class LocalFiles:
 
 
 def _check_size(file: SourceFile, handle: int) -> None:
-    found = os.fstat(handle)
-    if not stat.S_ISREG(found.st_mode):
-        raise CheckpointError(f"{file.path}: expected a regular file, found a pipe, a socket or a device.")
-    size = found.st_size
+    size = status_of_regular(file.path, handle).st_size
     if size != file.size_bytes:
         raise CheckpointError(
             f"{file.path}: expected {file.size_bytes} bytes as when its header was read, found {size}. "
