@@ -16,6 +16,7 @@ import transformers
 import hf_zero_stream
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.loading import integration
+from hf_zero_stream.sources.local import _HeaderFile
 from tests.parity import ds_config
 from tests.quantised_checkpoints import fp8
 from tests.zoo import ZOO
@@ -105,3 +106,20 @@ def test_short_cuts_change_nothing(
     assert len(replacements) < len(integration._patches._replacements)
     monkeypatch.setattr(integration._patches, "_replacements", replacements)
     assert hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1) == fast
+
+
+def test_headers_are_all_that_is_read(zoo_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files, in whatever world: ranks of other hosts, whose copies a load would look into, are not there."""
+    ends: dict[str, int] = {}
+    real = _HeaderFile.read
+
+    def read(self: _HeaderFile, start: int, nbytes: int) -> bytes:
+        ends[self.path] = max(ends.get(self.path, 0), start + nbytes)
+        return real(self, start, nbytes)
+
+    monkeypatch.setattr(_HeaderFile, "read", read)
+    plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=4, rank=3).load
+    for number, shard in enumerate(plan.shards):
+        first = 8 + int.from_bytes(Path(shard.path).read_bytes()[:8], "little")
+        assert ends[shard.path] == first
+        assert all(read.start >= first for read in plan if read.shard == number)

@@ -124,34 +124,38 @@ class Load:
             CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
                 rank of a host, and on one that has another folder than rank 0, if it finds other shards there.
         """
-        folder = os.path.dirname(files[0])
+        folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
 
         def read() -> tuple[list[ShardHeader], list[bytes]]:
-            # The files of one folder of one host are the same for all ranks.
             return self._checkpoint.read_headers(files), self._checkpoint.samples(files) if there_are_copies else []
 
         def checked_index() -> CheckpointIndex:
-            has_copy = topology.is_first_of_host and not self.coordinator.is_main or folder != folders[0]
-            if has_copy and self._checkpoint.reads_itself and self.config.verify != "off":
+            reads_copy = folder != folders[0] or (self.coordinator.topology.is_first_of_host and not is_main)
+            if there_are_copies and reads_copy and self._checkpoint.reads_itself:
                 refuse_other_shards(files, *read(), headers, samples)
             return CheckpointIndex.from_headers(files, headers, weight_map)
 
         with self.clock("index"):
-            self.coordinator.require_same([os.path.basename(file) for file in files])
-            folders, topology = self.coordinator.all_gather(folder), self.coordinator.topology
-            is_one_host = len(topology.ranks_of_host) == self.coordinator.world_size
-            there_are_copies = self.config.verify != "off" and not (is_one_host and len(set(folders)) == 1)
+            folders = self.coordinator.require_same([os.path.basename(file) for file in files], beside=folder)
+            there_are_copies = self._has_copies(folders)
             headers, samples = self.coordinator.broadcast(read)
             # Where one rank reads for others, what follows is for all of them together.
             index = self.coordinator.run_on_all(checked_index) if self._checkpoint.relays else checked_index()
-        for note in index.notes if self.coordinator.is_main else ():
-            logger.warning("%s: %s", os.path.dirname(files[0]), note)
+        for note in index.notes if is_main else ():
+            logger.warning("%s: %s", folder, note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
         index = index.numbered_from(self._checkpoint.add(index.shards))
         slices = checkpoint_slices(index, self._checkpoint.materialise)
         # A module is given its extra state at once, and may look into it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
+
+    def _has_copies(self, folders: Sequence[str]) -> bool:
+        """Whether ranks that read may see other files than rank 0's, on other hosts or in other `folders`."""
+        if self.coordinator.is_alone or self.config.verify == "off" or self.config.read_from == "rank0":
+            return False
+        is_one_host = len(self.coordinator.topology.ranks_of_host) == self.coordinator.world_size
+        return not is_one_host or len(set(folders)) > 1
 
     def refuse_absent(self) -> None:
         """Raise if values were asked for that the index promises and no shard holds; else warn of those once.

@@ -113,19 +113,27 @@ class Coordinator:
         rank, (kind, message) = next(iter(failures.items()))
         raise peer_error(rank, kind, message)
 
-    def require_same(self, what: T, error: BaseException | None = None) -> None:
+    def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
         """Return on every rank if all have the same `what` and no rank brings an `error`; an agreement.
+
+        Args:
+            beside: what may differ between ranks.
+
+        Returns:
+            Every rank's `beside`, in order of rank.
 
         Raises:
             DisagreementError: on all ranks, if `what` is another on any.
         """
-        everyone = self.all_gather(what, error)
+        found = self.all_gather((what, beside), error)
+        everyone = [each for each, _ in found]
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 raise DisagreementError(
                     f"rank {rank} differs from rank 0 in what it loads: {_shortened(other)} there, "
                     f"{_shortened(everyone[0])} on rank 0. Nothing has been read. All ranks must load the same."
                 )
+        return [each for _, each in found]
 
     def broadcast(self, produce: Callable[[], T]) -> T:
         """Run `produce` on rank 0 and return what it returned there on every rank; an agreement as well."""
