@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,21 +39,22 @@ def imports_of(module: str) -> Iterator[tuple[str, str]]:
 
 NO_DEEPSPEED = {
     "import": "import hf_zero_stream",
-    "inspect": "run('inspect', {folder!r}, '--no-model')",
-    "verify": "run('verify', {folder!r})",
-    "convert": "run('convert', {folder!r}, {folder!r} + '-new')",
+    "inspect": "run('inspect', {folder!r})",
+    "verify": "run('verify', {folder!r}, '--sums', {sums!r})",
+    "convert": "run('convert', {folder!r}, {new!r})",
+    "convert --layout": "run('convert', {folder!r}, {new!r}, '--layout', 'hub')",
 }
 
 
 @pytest.mark.parametrize("what", NO_DEEPSPEED)
-def test_what_needs_no_deepspeed_does_not_import_it(what: str, tmp_path: Path) -> None:
+def test_what_needs_no_deepspeed_does_not_import_it(
+    what: str, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     """DeepSpeed takes seconds to import; a command that only looks at files must not wait for it."""
-    import torch
-    from safetensors.torch import save_file
-
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    save_file({"weight": torch.arange(6.0)}, folder / "model.safetensors", {"format": "pt"})
+    folder, sums = zoo_checkpoint("qwen3_moe"), tmp_path / "sums"
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.safetensors")}
+    sums.write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    command = NO_DEEPSPEED[what].format(folder=str(folder), new=str(tmp_path / "new"), sums=str(sums))
     code = (
         "import sys\n"
         "def run(*arguments):\n"
@@ -62,7 +64,7 @@ def test_what_needs_no_deepspeed_does_not_import_it(what: str, tmp_path: Path) -
         "        main()\n"
         "    except SystemExit as end:\n"
         "        assert not end.code, end.code\n"
-        f"{NO_DEEPSPEED[what].format(folder=str(folder))}\n"
+        f"{command}\n"
         "assert 'deepspeed' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -28,7 +28,8 @@ from ..versions import refuse_unknown_version
 __all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
 
 refuse_unknown_version(
-    "transformers", [name for name in ("safe_save_file", "_add_variant") if name not in vars(modeling_utils)]
+    "transformers",
+    [name for name in ("safe_save_file", "unwrap_model", "_add_variant") if name not in vars(modeling_utils)],
 )
 
 
@@ -48,7 +49,17 @@ def is_noting() -> bool:
     return _noted.get() is not None
 
 
-_patches = patching.Patches({(modeling_utils, "safe_save_file"): patching.function(_save_file)})
+def _unwrap_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """A PreTrainedModel is no wrapper; accelerate would import DeepSpeed, which takes seconds, to find that out."""
+    return model if is_noting() and isinstance(model, PreTrainedModel) else original(model, *args, **kwargs)
+
+
+_patches = patching.Patches(
+    {
+        (modeling_utils, "safe_save_file"): patching.function(_save_file),
+        (modeling_utils, "unwrap_model"): patching.function(_unwrap_model),
+    }
+)
 
 
 def lay_out_pretrained(
