@@ -99,6 +99,7 @@ def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bo
         plan = make_save_plan(
             [shard],
             shares,
+            joined={},
             everywhere={"p"} if everywhere else set(),
             rank=rank,
             world_size=world_size,
@@ -145,7 +146,9 @@ def test_a_constant_among_what_another_rank_holds() -> None:
     assert isinstance(joined, LazyTensor)
     shard = ShardToWrite("file", ShardLayout(b"", {"joined": 0}, 24), {"joined": joined.view_of_node})
     shares = {"p": (Share(1, 0, 4),)}
-    plan = make_save_plan([shard], shares, everywhere=set(), rank=1, world_size=2, chunk_bytes=64, single_writer=False)
+    plan = make_save_plan(
+        [shard], shares, joined={}, everywhere=set(), rank=1, world_size=2, chunk_bytes=64, single_writer=False
+    )
     assert [writer for of_round in plan.rounds for writer, _ in of_round] == [0] and plan.segments == ()
 
 
@@ -155,7 +158,9 @@ def test_constants_are_everybodys() -> None:
     view = View.whole(HostTensor(6, values.dtype, values), (6,))
     shard = ShardToWrite("file", ShardLayout(b"", {"buffer": 0}, 24), {"buffer": view})
     plans = [
-        make_save_plan([shard], {}, everywhere=set(), rank=rank, world_size=2, chunk_bytes=64, single_writer=False)
+        make_save_plan(
+            [shard], {}, joined={}, everywhere=set(), rank=rank, world_size=2, chunk_bytes=64, single_writer=False
+        )
         for rank in range(2)
     ]
     (segment,) = plans[0].segments

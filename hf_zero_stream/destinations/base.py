@@ -1,11 +1,9 @@
-"""The port through which bytes reach memory: what a load asks of whatever it fills.
-
-The way back is :mod:`.holding`: what a rank holds of each parameter that is saved.
-"""
+"""The port between bytes and memory: what a load asks of the memory that it fills, and a save of what it holds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +19,7 @@ from ..planning.plan import ParameterBox, Target
 __all__ = [
     "Batch",
     "Destination",
+    "Holding",
     "Item",
     "Replaced",
     "Sourced",
@@ -78,8 +77,40 @@ class Batch:
     completes: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Holding:
+    """What this rank holds of a parameter that is being saved: elements of one box of it, counted in row-major order.
+
+    The boxes that ranks hold of one parameter are equal or disjoint, and together they are all of it.
+
+    Attributes:
+        box: the box, of which other ranks may hold other elements. A ZeRO partition is a range of the whole parameter.
+        dtype: dtype of the values that are held.
+        start: first element of the box that this rank gives.
+        stop: one past the last; equal to `start` where it gives none.
+        open: a context with the flat values that are held, from element :attr:`first` on.
+        is_whole: this rank holds all elements of the box, also those that it is not to give.
+        is_swapped: the values come out of a swap file each time they are opened.
+        is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
+    """
+
+    box: ParameterBox
+    dtype: torch.dtype
+    start: int
+    stop: int
+    open: Callable[[], AbstractContextManager[torch.Tensor]]
+    is_whole: bool = False
+    is_swapped: bool = False
+    is_gathered: bool = False
+
+    @property
+    def first(self) -> int:
+        """The number of the first element that is held."""
+        return 0 if self.is_whole else self.start
+
+
 class Destination(Protocol):
-    """The memory that one load fills, and this rank's part of it.
+    """The memory that one load fills, and this rank's part of it; on the way back, what a save finds there.
 
     A load calls, in this order:
 
@@ -94,6 +125,9 @@ class Destination(Protocol):
     7. :meth:`initialise` (all ranks), for each module, if transformers initialises what the checkpoint lacks.
 
     ``plan()`` calls :meth:`dtype`, :meth:`batches` and :meth:`footprint`, on one rank, and nothing else.
+
+    A save calls :meth:`holdings` of each class in ``destinations/kinds.py``, and nothing else: the model may have been
+    loaded in another way.
 
     An error in any of them is raised on all ranks, at the next agreement. What has a body here need not be written by
     a class that inherits from this one.
@@ -161,6 +195,25 @@ class Destination(Protocol):
         What it writes must end up on every rank.
         """
         initialise()
+
+    @classmethod
+    def holdings(
+        cls, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+    ) -> Mapping[str, Holding]:
+        """What this rank holds of those of `params` that lie in memory of this kind, by name.
+
+        The same names on all ranks, also where a rank holds no element. Parameters of other kinds are left out.
+
+        Args:
+            params: parameters of one model, each once.
+            masters: the fp32 values that an optimizer trains, where there are any, in place of the model's own.
+            rank: this rank.
+            world_size: number of ranks that save together.
+
+        Raises:
+            UnsupportedError: the values cannot be reached; the message says what to do.
+        """
+        return {}
 
 
 def narrowed(view: View, box: ParameterBox) -> View:

@@ -6,6 +6,7 @@ From disk that is 1/N of what plain loading reads on every rank; over the interc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -14,14 +15,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
-from ..planning.plan import Target
+from ..planning.plan import ParameterBox, Target, partition_range
 from ..ranks.coordinator import Coordinator
 from ..ranks.messages import Wait
 from .allocation import allocating
-from .base import Batch, Destination, Item, Sources, flat_items, replace_lazy
+from .base import Batch, Destination, Holding, Item, Sources, flat_items, replace_lazy
 
 
-__all__ = ["Exchange", "Part", "Replicated", "all_gather", "exchange_batches", "exchanges"]
+__all__ = ["Exchange", "Part", "Replicated", "all_gather", "exchange_batches", "exchanges", "open_flat"]
 
 # torch 2.13 warns of the old name.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -241,3 +242,21 @@ class Replicated(Destination):
     def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
         """Memory for lazy parameters that shall not have one of their own, by their ``id``."""
         return {}
+
+    @classmethod
+    def holdings(
+        cls, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+    ) -> dict[str, Holding]:
+        """All of each parameter, of which each rank gives 1/N."""
+
+        def holding(param: nn.Parameter) -> Holding:
+            _, start, stop = partition_range(param.numel(), rank, world_size)
+            box = ParameterBox.whole(param.shape)
+            return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
+
+        return {name: holding(param) for name, param in params.items()}
+
+
+def open_flat(param: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
+    """A context with the values that a parameter has then, flat."""
+    return nullcontext(param.detach().contiguous().view(-1))

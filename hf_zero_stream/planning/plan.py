@@ -47,6 +47,19 @@ class ParameterBox(NamedTuple):
     begin: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> ParameterBox:
+        """All of a parameter of this shape."""
+        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
+
+    @property
+    def is_whole(self) -> bool:
+        return self.sizes == self.shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The elements ``[start, stop)`` of the box, as (first flat element of the whole parameter, count)."""
         strides = row_major_strides(self.shape)

@@ -53,7 +53,7 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
             "ranks that gathers nothing, leave them to the Trainer, or call hf_zero_stream.save_pretrained."
         )
         return original(self, model, *args, **kwargs)
-    from ..destinations.deepspeed.stored import holdings
+    from ..destinations.kinds import holdings
     from .parameters import lazy_parameters, lazy_state_dict
 
     held = holdings(inner, masters=False, rank=dist.get_rank(), world_size=dist.get_world_size())

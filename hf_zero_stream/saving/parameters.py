@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,13 @@ from torch.utils._pytree import tree_map
 from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import HostTensor, Node, Stored, View
+from ..checkpoint.nodes import Cat, HostTensor, Node, Stored, View
+from ..destinations.base import Holding
 from ..destinations.deepspeed.original_experts import with_original_experts
-from ..destinations.holding import Holding
 from ..engine.compute import Evaluator
 from ..engine.workers import run_in_threads
 from ..errors import SaveError
+from ..planning.plan import ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..ranks.messages import collective_device
 from ..sources.local import LocalFiles
@@ -32,8 +34,23 @@ __all__ = ["Opened", "Parameters", "cover", "lazy_parameters", "lazy_state_dict"
 logger = logging.get_logger(__name__)
 
 
+class _Held(NamedTuple):
+    """What a rank tells the others of a holding; `box` is None if it is the whole parameter."""
+
+    box: ParameterBox | None
+    start: int
+    stop: int
+    is_whole: bool
+    digest: bytes | None
+
+
+_NOT_HELD = _Held(None, 0, 0, False, None)
+
+
 class Parameters:
     """All parameters of a model, as ranks hold them between them. Made by all ranks together.
+
+    The *source* of elements is a parameter or, where ranks hold different boxes of it, one of the boxes.
 
     Args:
         holdings: what this rank holds, by name; names of one tied parameter have one and the same.
@@ -58,61 +75,80 @@ class Parameters:
         self._coordinator = coordinator
         self.lazy = lazy_parameters(holdings, self.gather, dtype)
         """A lazy tensor for each name; names of one parameter have one and the same."""
-        self.holdings = {name: holdings[name] for name in _first_names(holdings).values()}
-        """What this rank holds, by the first name of each parameter."""
+        self.numel = sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in self.lazy.values()}.values())
+        """Elements of all parameters, each counted once."""
+        self.holdings: dict[str, Holding] = {}
+        """What this rank holds, by source: a parameter's first name, with the number of a box if there are several."""
+        self.joined: dict[str, Node] = {}
+        """Parameters of which ranks hold different boxes: each put together of these, by its first name."""
         self.everywhere: set[str] = set()
-        """Parameters that every rank holds in full, with the same values; none if rank 0 gives them anyway."""
+        """Sources that every rank holds in full, with the same values; none if rank 0 gives them anyway."""
         self.shares: dict[str, tuple[Share, ...]] = {}
-        """Who gives which elements, by the first name of each parameter."""
-        self._agree_on_shares(single_writer, threads)
+        """Who gives which elements, by source."""
+        by_parameter = {name: holdings[name] for name in _first_names(holdings).values()}
+        self._agree_on_shares(by_parameter, single_writer, threads)
 
-    def _agree_on_shares(self, single_writer: bool, threads: int) -> None:
+    def _agree_on_shares(self, holdings: Mapping[str, Holding], single_writer: bool, threads: int) -> None:
         compared = not single_writer and not self._coordinator.is_alone
-        digests = self._coordinator.run_on_all(lambda: self._digests(threads) if compared else {})
-        everyone = self._coordinator.all_gather(
-            [
-                (holding.start, holding.stop, holding.is_whole, digests.get(name))
-                for name, holding in self.holdings.items()
-            ]
-        )
-        different = [rank for rank, of_rank in enumerate(everyone) if len(of_rank) != len(self.holdings)]
+        digests = self._coordinator.run_on_all(lambda: _digests(holdings, threads) if compared else {})
+
+        def described(name: str, holding: Holding) -> _Held:
+            box = None if holding.box.is_whole else holding.box
+            return _Held(box, holding.start, holding.stop, holding.is_whole, digests.get(name))
+
+        everyone = self._coordinator.all_gather([described(name, holding) for name, holding in holdings.items()])
+        different = [rank for rank, of_rank in enumerate(everyone) if len(of_rank) != len(holdings)]
         if different:
             raise SaveError(
-                f"Rank(s) {different} have another number of parameters than this one ({len(self.holdings)}): the "
+                f"Rank(s) {different} have another number of parameters than this one ({len(holdings)}): the "
                 "model must be the same on every rank."
             )
         differing: list[str] = []
-        for position, (name, holding) in enumerate(self.holdings.items()):
+        for position, (name, holding) in enumerate(holdings.items()):
             held = [of_rank[position] for of_rank in everyone]
-            _, _, rank_0_is_whole, rank_0_digest = held[0]
-            same = compared and all(is_whole and found == rank_0_digest for _, _, is_whole, found in held)
-            if same:
-                self.everywhere.add(name)
-            numel = holding.shape.numel()
-            if same or not rank_0_is_whole or not numel:
-                self.shares[name] = cover(name, numel, [(start, stop) for start, stop, *_ in held])
-                continue
-            self.shares[name] = (Share(0, 0, numel),)
-            # What is gathered is expected to be new on rank 0.
-            if not holding.is_gathered and any(found not in (None, rank_0_digest) for *_, found in held):
-                differing.append(name)
+            for source, box in self._sources(name, holding, held).items():
+                if box == holding.box:
+                    self.holdings[source] = holding
+                wanted = None if box.is_whole else box
+                of_box = [mine if mine.box == wanted else _NOT_HELD for mine in held]
+                same = self._agree_on_source(source, box.numel, of_box, compared)
+                # What is gathered is expected to be new on rank 0.
+                if not same and not holding.is_gathered:
+                    differing.append(name)
         if differing and self._coordinator.is_main:
             logger.warning(
                 f"Ranks have different values for {', '.join(differing[:8])} ({len(differing)} parameter(s)), which "
                 "each of them holds in full. Those of rank 0 are saved."
             )
 
-    def _digests(self, threads: int) -> dict[str, bytes]:
-        """What tells whether other ranks have the same values, for each parameter that this rank holds in full."""
-        digests: dict[str, bytes] = {}
+    def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
+        """The sources of a parameter: itself, or the boxes of it that ranks hold, which are :attr:`joined`."""
+        whole = ParameterBox.whole(holding.box.shape)
+        boxes = {mine.box or whole for mine in held}
+        if boxes == {whole} or not whole.numel:
+            return {name: whole}
+        sources = {f"{name}@{number}": box for number, box in enumerate(sorted(box for box in boxes if box.numel))}
+        views = [
+            (box, View.whole(Stored(box.numel, holding.dtype, source), box.sizes)) for source, box in sources.items()
+        ]
+        self.joined[name] = join(name, views).node
+        return sources
 
-        def work(names: Iterator[str]) -> None:
-            for name in names:
-                with self.holdings[name].open() as values:
-                    digests[name] = digest(values)
+    def _agree_on_source(self, source: str, numel: int, held: Sequence[_Held], compared: bool) -> bool:
+        """Choose who gives which elements of `source`; False if ranks that hold all of it have different values.
 
-        run_in_threads([name for name, holding in self.holdings.items() if holding.is_whole], work, threads)
-        return digests
+        Then the first of these ranks gives them.
+        """
+        holders = [rank for rank, mine in enumerate(held) if mine is not _NOT_HELD]
+        first = held[holders[0]]
+        same = compared and all(held[rank].is_whole and held[rank].digest == first.digest for rank in holders)
+        if same and len(holders) == len(held):
+            self.everywhere.add(source)
+        if same or not first.is_whole or not numel:
+            self.shares[source] = cover(source, numel, [(mine.start, mine.stop) for mine in held])
+            return True
+        self.shares[source] = (Share(holders[0], 0, numel),)
+        return all(held[rank].digest in (None, first.digest) for rank in holders)
 
     def gather(self, view: View) -> torch.Tensor:
         """The values of `view` in host memory, on every rank; its parameters are gathered in full for it.
@@ -128,8 +164,11 @@ class Parameters:
             return value
         node = value.node
         if id(node) not in done:
-            if isinstance(node, Stored):
-                done[id(node)] = HostTensor(node.numel, node.dtype, self._full(node.name))
+            if isinstance(node, Stored) and node.name in self.joined:
+                joined = self.joined[node.name]
+                done[id(node)] = self._with_values(View(joined, (), ()), done).node
+            elif isinstance(node, Stored):
+                done[id(node)] = HostTensor(node.numel, node.dtype, self._full(node))
             else:
                 changes = {
                     field.name: tree_map(lambda inner: self._with_values(inner, done), getattr(node, field.name))
@@ -139,20 +178,32 @@ class Parameters:
                 done[id(node)] = dataclasses.replace(node, **changes)
         return dataclasses.replace(value, node=done[id(node)])
 
-    def _full(self, name: str) -> torch.Tensor:
-        holding = self.holdings[name]
-        if name in self.everywhere:
-            with holding.open() as values:
-                return values.cpu()
-        full = torch.empty(holding.shape.numel(), dtype=holding.dtype, device=collective_device())
-        with holding.open() as values:
-            for share in self.shares[name]:
+    def _full(self, source: Stored) -> torch.Tensor:
+        with opened(self.holdings) as opened_values:
+            if source.name in self.everywhere:
+                return opened_values.values(source.name)[0].cpu()
+            full = torch.empty(source.numel, dtype=source.dtype, device=collective_device())
+            for share in self.shares[source.name]:
                 part = full[share.start : share.stop]
                 if share.rank == self._coordinator.rank:
-                    part.copy_(values[share.start - holding.first :][: len(part)])
+                    values, first = opened_values.values(source.name)
+                    part.copy_(values[share.start - first :][: len(part)])
                 if not self._coordinator.is_alone:
                     self._coordinator.wait(dist.broadcast(part.view(torch.uint8), share.rank, async_op=True))
         return full.cpu()
+
+
+def _digests(holdings: Mapping[str, Holding], threads: int) -> dict[str, bytes]:
+    """What tells whether other ranks have the same values, for each parameter of which this rank holds all its box."""
+    digests: dict[str, bytes] = {}
+
+    def work(names: Iterator[str]) -> None:
+        for name in names:
+            with holdings[name].open() as values:
+                digests[name] = digest(values)
+
+    run_in_threads([name for name, holding in holdings.items() if holding.is_whole], work, threads)
+    return digests
 
 
 def lazy_parameters(
@@ -164,8 +215,10 @@ def lazy_parameters(
     """
 
     def lazy(name: str, holding: Holding) -> torch.Tensor:
-        node = Stored(holding.shape.numel(), holding.dtype, name)
-        return _in_dtype(LazyTensor.of(View.whole(node, tuple(holding.shape)), materialise), dtype)
+        shape = holding.box.shape
+        return _in_dtype(
+            LazyTensor.of(View.whole(Stored(prod(shape), holding.dtype, name), shape), materialise), dtype
+        )
 
     by_parameter = {number: lazy(name, holdings[name]) for number, name in _first_names(holdings).items()}
     return {name: by_parameter[id(holding)] for name, holding in holdings.items()}
@@ -200,6 +253,39 @@ def _first_names(holdings: Mapping[str, Holding]) -> dict[int, str]:
     for name, holding in holdings.items():
         first_names.setdefault(id(holding), name)
     return first_names
+
+
+def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) -> View:
+    """A parameter put together of boxes: it is cut into slabs along dimension `dim`, and each slab along the next.
+
+    Args:
+        boxes: in order of their first indices, each with its elements.
+
+    Raises:
+        SaveError: the boxes overlap, leave something out, or are cut in another way.
+    """
+    shape = boxes[0][0].shape
+    if dim == len(shape):
+        return boxes[0][1]
+    slabs: dict[tuple[int, int], list[tuple[ParameterBox, View]]] = {}
+    for box, view in boxes:
+        slabs.setdefault((box.begin[dim], box.sizes[dim]), []).append((box, view))
+    position = 0
+    for begin, size in slabs:
+        if begin != position:
+            break
+        position += size
+    if position != shape[dim]:
+        raise SaveError(
+            f"{name}: expected that the boxes that ranks hold of it fill its shape {shape} without overlap; along "
+            f"dimension {dim} it is cut into (first index, length): {', '.join(map(str, slabs))}. Save from all ranks "
+            "of the job, with the same model on each."
+        )
+    pieces = tuple(join(name, slab, dim + 1) for slab in slabs.values())
+    if len(pieces) == 1:
+        return pieces[0]
+    node = Cat.of(pieces, dim, pieces[0].node.dtype)
+    return View.whole(node, node.sizes)
 
 
 def cover(name: str, numel: int, held: Sequence[tuple[int, int]]) -> tuple[Share, ...]:

@@ -23,11 +23,11 @@ import torch
 
 from ..checkpoint.layout import ShardLayout, lay_out_shard
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import Computed, HostTensor, Stored, View
+from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View
 from ..checkpoint.noted import NotedShard
 from ..planning.boxes import Box, within
 from ..planning.plan import materialise_reason
-from ..planning.regions import Region, regions_of_range
+from ..planning.regions import Region, regions_of_box, regions_of_range
 
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 
 
 class Share(NamedTuple):
-    """Elements ``[start, stop)`` of a parameter, which `rank` gives."""
+    """Elements ``[start, stop)`` of a parameter, or of a box of one, which `rank` gives."""
 
     rank: int
     start: int
@@ -174,6 +174,7 @@ def make_save_plan(
     shards: Sequence[ShardToWrite],
     shares: Mapping[str, Sequence[Share]],
     *,
+    joined: Mapping[str, Node],
     everywhere: Set[str],
     rank: int,
     world_size: int,
@@ -184,8 +185,9 @@ def make_save_plan(
 
     Args:
         shards: the files of the checkpoint.
-        shares: who gives which elements of each parameter; in order of elements, and all of them.
-        everywhere: parameters that every rank holds in full, with the same values, and could give.
+        shares: who gives which elements of each source, a parameter or a box of one; in order of elements, and all.
+        joined: parameters that are put together of several sources.
+        everywhere: sources that every rank holds in full, with the same values, and could give.
         chunk_bytes: largest segment.
         single_writer: rank 0 writes everything.
     """
@@ -200,7 +202,7 @@ def make_save_plan(
             dtype = view.node.dtype
             if view.numel == 0:
                 continue
-            regions = list(regions_of_range(view, 0, view.numel))
+            regions = list(_regions(view, 0, view.numel, joined))
             if any(isinstance(region.leaf, Computed) for region in regions):
                 reason = materialise_reason(view.node) or "a function gives its values"
                 computations.append(Computation(number, position, name, view, reason))
@@ -211,7 +213,7 @@ def make_save_plan(
                     nbytes += sum(run.stop - run.start for run in mine) * dtype.itemsize
                     runs.extend(mine)
                 continue
-            for segment in _segments(view, shares, number, position, max(1, chunk_bytes // dtype.itemsize)):
+            for segment in _segments(view, shares, joined, number, position, max(1, chunk_bytes // dtype.itemsize)):
                 turn += 1
                 alone = _is_of_rank_0(segment, single_writer)
                 segment = _given_by_one(segment, everywhere, 0 if alone else turn % world_size)
@@ -253,15 +255,29 @@ def _own_runs(
             yield Run(shard, at, name, begin, end, region.casts)
 
 
+def _regions(view: View, start: int, stop: int, joined: Mapping[str, Node]) -> Iterator[Region]:
+    """Regions for elements ``[start, stop)`` of `view`, whose leaves are sources."""
+    for region in regions_of_range(view, start, stop):
+        if isinstance(region.leaf, Stored) and region.leaf.name in joined:
+            yield from regions_of_box(joined[region.leaf.name], region.box, region.casts)
+        else:
+            yield region
+
+
 def _segments(
-    view: View, shares: Mapping[str, Sequence[Share]], shard: int, position: int, limit: int
+    view: View,
+    shares: Mapping[str, Sequence[Share]],
+    joined: Mapping[str, Node],
+    shard: int,
+    position: int,
+    limit: int,
 ) -> Iterator[Segment]:
     dtype = view.node.dtype
     for start in range(0, view.numel, limit):
         stop = min(view.numel, start + limit)
         parts: list[Part] = []
         constants: list[Region] = []
-        for region in regions_of_range(view, start, stop):
+        for region in _regions(view, start, stop, joined):
             if isinstance(region.leaf, HostTensor):
                 constants.append(region)
                 continue

@@ -22,7 +22,7 @@ from ..checkpoint.nodes import View
 from ..checkpoint.noted import NotedShard
 from ..checkpoint.wrapped import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
-from ..destinations.deepspeed import stored
+from ..destinations import kinds
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
@@ -182,16 +182,15 @@ class Save:
             else:
                 entries = {name: _with_values(value, parameters.gather) for name, value in entries.items()}
                 _refuse_empty(entries, parameters)
-            count = sum(holding.shape.numel() for holding in parameters.holdings.values())
             return lay_out_pretrained(
-                self.model, folder, dict(entries), entries, count, self._dtype, own_code=False, **kwargs
+                self.model, folder, dict(entries), entries, parameters.numel, self._dtype, own_code=False, **kwargs
             )
 
         return self.run(lay_out, index_name(kwargs.get("variant")), verify=verify, progress=progress)
 
     def by_own_code(self, **kwargs: Any) -> None:
         """Call the ``save_pretrained`` of the model's own class, with a lazy state dict if it takes one."""
-        held = stored.holdings(
+        held = kinds.holdings(
             self.model,
             masters=self._dtype == torch.float32,
             rank=self._coordinator.rank,
@@ -245,7 +244,7 @@ class Save:
     def _planned(self, publication: Publication, lay_out: LayOut) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
         coordinator = self._coordinator
         holdings = coordinator.run_on_all(
-            lambda: stored.holdings(
+            lambda: kinds.holdings(
                 self.model,
                 masters=self._dtype == torch.float32,
                 rank=coordinator.rank,
@@ -264,6 +263,7 @@ class Save:
             lambda: make_save_plan(
                 shards,
                 parameters.shares,
+                joined=parameters.joined,
                 everywhere=parameters.everywhere,
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,

@@ -27,6 +27,7 @@ from torch import nn
 
 from ... import patching
 from ...errors import ConfigError, LoadError, UnsupportedError
+from ...planning.plan import ParameterBox
 from ...versions import refuse_unknown_version
 from .original_experts import Origin, note_origin
 
@@ -116,7 +117,7 @@ def convert(
         for spec, taken, of_block in zip(specs, values, shapes, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
             _give_values(layer, taken, place)
-            note_origin(layer, Origin(spec, place.parts, place.part, of_block))
+            note_origin(layer, Origin(spec, of_block))
     if make_groups:
         _PREEMPTION.acquire()  # for good: nobody says when the model is initialised, or how often
 
@@ -243,7 +244,11 @@ def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], plac
             module._parameters[key] = param
         else:
             module._buffers[key] = value
-    for param in layer.experts.parameters():  # with DeepSpeed's names, which zero.Init reads or sets again
+    for param in layer.experts.parameters():
+        count, *of_one = param.shape
+        first = (place.part * count, *(0 for _ in of_one))
+        param._hf_zero_stream_box = ParameterBox((place.parts * count, *of_one), first, tuple(param.shape))
+        # DeepSpeed's names, which zero.Init reads or sets again.
         param.ds_zero_partition_rank = place.rank
         param.ds_zero_partition_world_size = place.ranks
         if place.group is not None:

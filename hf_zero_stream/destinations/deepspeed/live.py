@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,21 +11,22 @@ from typing import Any
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from ...checkpoint.nodes import Computed, View
 from ...errors import LoadError, UnsupportedError
-from ...planning.plan import Target
+from ...planning.plan import ParameterBox, Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ...versions import refuse_unknown_version
-from ..base import Batch, Destination, Item, Sourced, flat_items, item_of, source_of
+from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_of, source_of
 from ..replicated import exchange_batches
 from . import nvme, zero3
 from .gathered import gather_again, gathered
-from .masters import ZENFLOW, masters_of
+from .masters import ZENFLOW, Master, masters_of
 
 
-__all__ = ["LiveModel", "is_trained_apart"]
+__all__ = ["LiveModel"]
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
 _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
@@ -175,6 +177,56 @@ class LiveModel(Destination):
                 numel = master.stop - master.start
                 target = Target(f"{name} (optimizer)", master.values.dtype, numel, master.start, master.stop)
                 direct.append(item_of(target, view, master.values))
+
+    @classmethod
+    def holdings(
+        cls, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+    ) -> dict[str, Holding]:
+        """What optimizers train in place of parameters, if that is what is wanted."""
+        if not masters:
+            return {}
+        in_context = set(map(id, gathered(params.values())))
+        replaced = masters_of(param for param in params.values() if not is_zero_param(param))
+        found: dict[str, Holding] = {}
+        for name, param in params.items():
+            if param.dtype == torch.float32:
+                continue
+            if id(param) in replaced:
+                found[name] = _holding_of_masters(param, replaced[id(param)], rank, world_size)
+            elif is_zero_param(param) and is_trained_apart(param):
+                if id(param) in in_context:
+                    raise UnsupportedError(
+                        f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in "
+                        f"{param.dtype}, and the fp32 values that the optimizer trains may be others. Save after the "
+                        "context, or without dtype."
+                    )
+                _, start, stop = zero3.own_range(param)
+                values = partial(_open_master_partition, param)
+                found[name] = Holding(zero3.box_of(param), torch.float32, start, stop, values, is_swapped=True)
+        return found
+
+
+def _holding_of_masters(param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int) -> Holding:
+    """What this rank holds of what an optimizer of stages 0 to 2 trains in place of `param`."""
+    box = ParameterBox.whole(param.shape)
+    if not masters:  # all of it is trained by other ranks
+        return Holding(box, torch.float32, 0, 0, lambda: nullcontext(torch.empty(0)))
+    values, start, stop, is_whole = masters[0]
+    if is_whole:
+        _, start, stop = partition_range(param.numel(), rank, world_size)
+    return Holding(box, values.dtype, start, stop, lambda: nullcontext(values), is_whole=is_whole)
+
+
+@contextmanager
+def _open_master_partition(param: Any) -> Iterator[torch.Tensor]:
+    _, start, stop = zero3.own_range(param)
+    requires_grad = param.requires_grad
+    param.requires_grad = True  # DeepSpeed gives nothing for a parameter that was frozen since
+    try:
+        values = safe_get_local_fp32_param(param)
+    finally:
+        param.requires_grad = requires_grad
+    yield values.detach().view(-1)[: stop - start]
 
 
 def _without_adapters(name: str) -> str:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,8 +53,7 @@ it, and the ranks that share it. FP16_UnfusedOptimizer has no flat buffers, but 
 """
 
 
-@dataclass(frozen=True)
-class Master:
+class Master(NamedTuple):
     """What an optimizer trains in place of a parameter.
 
     Attributes:

@@ -12,9 +12,7 @@ from torch import nn
 from ...errors import UnsupportedError
 
 
-__all__ = ["Origin", "expert_parts", "note_origin", "part_name", "with_original_experts"]
-
-_EXPERTS = ("w1", "w2", "w3")
+__all__ = ["Origin", "is_converted", "note_origin", "with_original_experts"]
 
 
 @dataclass(frozen=True)
@@ -23,14 +21,10 @@ class Origin:
 
     Attributes:
         spec: DeepSpeed's description of the block (``MoELayerSpec``).
-        parts: its experts are cut into so many parts.
-        part: this rank holds this one.
         shapes: the entries of the block's state dict, by name and in order.
     """
 
     spec: Any
-    parts: int
-    part: int
     shapes: Mapping[str, torch.Size]
 
 
@@ -39,14 +33,9 @@ def note_origin(layer: nn.Module, origin: Origin) -> None:
     layer._hf_zero_stream_origin = origin
 
 
-def expert_parts(model: nn.Module) -> dict[int, Origin]:
-    """The expert parameters of converted layers, by identity."""
-    return {id(getattr(layer.experts, key)): origin for _, layer, origin in _converted(model) for key in _EXPERTS}
-
-
-def part_name(name: str, part: int) -> str:
-    """What the values of an expert parameter are called that the ranks with `part` hold."""
-    return f"{name}@{part}"
+def is_converted(model: nn.Module) -> bool:
+    """Whether `model` has converted layers."""
+    return any(True for _ in _converted(model))
 
 
 def _converted(model: nn.Module) -> Iterator[tuple[str, Any, Origin]]:
@@ -62,7 +51,7 @@ def with_original_experts(
     """A state dict's `entries` with those of converted layers replaced by those of the blocks that they were.
 
     Args:
-        parameters: values of each part of the experts, by :func:`part_name`.
+        parameters: values of all experts of each layer, by the name of the parameter that has this rank's.
 
     Raises:
         UnsupportedError: a block had an entry that its replacement has not.
@@ -70,9 +59,8 @@ def with_original_experts(
     result = dict(entries)
     for prefix, _, origin in _converted(model):
 
-        def experts(key: str, prefix: str = prefix, origin: Origin = origin) -> torch.Tensor:
-            names = [part_name(f"{prefix}.experts.{key}", part) for part in range(origin.parts)]
-            return torch.cat([parameters[name] for name in names])
+        def experts(key: str, prefix: str = prefix) -> torch.Tensor:
+            return parameters[f"{prefix}.experts.{key}"]
 
         mine = {name.removeprefix(f"{prefix}."): result[name] for name in result if name.startswith(f"{prefix}.")}
         original = _original_entries(origin.spec, origin.shapes, mine, experts)

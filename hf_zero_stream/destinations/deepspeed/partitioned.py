@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.runtime.zero.partition_parameters import is_zero_param
 from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
@@ -14,8 +16,10 @@ from ...footprint.memory import MemoryFootprint
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ...versions import refuse_unknown_version
-from ..base import Batch, Destination, Item, flat_items, replace_lazy
+from ..base import Batch, Destination, Holding, Item, flat_items, replace_lazy
+from ..replicated import open_flat
 from . import engine_memory, nvme, zero3
+from .gathered import gathered
 from .initialise import run_gathering_what_is_touched
 
 
@@ -113,3 +117,27 @@ class Partitioned(Destination):
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         run_gathering_what_is_touched(initialise, module)
+
+    @classmethod
+    def holdings(
+        cls, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+    ) -> dict[str, Holding]:
+        """Partitions, or the full values of parameters that a ``GatheredParameters`` holds."""
+        in_context = set(map(id, gathered(params.values())))
+
+        def holding(param: Any) -> Holding:
+            box, (_, start, stop) = zero3.box_of(param), zero3.own_range(param)
+            if id(param) in in_context:
+                values = partial(open_flat, param)
+                return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
+            is_swapped = param.ds_tensor.final_location == "nvme"
+            return Holding(box, param.dtype, start, stop, partial(_open_partition, param), is_swapped=is_swapped)
+
+        return {name: holding(param) for name, param in params.items() if is_zero_param(param)}
+
+
+@contextmanager
+def _open_partition(param: Any) -> Iterator[torch.Tensor]:
+    _, start, stop = zero3.own_range(param)
+    with nvme.partitions_in_memory([param]):
+        yield param.ds_tensor.detach().view(-1)[: stop - start]

@@ -29,7 +29,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...planning.plan import Target, partition_range
+from ...planning.plan import ParameterBox, Target, partition_range
 from ...ranks.launchers import announced_local_rank
 from ...versions import refuse_unknown_version
 from ..allocation import allocating
@@ -38,6 +38,7 @@ from . import nvme
 
 __all__ = [
     "PartitionedInit",
+    "box_of",
     "gathered",
     "init_distributed",
     "is_enabled",
@@ -162,6 +163,11 @@ def own_range(param: Any) -> tuple[int, int, int]:
     """(elements of one partition, first own element, one past the last own) of a ZeRO-3 parameter."""
     group = param.ds_process_group
     return partition_range(param.ds_numel, dist.get_rank(group), dist.get_world_size(group))
+
+
+def box_of(param: Any) -> ParameterBox:
+    """What of a parameter of the whole model a ZeRO-3 parameter is: all of it, or the experts of some ranks."""
+    return getattr(param, "_hf_zero_stream_box", None) or ParameterBox.whole(param.ds_shape)
 
 
 def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
