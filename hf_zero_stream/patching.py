@@ -6,23 +6,27 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 
-__all__ = ["Patches", "class_method", "function", "module_function", "static_method"]
+__all__ = ["Patches", "Replacement"]
 
-Make = Callable[[Any], Any]
-"""Makes the replacement of an attribute from the attribute as it is found in its owner's ``__dict__``."""
+Replacement = Callable[..., Any]
+"""Called in place of a function or method: ``replacement(original, *args, **kwargs)``.
+
+In place of a class method: ``replacement(bound original, cls, *args, **kwargs)``.
+"""
 
 
 class Patches:
     """Replaces attributes from the first :meth:`acquire` to the last :meth:`release`.
 
     Args:
-        replacements: (owner, attribute) -> what makes the replacement.
+        replacements: (owner, attribute) -> what is called in its place.
     """
 
-    def __init__(self, replacements: Mapping[tuple[Any, str], Make]) -> None:
+    def __init__(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
         self._replacements = replacements
         self._lock = threading.Lock()
         self._users = 0
@@ -32,9 +36,9 @@ class Patches:
         """Put the replacements in, unless they are in already."""
         with self._lock:
             if self._users == 0:
-                for (owner, name), make in self._replacements.items():
+                for (owner, name), replacement in self._replacements.items():
                     original = vars(owner)[name]
-                    patched = make(original)
+                    patched = _patched(owner, original, replacement)
                     setattr(owner, name, patched)
                     self._saved.append((owner, name, original, patched))
             self._users += 1
@@ -59,45 +63,23 @@ class Patches:
             self.release()
 
 
-def class_method(replacement: Callable[..., Any]) -> Make:
-    """``replacement(bound original, cls, *args, **kwargs)`` in place of a class method."""
+def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:
+    """What takes the place of `original`, of its kind: a class method, a static method, or a function."""
+    if isinstance(original, classmethod):
 
-    def make(original: Any) -> Any:
         @functools.wraps(original.__func__)
-        def patched(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        def class_method(cls: Any, *args: Any, **kwargs: Any) -> Any:
             return replacement(functools.partial(original.__func__, cls), cls, *args, **kwargs)
 
-        return classmethod(patched)
-
-    return make
-
-
-def static_method(replacement: Callable[..., Any]) -> Make:
-    """``replacement(original, *args, **kwargs)`` in place of a static method."""
-
-    def make(original: Any) -> Any:
-        return staticmethod(function(replacement)(original.__func__))
-
-    return make
-
-
-def function(replacement: Callable[..., Any]) -> Make:
-    """``replacement(original, *args, **kwargs)`` in place of a function or method."""
-
-    def make(original: Any) -> Any:
-        @functools.wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            return replacement(original, *args, **kwargs)
-
-        return patched
-
-    return make
-
-
-def module_function(replacement: Callable[..., Any]) -> Make:
-    """As :func:`function`, for a function of a module; cheap enough to be called for every tensor of a checkpoint."""
-
-    def make(original: Any) -> Any:
+        return classmethod(class_method)
+    if isinstance(original, staticmethod):
+        return staticmethod(_patched(owner, original.__func__, replacement))
+    if isinstance(owner, ModuleType):
+        # No function around the function: some are called for every tensor of a checkpoint.
         return functools.update_wrapper(functools.partial(replacement, original), original)
 
-    return make
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return function

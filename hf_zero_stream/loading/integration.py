@@ -298,7 +298,7 @@ def _stock_from_pretrained(original: Callable[..., Any], args: Any, kwargs: Any,
 
 _patches = patching.Patches(
     {
-        (transformers.PreTrainedModel, "from_pretrained"): patching.class_method(_from_pretrained),
+        (transformers.PreTrainedModel, "from_pretrained"): _from_pretrained,
         **REPLACEMENTS,
         **SAVING_REPLACEMENTS,
     }

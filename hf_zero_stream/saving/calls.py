@@ -96,7 +96,7 @@ def _save(
         return save.pretrained(**kwargs)
 
 
-patches = patching.Patches({(PreTrainedModel, "save_pretrained"): patching.function(_save_pretrained)})
+patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrained})
 """In while a thread is inside ``streaming()``, or saves a model whose class has a ``save_pretrained`` of its own."""
 
 

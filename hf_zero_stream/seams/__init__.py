@@ -57,7 +57,7 @@ from .loading import raise_if_misfit  # noqa: E402
 from .session import Session, Stopped  # noqa: E402
 
 
-REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
+REPLACEMENTS: dict[tuple[Any, str], patching.Replacement] = {
     place: make
     for module in (loading, conversion, keys, quantised)
     for place, make in module.REPLACEMENTS.items()

@@ -60,9 +60,9 @@ def _spawn_materialize(original: Callable[..., Any], thread_pool: Any, *args: An
     return original(thread_pool if Session.streaming() is None else None, *args, **kwargs)
 
 
-REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
-    (core_model_loading.WeightConverter, "convert"): patching.function(_convert),
-    (core_model_loading, "deepcopy"): patching.module_function(_deepcopy),
-    (core_model_loading, "spawn_materialize"): patching.module_function(_spawn_materialize),
-    (core_model_loading, "tqdm"): patching.module_function(_tqdm),
+REPLACEMENTS: dict[tuple[Any, str], patching.Replacement] = {
+    (core_model_loading.WeightConverter, "convert"): _convert,
+    (core_model_loading, "deepcopy"): _deepcopy,
+    (core_model_loading, "spawn_materialize"): _spawn_materialize,
+    (core_model_loading, "tqdm"): _tqdm,
 }

@@ -181,9 +181,9 @@ def _get_device(original: Callable[..., Any], device_map: Any, param_name: str, 
     return device_map[""]
 
 
-REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
-    (core_model_loading, "apply_renamings"): patching.module_function(_apply_renamings),
-    (core_model_loading, "apply_converters"): patching.module_function(_apply_converters),
-    (core_model_loading, "dot_natural_key"): patching.module_function(_dot_natural_key),
-    (core_model_loading, "get_device"): patching.module_function(_get_device),
+REPLACEMENTS: dict[tuple[Any, str], patching.Replacement] = {
+    (core_model_loading, "apply_renamings"): _apply_renamings,
+    (core_model_loading, "apply_converters"): _apply_converters,
+    (core_model_loading, "dot_natural_key"): _dot_natural_key,
+    (core_model_loading, "get_device"): _get_device,
 }

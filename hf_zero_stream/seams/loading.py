@@ -328,19 +328,17 @@ def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: A
 _distributed_owner = next(
     (c for c in PreTrainedModel.__mro__ if "_load_and_finalize_distributed_pretrained_model" in vars(c)), None
 )
-REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
-    (PreTrainedModel, "get_init_context"): patching.class_method(_get_init_context),
-    (PreTrainedModel, "_load_pretrained_model"): patching.static_method(_load_pretrained_model),
-    (PreTrainedModel, "_finalize_model_loading"): patching.static_method(_finalize_model_loading),
-    (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): patching.function(_move_missing_keys),
-    (PreTrainedModel, "_initialize_weights"): patching.function(_initialize_weights),
-    (modeling_utils, "check_and_set_device_map"): patching.function(_check_and_set_device_map),
-    (modeling_utils, "get_checkpoint_shard_files"): patching.function(_get_checkpoint_shard_files),
-    (modeling_utils, "_get_resolved_checkpoint_files"): patching.function(_get_resolved_checkpoint_files),
-    (modeling_utils, "load_state_dict"): patching.function(_load_state_dict),
-    (modeling_utils, "_tied_params_are_equal"): patching.function(_tied_params_are_equal),
-    (modeling_utils, "is_fsdp_enabled"): patching.function(_is_fsdp_enabled),
-    (_distributed_owner, "_load_and_finalize_distributed_pretrained_model"): patching.function(
-        _refuse_distributed_checkpoint
-    ),
+REPLACEMENTS: dict[tuple[Any, str], patching.Replacement] = {
+    (PreTrainedModel, "get_init_context"): _get_init_context,
+    (PreTrainedModel, "_load_pretrained_model"): _load_pretrained_model,
+    (PreTrainedModel, "_finalize_model_loading"): _finalize_model_loading,
+    (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): _move_missing_keys,
+    (PreTrainedModel, "_initialize_weights"): _initialize_weights,
+    (modeling_utils, "check_and_set_device_map"): _check_and_set_device_map,
+    (modeling_utils, "get_checkpoint_shard_files"): _get_checkpoint_shard_files,
+    (modeling_utils, "_get_resolved_checkpoint_files"): _get_resolved_checkpoint_files,
+    (modeling_utils, "load_state_dict"): _load_state_dict,
+    (modeling_utils, "_tied_params_are_equal"): _tied_params_are_equal,
+    (modeling_utils, "is_fsdp_enabled"): _is_fsdp_enabled,
+    (_distributed_owner, "_load_and_finalize_distributed_pretrained_model"): _refuse_distributed_checkpoint,
 }

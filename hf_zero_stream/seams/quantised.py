@@ -173,8 +173,8 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
     base = importlib.import_module("compressed_tensors.compressors.pack_quantized.base")
     patches = patching.Patches(
         {
-            (base, "unpack_from_int32"): patching.function(_unpack_from_int32),
-            (base.PackedQuantizationCompressor, "decompress"): patching.class_method(_decompress_packed),
+            (base, "unpack_from_int32"): _unpack_from_int32,
+            (base.PackedQuantizationCompressor, "decompress"): _decompress_packed,
         }
     )
     patches.acquire()
@@ -294,16 +294,12 @@ def _dequantize_blocks(original: Callable[..., Any], raw: Any, kind: Any, rows: 
     )
 
 
-REPLACEMENTS: dict[tuple[Any, str], patching.Make] = {
-    (mxfp4, "convert_moe_packed_tensors"): patching.function(_convert_moe_packed_tensors),
-    (_optional("transformers.integrations.finegrained_fp8", "Fp8Dequantize"), "_dequantize_one"): patching.function(
-        _dequantize_one
-    ),
+REPLACEMENTS: dict[tuple[Any, str], patching.Replacement] = {
+    (mxfp4, "convert_moe_packed_tensors"): _convert_moe_packed_tensors,
+    (_optional("transformers.integrations.finegrained_fp8", "Fp8Dequantize"), "_dequantize_one"): _dequantize_one,
     (
         _optional("transformers.integrations.compressed_tensors", "CompressedTensorsDequantize"),
         "convert",
-    ): patching.function(_merge_dequantised_experts),
-    (_optional("transformers.integrations.gguf", "gguf_conversion_mapping"), "dequantize_blocks"): patching.function(
-        _dequantize_blocks
-    ),
+    ): _merge_dequantised_experts,
+    (_optional("transformers.integrations.gguf", "gguf_conversion_mapping"), "dequantize_blocks"): _dequantize_blocks,
 }

@@ -56,8 +56,8 @@ def _unwrap_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs
 
 _patches = patching.Patches(
     {
-        (modeling_utils, "safe_save_file"): patching.function(_save_file),
-        (modeling_utils, "unwrap_model"): patching.function(_unwrap_model),
+        (modeling_utils, "safe_save_file"): _save_file,
+        (modeling_utils, "unwrap_model"): _unwrap_model,
     }
 )
 

@@ -60,9 +60,9 @@ def saves_by_default(trainer: Any) -> bool:
     return getattr(trainer._save, "__module__", None) == "transformers.trainer"
 
 
-def accelerator_replacements(**functions: Callable[..., Any]) -> dict[tuple[Any, str], patching.Make]:
+def accelerator_replacements(**functions: Callable[..., Any]) -> dict[tuple[Any, str], patching.Replacement]:
     """Replacements of the methods of an ``Accelerator`` of these names."""
-    return {(Accelerator, name): patching.function(function) for name, function in functions.items()}
+    return {(Accelerator, name): function for name, function in functions.items()}
 
 
 class TrainerPatches:
@@ -102,7 +102,7 @@ class TrainerPatches:
             if trainer is None or self._patches is not None or not self._users:
                 return False
             refuse_unknown_version("transformers", [] if hasattr(trainer.Trainer, "_save") else ["Trainer._save"])
-            self._patches = patching.Patches({(trainer.Trainer, "save_model"): patching.function(self._save_model)})
+            self._patches = patching.Patches({(trainer.Trainer, "save_model"): self._save_model})
             self._patches.acquire()
             return True
 

@@ -274,7 +274,7 @@ def _find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
     return []
 
 
-_PREEMPTION = patching.Patches({(AutoEP, "ep_parser"): patching.function(_find_layers)})
+_PREEMPTION = patching.Patches({(AutoEP, "ep_parser"): _find_layers})
 
 
 class _ByName(dict):
@@ -308,9 +308,7 @@ def _install_recorders(original: Any, model: Any, entries: Any, output_capturing
     return original(model, entries, by_name, *args)
 
 
-_RECORDERS = patching.Patches(
-    {(presets, "_install_instance_transformers_output_recorders"): patching.function(_install_recorders)}
-)
+_RECORDERS = patching.Patches({(presets, "_install_instance_transformers_output_recorders"): _install_recorders})
 
 
 @contextmanager

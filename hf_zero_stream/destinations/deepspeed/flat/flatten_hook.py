@@ -32,7 +32,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from ....patching import Patches, function
+from ....patching import Patches
 from ....versions import refuse_unknown_version
 from .layout import WAITING, FlatLayout, find_buffer, zero_padding
 from .relayout import Group, lay_out
@@ -182,9 +182,9 @@ def _is_flattened(param: nn.Parameter) -> bool:
 
 _patches = Patches(
     {
-        (DeepSpeedZeroOptimizer, "__init__"): function(_construct),
-        (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned"): function(_flatten),
-        (type(get_accelerator()), "available_memory"): function(_available_memory),
+        (DeepSpeedZeroOptimizer, "__init__"): _construct,
+        (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned"): _flatten,
+        (type(get_accelerator()), "available_memory"): _available_memory,
     }
 )
 _installed = False
