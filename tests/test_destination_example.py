@@ -3,66 +3,97 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import nn
 
+import hf_zero_stream
 from hf_zero_stream.config import StreamingConfig
-from hf_zero_stream.destinations.base import Batch, Destination, Item, item_of, narrowed, source_of
+from hf_zero_stream.destinations import kinds
+from hf_zero_stream.destinations.base import Batch, Destination, Holding, Item, item_of, narrowed, replace_lazy
 from hf_zero_stream.loading.dry_load import lazily_loaded
 from hf_zero_stream.loading.load import Load
 from hf_zero_stream.planning.plan import ParameterBox, Target
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.reports.load import LoadReport
+from tests.cluster import run_ranks
+from tests.saving import SHARD_SIZE, different
 
 
 class Columns(Destination):
-    """The columns ``[width * rank / world_size, width * (rank + 1) / world_size)`` of every tensor."""
+    """The columns ``[width * rank / world_size, width * (rank + 1) / world_size)`` of every parameter."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.held: dict[str, torch.Tensor] = {}
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
+        def columns(name: str, param: torch.Tensor) -> nn.Parameter:
+            box = self.box(tuple(param.shape))
+            mine = nn.Parameter(torch.empty(box.sizes, dtype=param.dtype))
+            mine.box = box  # type: ignore[attr-defined]
+            return mine
+
         items: list[Item] = []
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            view = source_of(tensor)
-            if view is not None and name not in missing | tied:
-                box = self.box(tuple(tensor.shape))
-                mine = self.held[name] = torch.empty(box.sizes, dtype=tensor.dtype)
-                target = Target.whole(name, mine.dtype, mine.numel(), box)
-                items.append(item_of(target, narrowed(view, box), mine.view(-1)))
+        found = replace_lazy(model, missing, tied, parameter=columns, buffer=lambda buffer: None)
+        for name, (mine, view) in found.parameters.items():
+            target = Target.whole(name, mine.dtype, mine.numel(), mine.box)
+            items.append(item_of(target, narrowed(view, mine.box), mine.detach().view(-1)))
         return [Batch(items)]
 
     def box(self, shape: tuple[int, ...]) -> ParameterBox:
         first, end = (shape[-1] * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return ParameterBox(shape, (*[0] * (len(shape) - 1), first), (*shape[:-1], end - first))
 
+    @classmethod
+    def holdings(cls, params: Mapping[str, Any], *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
+        def holding(mine: Any) -> Holding:
+            return Holding(mine.box, mine.dtype, 0, mine.numel(), lambda: nullcontext(mine.detach().view(-1)))
 
-def loaded(folder: Path, destination: Columns) -> LoadReport:
-    """Fill `destination` by the path of any load, each element verified; what was done."""
-    alone = Coordinator(destination.rank, destination.world_size, alone=True)
-    load = Load(StreamingConfig(verify="full", seek_bytes=64), {}, alone, destination)
-    lazily_loaded(str(folder), load, load.place)
-    return load.finish(nn.Module(), logging.getLogger(__name__))
+        return {name: holding(param) for name, param in params.items() if hasattr(param, "box")}
+
+
+def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
+    """A model that has its columns, by the path of any load, each element verified; what was done."""
+    alone = Coordinator(rank, world_size, alone=True)
+    load = Load(StreamingConfig(verify="full", seek_bytes=64), {}, alone, Columns(rank, world_size))
+    model = lazily_loaded(str(folder), load, lambda *found: (load.place(*found), found[0])[1])
+    model.tie_weights()
+    return model, load.finish(nn.Module(), logging.getLogger(__name__))
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_columns(zoo_checkpoint: Callable[..., Path], name: str) -> None:
+def test_loading(zoo_checkpoint: Callable[..., Path], name: str) -> None:
     folder = zoo_checkpoint(name)
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    destinations = [Columns(rank, 3) for rank in range(3)]
-    reports = [loaded(folder, destination) for destination in destinations]
-    for key in destinations[0].held:
-        assert torch.equal(torch.cat([destination.held[key] for destination in destinations], dim=-1), plain[key])
-    assert plain.keys() - destinations[0].held.keys() <= {"lm_head.weight"}, "where it is tied"
+    models, reports = zip(*(loaded(folder, rank, 3) for rank in range(3)), strict=True)
+    for key, whole in plain.items():
+        assert torch.equal(torch.cat([model.state_dict()[key] for model in models], dim=-1), whole)
     # Together they say what one rank says that has everything.
-    (whole,) = loaded(folder, Columns(0, 1)).ranks
-    assert sum(int(report.digest, 16) for report in reports) % 2**64 == int(whole.verification.digest, 16)
-    assert sum(report.ranks[0].bytes_needed for report in reports) == whole.bytes_needed
+    (alone,) = loaded(folder, 0, 1)[1].ranks
+    assert sum(int(report.digest, 16) for report in reports) % 2**64 == int(alone.verification.digest, 16)
+    assert sum(report.ranks[0].bytes_needed for report in reports) == alone.bytes_needed
+
+
+def save(folder: Path, target: Path, write_from: str) -> None:
+    kinds.KINDS.insert(0, Columns)
+    model, _ = loaded(folder, dist.get_rank(), dist.get_world_size())
+    hf_zero_stream.save_pretrained(model, target, max_shard_size=SHARD_SIZE, write_from=write_from)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_saving(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    folder = zoo_checkpoint(name)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    whole.save_pretrained(tmp_path / "whole", max_shard_size=SHARD_SIZE)
+    for write_from in ("all", "rank0"):
+        run_ranks(3, save, folder, tmp_path / write_from, write_from)
+        assert different(tmp_path / write_from, tmp_path / "whole") == []
