@@ -160,7 +160,8 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
     import hf_zero_stream
     from hf_zero_stream import StreamingConfig
     from hf_zero_stream.loading import integration
-    from hf_zero_stream.ranks.presence import PREFIX, Presence
+    from hf_zero_stream.ranks.presence import Presence
+    from hf_zero_stream.ranks.store import PREFIX
 
     warnings: list[str] = []
     integration.logger.warning = lambda message, *args: warnings.append(message)
@@ -185,12 +186,12 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
     # After that all is well, also with a rank that has lost the store for a while; and nothing stays in the store.
     last = f"{PREFIX}/load/{len(ways) - 1}/failed"
     presence = Presence.in_default_group()
-    found["was noted"] = presence.store.check([last])
-    presence.is_lost = dist.get_rank() == 1
+    found["was noted"] = presence.store.get(last) is not None
+    presence.store.is_lost = dist.get_rank() == 1
     model = auto_class.from_pretrained(folder, ds_config=ds_config())
     found["loaded"] = len(model.streaming_report.ranks)
     dist.barrier()
-    found["is noted"] = Presence.in_default_group().store.check([last])
+    found["is noted"] = Presence.in_default_group().store.get(last) is not None
     return found
 
 

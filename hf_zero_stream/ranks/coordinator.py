@@ -1,25 +1,26 @@
-"""What ranks tell each other while loading: one rank's headers, everyone's success, everyone's report.
+"""What ranks tell each other while they load or save: rank 0's headers, each rank's success, each rank's report.
 
-Ranks meet at agreements, always in the same order. A rank that fails between two agreements brings its error to the
-next one, so that every rank raises there, in seconds, instead of waiting for a collective that never comes. While a
-coordinator is :meth:`~Coordinator.watched`, that holds for a rank that dies, too.
+Ranks meet at agreements, always in the same order, inside :meth:`Coordinator.watched`. A rank that fails between two
+agreements brings its error to the next one, so that every rank raises there, in seconds, instead of waiting for a
+collective that never comes. If a rank dies, the others raise, too.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import DisagreementError, PeerError
-from .liveness import PEER_TIMEOUT_S, Watch, peer_error
+from .liveness import Watch, peer_error
 from .messages import broadcast_object, gather_objects
-from .presence import Presence, is_alone, why_store_is_lost
+from .presence import Presence, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round
+from .store import pauses
 from .topology import Topology
 
 
@@ -29,13 +30,13 @@ T = TypeVar("T")
 
 
 class Coordinator:
-    """Collectives between the ranks that load one model together.
+    """Collectives between the ranks that load or save one model together.
 
     Args:
         rank: this rank.
         world_size: number of ranks.
-        alone: tell nobody anything: this rank reads for itself what one rank would have shared, and takes it that the
-            others succeed.
+        alone: whether this rank talks to no other: it reads for itself what rank 0 would have sent, and assumes that
+            the others succeed.
     """
 
     def __init__(self, rank: int, world_size: int, *, alone: bool) -> None:
@@ -43,8 +44,8 @@ class Coordinator:
         self.world_size = world_size
         self.is_alone = alone
         self._reported = False
+        """Whether all ranks know of an error."""
         self._watch: Watch | None = None
-        self._topology: Topology | None = None
 
     @classmethod
     def of_default_group(cls) -> Coordinator:
@@ -55,19 +56,15 @@ class Coordinator:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that speaks for all."""
+        """Whether this is rank 0, which acts for all."""
         return self.rank == 0
 
-    @property
+    @cached_property
     def topology(self) -> Topology:
         """Which ranks share this one's host; known inside :meth:`watched`, and alone as the launcher announces it."""
-        if self._topology is None:
-            if self.is_alone:
-                self._topology = Topology.announced(self.rank, self.world_size)
-            else:
-                with _naming_lost_store():
-                    self._topology = Presence.in_default_group().topology()
-        return self._topology
+        if self.is_alone:
+            return Topology.announced(self.rank, self.world_size)
+        return Presence.in_default_group().topology()
 
     # ------------------------------------------------------------------------------------------- agreements
 
@@ -83,57 +80,53 @@ class Coordinator:
         """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`) as well.
 
         Raises:
-            PeerError: another rank is dead (only while :meth:`watched`), or its connection is lost.
+            PeerError: another rank is dead, or its connection is lost.
         """
         if error is not None and (self.is_alone or self._reported):
             self._reported = True
-            _raise_again(error)  # everyone knows
+            _raise_again(error)
         if self.is_alone:
             return [value]
-        if error is not None and self._watch is not None and not self._watch.is_echo(error):
-            self._watch.announce(error, comes=True)
+        watch = self._watch
+        assert watch is not None, "agreements are made inside watched()"
+        if error is not None and watch.verdict is None:
+            watch.announce(error, comes=True)
         mine = None if error is None else (type(error).__name__, str(error))
         try:
-            if self._watch is not None:
-                self._watch.meet()
+            watch.meet()
             everyone = gather_objects((value, mine), self.wait)
         except PeerError:
             self._reported = True
             if error is None:
                 raise
             _raise_again(error)
-        failures = {rank: failure for rank, (_, failure) in enumerate(everyone) if failure is not None}
+        failures = [(rank, *failure) for rank, (_, failure) in enumerate(everyone) if failure is not None]
         if not failures:
             return [value for value, _ in everyone]
         self._reported = True
         if error is not None:
             _raise_again(error)
-        if self._watch is not None and self._watch.verdict is not None:
-            raise self._watch.verdict.error()  # not that of a rank which only heard of it
-        rank, (kind, message) = next(iter(failures.items()))
-        raise peer_error(rank, kind, message)
+        watch.check()  # raises the error that began it, where rank 0 of `failures` may only have heard of it
+        raise peer_error(*failures[0])
 
     def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
         """Return on every rank if all have the same `what` and no rank brings an `error`; an agreement.
 
-        Args:
-            beside: what may differ between ranks.
-
         Returns:
-            Every rank's `beside`, in order of rank.
+            Every rank's `beside`, which may differ, in order of rank.
 
         Raises:
-            DisagreementError: on all ranks, if `what` is another on any.
+            DisagreementError: on all ranks, if `what` differs between ranks.
         """
-        found = self.all_gather((what, beside), error)
-        everyone = [each for each, _ in found]
-        for rank, other in enumerate(everyone):
-            if other != everyone[0]:
+        everyone = self.all_gather((what, beside), error)
+        expected = everyone[0][0]
+        for rank, (found, _) in enumerate(everyone):
+            if found != expected:
                 raise DisagreementError(
-                    f"rank {rank} differs from rank 0 in what it loads: {_shortened(other)} there, "
-                    f"{_shortened(everyone[0])} on rank 0. Nothing has been read. All ranks must load the same."
+                    f"rank {rank} differs from rank 0 in what it loads: {_shortened(found)} there, "
+                    f"{_shortened(expected)} on rank 0. Nothing has been read. All ranks must load the same."
                 )
-        return [each for _, each in found]
+        return [each for _, each in everyone]
 
     def broadcast(self, produce: Callable[[], T]) -> T:
         """Run `produce` on rank 0 and return what it returned there on every rank; an agreement as well."""
@@ -157,7 +150,7 @@ class Coordinator:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Bring an error inside, Ctrl-C too, to the next agreement, unless an agreement raised it; raise it again.
+        """Bring an error inside, Ctrl-C too, to an agreement, unless one has raised it; then raise it again.
 
         If another rank has died meanwhile, this rank still raises its own error.
         """
@@ -178,7 +171,7 @@ class Coordinator:
     def watched(self, occasion: Occasion = LOAD, subject: str = "") -> Iterator[None]:
         """Inside, all ranks are there and watch each other: agreements and :meth:`wait` raise if one dies.
 
-        A rank that leaves it with an error that was not agreed upon says so.
+        If an error that the other ranks do not know of leaves the context, they are told that this rank has given up.
 
         Args:
             occasion: what the ranks come together for.
@@ -192,39 +185,33 @@ class Coordinator:
         if self.is_alone:
             yield
             return
-        # Collectives of two loads must not mix. Where this one need not be among them, it does not wait.
+        # Collectives of two loads must not mix. A load that ranks may make alone does not wait for the other one.
         if not _turn.acquire(blocking=not occasion.is_optional):
             raise Apart("another thread of this process loads or saves")
         try:
-            self._watch = self._arrive(occasion, subject)
+            presence = Presence.in_default_group()
+            arrival = Round(presence, occasion, subject)
+            watch = Watch(presence, arrival.key)
+            with watch.naming_lost_store():  # rank 0, which may hold the store, leaves when it hears of a death
+                try:
+                    arrival.gather(watch)
+                except BaseException:
+                    watch.close()
+                    raise
+            self._watch = watch
             try:
                 yield
             except BaseException as error:
                 if not self._reported:
-                    self._watch.announce(error, comes=False)
+                    watch.announce(error, comes=False)
                 raise
             finally:
-                watch, self._watch = self._watch, None
+                self._watch = None
                 watch.close()
         finally:
             _turn.release()
 
-    def _arrive(self, occasion: Occasion, subject: str) -> Watch:
-        with _naming_lost_store():
-            presence = Presence.in_default_group()
-            arrival = Round(presence, occasion, subject)
-            watch = Watch(presence, arrival.key)
-            try:
-                arrival.gather(watch)
-            except BaseException as error:
-                watch.close()
-                heard = watch.verdict
-                if isinstance(error, dist.DistError) and heard is not None and heard.is_dead:
-                    raise heard.error() from error  # rank 0, which holds the store, heard of it too and has left
-                raise
-            return watch
-
-    def set_timeout(self, seconds: float = PEER_TIMEOUT_S) -> None:
+    def set_timeout(self, seconds: float) -> None:
         """Set after how many seconds without a heartbeat a rank counts as dead."""
         if self._watch is not None:
             self._watch.timeout_s = seconds
@@ -245,13 +232,11 @@ class Coordinator:
             PeerError: a rank is dead, or the connection to it is lost.
         """
         with self.naming_dead_rank():
-            began = time.monotonic()
-            while self._watch is not None and not work.is_completed():
-                verdict = self._watch.verdict
-                if verdict is not None and verdict.is_dead:
-                    raise verdict.error()
-                # Notices the end late by a tenth of the wait at most.
-                time.sleep(min(0.005, 0.00005 + (time.monotonic() - began) / 10))
+            if self._watch is not None:
+                for _ in pauses(0.005, share=0.1):
+                    if work.is_completed():
+                        break
+                    self._watch.check(dead_only=True)
             work.wait()
 
     @contextmanager
@@ -262,7 +247,8 @@ class Coordinator:
         except PeerError:
             raise
         except RuntimeError as error:
-            if not _is_of_connection(error):
+            is_of_connection = isinstance(error, dist.DistError)
+            if not is_of_connection and not any(word in str(error) for word in ("gloo", "NCCL", "Connection")):
                 raise
             verdict = None if self._watch is None else self._watch.wait_for_verdict()
             if verdict is not None:
@@ -271,7 +257,7 @@ class Coordinator:
 
 
 def _raise_again(error: BaseException) -> NoReturn:
-    """Raise `error` with the cause and the context that it has: ``raise`` alone puts in what is handled by now."""
+    """Raise `error` with its own cause and context, which ``raise`` alone replaces by what is being handled now."""
     cause, context, leaves_out_context = error.__cause__, error.__context__, error.__suppress_context__
     try:
         raise error
@@ -280,14 +266,9 @@ def _raise_again(error: BaseException) -> NoReturn:
         error.__suppress_context__ = leaves_out_context
 
 
-def _is_of_connection(error: RuntimeError) -> bool:
-    """Whether a collective failed, and not what surrounds it."""
-    return isinstance(error, dist.DistError) or any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
-
-
 @contextmanager
 def expected_at(occasion: Occasion) -> Iterator[None]:
-    """Around what a rank does before, and while, it comes together with the others: they wait for it.
+    """Around what a rank does until it comes together with the others, who wait for it, and while it does so.
 
     If it fails before it gets there, they are told, and do not wait.
     """
@@ -295,29 +276,18 @@ def expected_at(occasion: Occasion) -> Iterator[None]:
         yield
         return
     presence = Presence.in_default_group()
-    before = presence.rounds.get(occasion.name, 0)
+    before = presence.rounds[occasion.name]
     try:
         yield
     except BaseException as error:
-        if presence.rounds.get(occasion.name, 0) == before:
-            with suppress(RuntimeError):  # the store is lost
+        if presence.rounds[occasion.name] == before:
+            with suppress(PeerError):  # the store is lost
                 Round(presence, occasion).call_off(error)
         raise
 
 
 _turn = threading.RLock()
 """Held by the thread whose load or save uses the process group."""
-
-
-@contextmanager
-def _naming_lost_store() -> Iterator[None]:
-    """Turns an error of the store into one that says who held it."""
-    try:
-        yield
-    except dist.DistError as error:
-        presence = Presence.in_default_group()
-        presence.is_lost = True
-        raise PeerError(why_store_is_lost(presence.holds_store)) from error
 
 
 def _shortened(what: object) -> str:

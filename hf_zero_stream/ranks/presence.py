@@ -1,22 +1,20 @@
-"""Who the ranks of a process group are, and whether their processes are still there: also between loads and saves.
+"""Who the ranks of a process group are, and whether their processes still exist, also between loads and saves.
 
-At its first contact (:func:`make_contact`) a rank writes where it runs into the key-value store of torch's default
-process group. From then on others can tell that its process is gone: those of its host look at the process, others
-ask the kernel of its host (see :mod:`.pulse`). Neither needs the process to do anything, so one in which
-something holds Python's lock, or that is stopped, is not taken for dead.
+At its first contact (:func:`make_contact`) a rank writes where it runs into the store of torch's default process
+group. From then on the others can tell that its process is gone: ranks of its host look at the process, ranks of other
+hosts ask the kernel of its host (see :mod:`.pulse`). Neither needs the process to do anything, so a process that is
+stopped, or in which something holds Python's lock, is not taken for dead.
 """
 
 from __future__ import annotations
 
-import json
 import multiprocessing.util
 import socket
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -25,59 +23,48 @@ from ..errors import PeerError
 from ..versions import refuse_unknown_version
 from .launchers import agent_holds_store, announced_local_rank, announced_local_size
 from .pulse import Line, Listener
+from .store import PREFIX, SharedStore, pauses
 from .topology import Location, Topology
 
 
-__all__ = ["PREFIX", "STORE_TIMEOUT_S", "Presence", "is_alone", "make_contact", "why_store_is_lost"]
+__all__ = ["Presence", "is_alone", "make_contact"]
 
 _RELIED_ON = ((distributed_c10d, "_get_default_store"), (dist.Store, "clone"))
 refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])
-
-PREFIX = "hf_zero_stream"
-"""What all our keys in the store begin with."""
-
-STORE_TIMEOUT_S = 20.0
-"""How long the store may take to answer; afterwards it counts as lost."""
 
 
 class Presence:
     """This process among the ranks of a process group.
 
     Args:
-        store: a store that all ranks use; a connection of its own is opened to it, and stays open.
+        store: the group's store; this class opens a connection of its own to it, which stays open.
         rank: this rank.
         world_size: number of ranks.
         holds_store: whether rank 0's process holds the store, so that both end together.
+
+    Raises:
+        PeerError: the store does not answer.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, holds_store: bool) -> None:
-        # On the connection that is open: to a server that is gone, a new one would be tried for long.
-        store.check([self._key(rank)])
+        self.store = SharedStore(store, ends_with_rank_0=holds_store)
         self.rank = rank
         self.world_size = world_size
-        self.holds_store = holds_store
         self.group_timeout_s = store.timeout.total_seconds()
-        # Those of an earlier presence with the same store go on: the other ranks count on.
-        self.rounds, self.passed = _meetings.setdefault(store, ({}, defaultdict(list)))
-        """For each occasion to meet, the number of this rank's next round (see :mod:`.rendezvous`); and
-        keys of earlier meetings of a kind, which can go once everybody has come to a later one."""
+        self.rounds: defaultdict[str, int] = defaultdict(int)
+        """The number of this rank's next round of each occasion (see :mod:`.rendezvous`)."""
+        self.passed: defaultdict[str, list[str]] = defaultdict(list)
+        """The keys of earlier rounds of each occasion, until all ranks have come to a later one."""
         self.last_was_apart = False
         """Whether ranks did not all come the last time that they might share a load."""
-        self.is_lost = False
-        """Whether the store did not answer."""
-        self.lock = threading.Lock()
-        """Held while :attr:`store` is used."""
-        self._of = weakref.ref(store)
-        self._written: set[str] = set()
+        self._group_store = weakref.ref(store)
         self._locations: dict[int, Location] = {}
         self._lines: dict[int, Line] = {}
         self._topology: Topology | None = None
         host, port = _server_of(store)
         self._listener = Listener(host)
         self.location = Location.here(self._listener.address, self._listener.port)
-        self.store = store.clone()
-        self.store.set_timeout(timedelta(seconds=STORE_TIMEOUT_S))
-        self.store.set(self._key(rank), json.dumps(self.location))
+        self.store.set(self._key(rank), self.location)
         self._finalizer = multiprocessing.util.Finalize(None, self._say_end, args=(host, port), exitpriority=10)
 
     @classmethod
@@ -85,24 +72,25 @@ class Presence:
         """That of this process in torch's default process group, made at the first call.
 
         Raises:
-            PeerError: the store does not answer any more.
+            PeerError: the store does not answer.
         """
         global _current
-        store = distributed_c10d._get_default_store()
+        group_store = distributed_c10d._get_default_store()
         with _making:
-            if _current is None or _current._of() is not store or _current.is_lost:
-                if _current is not None:
-                    _current.close()
-                holds_store = not agent_holds_store()
-                try:
-                    _current = cls(store, dist.get_rank(), dist.get_world_size(), holds_store=holds_store)
-                except RuntimeError as error:
-                    _current = None
-                    raise PeerError(why_store_is_lost(holds_store)) from error
+            if _current is not None and _current._group_store() is not group_store:
+                _current.close()
+                _current = None
+            if _current is None:
+                rank, world_size = dist.get_rank(), dist.get_world_size()
+                _current = cls(group_store, rank, world_size, holds_store=not agent_holds_store())
+            elif _current.store.is_lost:  # it may answer again; the other ranks still count this one's rounds
+                store = SharedStore(group_store, ends_with_rank_0=_current.store.ends_with_rank_0)
+                store.set(_current._key(_current.rank), _current.location)
+                _current.store = store
             return _current
 
     def close(self) -> None:
-        """Give back sockets; others can no longer tell from them whether this process lives."""
+        """Close the sockets; others can no longer tell from them whether this process lives."""
         self._finalizer.cancel()
         self._listener.close()
         for line in self._lines.values():
@@ -120,7 +108,7 @@ class Presence:
         return self._topology
 
     def neighbours(self) -> list[int]:
-        """Other ranks of this host, as far as that is known: before the first meeting, what the launcher says."""
+        """The other ranks of this host; before the first meeting, those that the launcher announces."""
         if self._topology is not None:
             found: Sequence[int] = self._topology.ranks_of_host
         else:
@@ -133,7 +121,7 @@ class Presence:
         self._listener.accept()
 
     def is_alive(self, rank: int) -> bool | None:
-        """Whether the process of `rank` exists; None if that is not known. Does not wait for it."""
+        """Whether the process of `rank` exists, without waiting; None if that is not known."""
         self._read_locations([rank])
         location = self._locations.get(rank)
         if location is None:
@@ -149,28 +137,20 @@ class Presence:
 
     def end_of(self, rank: int) -> tuple[str, bool]:
         """What to say of `rank`, whose process is gone, and whether it ended by itself."""
-        text = self.read([self._key(rank)])[0]
-        location = Location(*json.loads(text)) if text else self._locations[rank]
-        how = "ended" if location.has_ended else "died"
-        return f"has {how} (process {location.pid} on {location.host.partition(' ')[0]} is gone)", location.has_ended
+        written = self.store.get(self._key(rank))
+        location = Location(*written) if written else self._locations[rank]
+        verb = "ended" if location.has_ended else "died"
+        return f"has {verb} (process {location.pid} on {location.host.partition(' ')[0]} is gone)", location.has_ended
 
-    def read(self, keys: Sequence[str]) -> list[str]:
-        """The values of `keys` in the store; empty for those that are not there."""
-        with self.lock:
-            self._written |= {key for key in keys if key not in self._written and self.store.check([key])}
-            there = [key for key in keys if key in self._written]
-            if there and self.store.has_extended_api():
-                values = self.store.multi_get(there)
-            else:
-                values = [self.store.get(key) for key in there]
-        found = dict(zip(there, values, strict=True))
-        return [found[key].decode() if key in found else "" for key in keys]
+    def polling(self) -> Iterator[float]:
+        """:func:`pauses` in which to ask the store for news: all ranks together ask 10,000 times a second."""
+        return pauses(max(0.02, self.world_size / 10_000))
 
     def _read_locations(self, ranks: Sequence[int]) -> None:
         unknown = [rank for rank in ranks if rank not in self._locations]
-        for rank, text in zip(unknown, self.read([self._key(rank) for rank in unknown]), strict=True):
-            if text:
-                self._locations[rank] = Location(*json.loads(text))
+        for rank, written in zip(unknown, self.store.get_many([self._key(rank) for rank in unknown]), strict=True):
+            if written:
+                self._locations[rank] = Location(*written)
 
     def _key(self, rank: int) -> str:
         return f"{PREFIX}/location/{rank}"
@@ -178,18 +158,16 @@ class Presence:
     # ------------------------------------------------------------------------------------------- the end
 
     def _say_end(self, host: str, port: int) -> None:
-        """This process ends by itself; where the store has ended already, torch would print a stack for a try."""
-        if self.is_lost or (self.holds_store and self.rank == 0):
+        """Tell the others, when the interpreter exits, that this process ended by itself."""
+        if self.store.ends_with_rank_0 and self.rank == 0:
             return
-        with suppress(OSError, RuntimeError):
-            if port:
+        with suppress(OSError, PeerError):
+            if port and not self.store.is_lost:  # if the store has ended, its client would print a stack
                 socket.create_connection((host, port), 0.5).close()
-            self.store.set(self._key(self.rank), json.dumps(self.location._replace(has_ended=True)))
+            self.store.set(self._key(self.rank), self.location._replace(has_ended=True))
 
 
 _current: Presence | None = None
-_Meetings = tuple[dict[str, int], defaultdict[str, list[str]]]
-_meetings: weakref.WeakKeyDictionary[dist.Store, _Meetings] = weakref.WeakKeyDictionary()
 _making = threading.Lock()
 
 
@@ -204,22 +182,14 @@ def is_alone() -> bool:
 
 
 def make_contact() -> None:
-    """Let others know of this process, if there is a process group; costs nothing the second time."""
+    """Tell the other ranks where this process runs, if there is a process group; the second time does nothing."""
     if not is_alone():
-        with suppress(PeerError):  # whoever needs the others will be told
+        with suppress(PeerError):  # a load or save that needs the other ranks will raise it
             Presence.in_default_group()
 
 
-def why_store_is_lost(holds_store: bool) -> str:
-    """What it means if the store does not answer."""
-    if holds_store:
-        what = "rank 0 has died or ended (the store in its process does not answer), so this rank gives up too."
-        return f"{what} Look into that rank's log, and start all ranks anew."
-    return "The launcher's key-value store does not answer any more; start all ranks anew."
-
-
 def _server_of(store: dist.Store) -> tuple[str, int]:
-    """Where the server of a TCP store is; this host's own name and 0 for other stores."""
+    """Host and port of the server of a TCP store; this host's own name and 0 for other stores."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", socket.gethostname()), getattr(store, "port", 0)

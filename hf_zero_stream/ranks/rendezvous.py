@@ -1,25 +1,24 @@
-"""Where ranks come together for a load or a save, or find that they do not: decided in one place, for all alike.
+"""Where ranks come together for a load or a save, or find that they do not, by one decision that holds for all.
 
-Each *occasion* (a load, a save) has rounds with numbers, and each round one decision in the store, which the first to
-make it makes by a single ``compare_set``: *together*, by the last of all ranks to arrive; *apart*, by one that has
-waited long enough; *failed*, by one that comes with an error. So no rank can believe to be alone while another
-believes that it is there. A rank arrives in the first round that is not over: whatever happened before, those who
-arrive next meet.
+Each *occasion* (a load, a save) has numbered rounds. A round ends with one decision in the store, which the first rank
+makes that can: *together*, the last of all ranks to arrive; *apart*, one that has waited long enough; *failed*, one
+that comes with an error. The store keeps the first decision only, so no rank can believe that it is alone while
+another believes that the two are together. A rank arrives in the first round that is not decided: whatever happened
+before, the ranks that arrive next meet.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from ..errors import HfZeroStreamError, PeerError, SaveError
-from .liveness import VERDICT_KEYS, Watch, peer_error
-from .presence import PREFIX, Presence
+from . import liveness
+from .liveness import Watch, peer_error
+from .presence import Presence
+from .store import PREFIX
 
 
 __all__ = ["LOAD", "SAVE", "SHARED_LOAD", "Apart", "Occasion", "Round"]
@@ -34,20 +33,20 @@ one alone) lose this much once.
 """
 
 SHORT_PATIENCE_S = 0.5
-"""The same, from the first time that not all came to the next that all do."""
+"""The same, after a time that not all ranks came, until all come again."""
 
 FAILURE_HOLDS_S = 60.0
-"""How long ranks that are late are told of an error; after that, they come for something else."""
+"""How long ranks that come late are told of an error; after that, they come for something else."""
 
-_KEYS = ("count", "decision", "subject")
-"""What a round has in the store, apart from verdicts."""
+_KEYS = ("count", "decision", "subject", *liveness.KEYS)
+"""What a round may have in the store."""
 
 REMINDER_S = 30.0
-"""After so long, a rank that waits says for whom."""
+"""After so long, a rank that waits logs which ranks it waits for."""
 
 
 class Apart(Exception):  # noqa: N818 - not an error
-    """Ranks do not come together where they need not; says why."""
+    """Ranks do not come together, and need not; says why."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Occasion:
     """What ranks come together for.
 
     Attributes:
-        name: of its keys in the store.
+        name: part of its keys in the store.
         purpose: completes "ranks came to ...".
         advice: what to do if not all ranks come.
         patience_s: how long a rank waits for the others; None: as long as the process group's time-out.
@@ -72,7 +71,7 @@ class Occasion:
 
 
 LOAD = Occasion("load", "load", "All ranks must make the same load.")
-"""What no rank can do without the others."""
+"""A load under ZeRO-3, which no rank can make without the others."""
 
 SAVE = Occasion(
     "save",
@@ -81,16 +80,17 @@ SAVE = Occasion(
     "`if accelerator.is_main_process:` and the like.",
     error=SaveError,
 )
-"""What no rank can do without the others; one that saves alone must hear of it, and not wait in a collective."""
+"""A save, which no rank can make without the others; one that saves alone gets an error instead of waiting forever."""
 
 SHARED_LOAD = Occasion("shared", "share the load", "", SHARING_PATIENCE_S, is_optional=True)
-"""What each rank can do alone."""
+"""A load that ranks share outside ZeRO-3, and that each can make alone."""
 
 
 class _Decision(NamedTuple):
-    """What became of a round, "together", "apart" or "failed", and why; of a failure the rank, its error, and when."""
+    """How a round ended, and why; of a failure also the rank, the class of its error, and when."""
 
-    what: str
+    outcome: str
+    """``"together"``, ``"apart"`` or ``"failed"``."""
     why: str = ""
     rank: int = -1
     kind: str = ""
@@ -98,7 +98,7 @@ class _Decision(NamedTuple):
 
     @property
     def is_fresh_failure(self) -> bool:
-        return self.what == "failed" and abs(time.time() - self.when) < FAILURE_HOLDS_S
+        return self.outcome == "failed" and abs(time.time() - self.when) < FAILURE_HOLDS_S
 
 
 class Round:
@@ -106,43 +106,42 @@ class Round:
 
     Args:
         presence: this rank among the others.
-        occasion: what for.
+        occasion: what the ranks come together for.
         subject: what this rank would share.
     """
 
     def __init__(self, presence: Presence, occasion: Occasion, subject: str = "") -> None:
         self._presence = presence
+        self._store = presence.store
         self._occasion = occasion
-        self._subject = subject
-        number = presence.rounds.get(occasion.name, 0)
-        while not self._arrives(number):
+        number = presence.rounds[occasion.name]
+        while not self._arrive(f"{PREFIX}/{occasion.name}/{number}", subject):
             number += 1
         presence.rounds[occasion.name] = number + 1
 
-    def _arrives(self, number: int) -> bool:
-        presence = self._presence
-        self.key = f"{PREFIX}/{self._occasion.name}/{number}"
+    def _arrive(self, key: str, subject: str) -> bool:
+        """Whether the round is not over, so that this rank counts in it."""
+        self.key = key
         """What all keys of this round begin with."""
         decision = self._decision()
         if decision is not None and not decision.is_fresh_failure:
-            presence.last_was_apart |= self._occasion.is_optional
+            self._presence.last_was_apart |= self._occasion.is_optional
             return False
-        if self._subject:  # before this rank is counted: the last one to be counted decides that all go together
-            with presence.lock:
-                first = presence.store.compare_set(f"{self.key}/subject", "", self._subject).decode()
-            if first != self._subject:
-                self._decide(_Decision("apart", f"ranks load different models ({first}; {self._subject})"))
-        with presence.lock:
-            count = presence.store.add(f"{self.key}/count", 1)
-        self._is_last = count == presence.world_size
-        return count <= presence.world_size  # more: keys of an earlier process group with the same store
+        if subject:  # before this rank is counted: the last one to be counted decides that all go together
+            first = self._store.set_first(f"{key}/subject", subject)
+            if first != subject:
+                self._decide(_Decision("apart", f"ranks load different models ({first}; {subject})"))
+        count = self._store.add(f"{key}/count", 1)
+        self._is_last = count == self._presence.world_size
+        return count <= self._presence.world_size  # more: keys of an earlier process group with the same store
 
     def call_off(self, error: BaseException) -> None:
-        """This rank comes with an error, or will not come."""
+        """Decide that the ranks do not come together, because this one fails with `error`."""
+        rank = self._presence.rank
         if self._occasion.is_optional:
-            self._decide(_Decision("apart", f"rank {self._presence.rank} does not load"))
+            self._decide(_Decision("apart", f"rank {rank} does not load"))
         else:
-            self._decide(_Decision("failed", str(error), self._presence.rank, type(error).__name__, time.time()))
+            self._decide(_Decision("failed", str(error), rank, type(error).__name__, time.time()))
 
     def gather(self, watch: Watch) -> None:
         """Return once all ranks are here.
@@ -157,78 +156,60 @@ class Round:
         """
         try:
             decision = self._decide(_Decision("together")) if self._is_last else self._wait(watch)
-        except (HfZeroStreamError, dist.DistError):
+        except HfZeroStreamError:
             raise
         except BaseException as error:  # Ctrl-C
             self.call_off(error)
             raise
-        earlier = self._presence.passed[self._occasion.name]
-        if self._occasion.is_optional:
-            self._presence.last_was_apart = decision.what != "together"
-        if decision.what == "together":
-            self._forget(earlier)
-        earlier.append(self.key)
-        if decision.what == "failed":
+        is_optional, passed = self._occasion.is_optional, self._presence.passed[self._occasion.name]
+        if is_optional:
+            self._presence.last_was_apart = decision.outcome != "together"
+        if decision.outcome == "together":
+            # No rank looks at earlier rounds any more. The last rank to come deletes their keys; if rounds went before
+            # in which ranks were missing, perhaps this last one, each rank deletes those that it has passed.
+            if self._is_last or len(passed) > 1:
+                self._store.delete(f"{key}/{name}" for key in passed for name in _KEYS)
+            passed.clear()
+        passed.append(self.key)
+        if decision.outcome == "failed":
             raise peer_error(decision.rank, decision.kind, decision.why)
-        if decision.what == "apart":
-            raise Apart(decision.why) if self._occasion.is_optional else self._occasion.error(decision.why)
+        if decision.outcome == "apart":
+            raise Apart(decision.why) if is_optional else self._occasion.error(decision.why)
 
     def _wait(self, watch: Watch) -> _Decision:
-        began = time.monotonic()
-        patience_s, remind_s, pause = self._patience_s(), REMINDER_S, 0.0001
-        longest = max(0.02, self._presence.world_size / 10_000)  # all ranks together ask 10,000 times a second
-        while True:
+        patience_s, reminder_s = self._patience_s(), REMINDER_S
+        for waited_s in self._presence.polling():
             decision = self._decision()
             if decision is not None:
                 return decision
-            if watch.verdict is not None and watch.verdict.is_dead:
-                if self._occasion.is_optional and watch.verdict.kind == "Ended":
-                    return self._decide(_Decision("apart", watch.verdict.message.partition(",")[0]))
-                raise watch.verdict.error()
-            waited_s = time.monotonic() - began
+            verdict = watch.verdict
+            if self._occasion.is_optional and verdict is not None and verdict.kind == "Ended":
+                return self._decide(_Decision("apart", verdict.message.partition(",")[0]))
+            watch.check(dead_only=True)
             if waited_s > patience_s:
-                return self._decide(_Decision("apart", self._not_all(watch, patience_s)))
-            if waited_s > remind_s:
-                self._remind(watch.absent(), waited_s)
-                remind_s *= 4
-            time.sleep(pause)
-            pause = min(longest, pause * 1.5)
+                break
+            if waited_s > reminder_s:
+                absent = watch.absent()
+                if set(absent).issuperset(range(self._presence.rank)):  # the first rank that is here says it for all
+                    logger.warning(f"Waiting since {waited_s:.0f} s for {_ranks(absent)} to {self._occasion.purpose}.")
+                reminder_s *= 4
+        absent, world_size = watch.absent(), self._presence.world_size
+        came = f"{world_size - len(absent)} of {world_size} ranks came to {self._occasion.purpose}"
+        why = f"Only {came} within {patience_s:g} seconds; {_ranks(absent)} did not. {self._occasion.advice}"
+        return self._decide(_Decision("apart", why.strip()))
 
     def _patience_s(self) -> float:
         if self._occasion.is_optional and self._presence.last_was_apart:
             return SHORT_PATIENCE_S
         return self._occasion.patience_s or self._presence.group_timeout_s
 
-    def _remind(self, absent: list[int], waited_s: float) -> None:
-        """Say who is waited for; one rank says it for all."""
-        if all(rank in absent for rank in range(self._presence.rank)):
-            logger.warning(f"Waiting since {waited_s:.0f} s for {_ranks(absent)} to {self._occasion.purpose}.")
-
-    def _not_all(self, watch: Watch, patience_s: float) -> str:
-        absent, all_of_them = watch.absent(), self._presence.world_size
-        came = f"{all_of_them - len(absent)} of {all_of_them} ranks came to {self._occasion.purpose}"
-        why = f"Only {came} within {patience_s:g} seconds; {_ranks(absent)} did not."
-        return f"{why} {self._occasion.advice}".strip()
-
     def _decision(self) -> _Decision | None:
-        with self._presence.lock:
-            store = self._presence.store
-            text = store.get(f"{self.key}/decision") if store.check([f"{self.key}/decision"]) else b""
-        return _Decision(*json.loads(text)) if text else None
+        written = self._store.get(f"{self.key}/decision")
+        return _Decision(*written) if written else None
 
     def _decide(self, decision: _Decision) -> _Decision:
         """Make `decision`; returns the one that was made first."""
-        with self._presence.lock:
-            text = self._presence.store.compare_set(f"{self.key}/decision", "", json.dumps(decision))
-        return _Decision(*json.loads(text))
-
-    def _forget(self, earlier: list[str]) -> None:
-        """All ranks are here, so none looks at earlier rounds any more. Where all were, one of them cleans up."""
-        if self._is_last or len(earlier) > 1:
-            with self._presence.lock:
-                for key in [f"{of_round}/{name}" for of_round in earlier for name in (*_KEYS, *VERDICT_KEYS)]:
-                    self._presence.store.delete_key(key)
-        earlier.clear()
+        return _Decision(*self._store.set_first(f"{self.key}/decision", decision))
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,0 +1,116 @@
+"""The key-value store of torch's default process group, which ranks use besides their collectives."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from ..errors import PeerError
+
+
+__all__ = ["PREFIX", "TIMEOUT_S", "SharedStore", "pauses"]
+
+PREFIX = "hf_zero_stream"
+"""What all our keys in the store begin with."""
+
+TIMEOUT_S = 20.0
+"""How long the store may take to answer; afterwards it counts as lost."""
+
+
+class SharedStore:
+    """A connection of our own to the store, for any thread. Values are written as JSON.
+
+    A method that gets no answer raises :class:`PeerError`. The store is lost then: later calls raise at once.
+
+    Args:
+        store: the process group's connection.
+        ends_with_rank_0: whether rank 0's process holds the store.
+    """
+
+    def __init__(self, store: dist.Store, *, ends_with_rank_0: bool) -> None:
+        self.ends_with_rank_0 = ends_with_rank_0
+        self.is_lost = False
+        self._lock = threading.Lock()
+        self._written: set[str] = set()
+        with self._answering():
+            # Ask on the open connection first: torch would try long to open one to a server that is gone.
+            store.check([PREFIX])
+            self._store = store.clone()
+            self._store.set_timeout(timedelta(seconds=TIMEOUT_S))
+
+    def set(self, key: str, value: Any) -> None:
+        """Write `value`, over what is there."""
+        with self._answering():
+            self._store.set(key, json.dumps(value))
+
+    def set_first(self, key: str, value: Any) -> Any:
+        """Write `value` if no rank has written `key` yet; returns what is there now."""
+        with self._answering():
+            return json.loads(self._store.compare_set(key, "", json.dumps(value)))
+
+    def get(self, key: str) -> Any:
+        """The value of `key`; None if it is not there."""
+        with self._answering():
+            return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def get_many(self, keys: Sequence[str]) -> list[Any]:
+        """The values of `keys`, None for those that are not there; only for keys that nobody deletes."""
+        with self._answering():
+            self._written |= {key for key in keys if key not in self._written and self._store.check([key])}
+            there = [key for key in keys if key in self._written]
+            if there and self._store.has_extended_api():
+                texts = self._store.multi_get(there)
+            else:
+                texts = [self._store.get(key) for key in there]
+        found = {key: json.loads(text) for key, text in zip(there, texts, strict=True)}
+        return [found.get(key) for key in keys]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add `amount` to a counter, which begins at 0; returns the sum."""
+        with self._answering():
+            return self._store.add(key, amount)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete `keys`, as far as they are there."""
+        with self._answering():
+            for key in keys:
+                self._store.delete_key(key)
+
+    def why_lost(self) -> str:
+        """What it means that the store does not answer."""
+        if self.ends_with_rank_0:
+            what = "rank 0 has died or ended (the store in its process does not answer), so this rank gives up too."
+            return f"{what} Look into that rank's log, and start all ranks anew."
+        return "The launcher's key-value store does not answer any more; start all ranks anew."
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        with self._lock:
+            if self.is_lost:
+                raise PeerError(self.why_lost())
+            try:
+                yield
+            except RuntimeError as error:
+                self.is_lost = True
+                raise PeerError(self.why_lost()) from error
+
+
+def pauses(longest_s: float, share: float = 0.5) -> Iterator[float]:
+    """Yield the seconds waited so far, at once and then after pauses that grow.
+
+    Args:
+        longest_s: bound of a pause.
+        share: length of a pause as a share of the wait before it: so much later than necessary a wait may end.
+    """
+    began = time.monotonic()
+    while True:
+        waited_s = time.monotonic() - began
+        yield waited_s
+        time.sleep(min(longest_s, 0.00005 + waited_s * share))
