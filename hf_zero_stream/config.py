@@ -9,15 +9,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal, get_args, get_type_hints
 
 from .errors import ConfigError
 
 
 __all__ = [
     "CHUNK_ALIAS",
-    "ENVIRONMENT_PREFIX",
-    "SECTION",
     "WRITERS",
     "StreamingConfig",
     "adopt_alias",
@@ -36,17 +34,11 @@ ENVIRONMENT_PREFIX = "HF_ZERO_STREAM_"
 CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 """DeepSpeed's own name for `chunk_bytes`, in elements (DeepSpeed PR #8103)."""
 
-READERS = ("all", "rank0", "local_rank0")
-"""Values of `read_from`."""
+WriteFrom = Literal["auto", "all", "rank0"]
+WRITERS: tuple[str, ...] = get_args(WriteFrom)
 
-REPLICAS = ("cpu", "device")
-"""Values of `replicas_on`."""
-
-WRITERS = ("auto", "all", "rank0")
-"""Values of `write_from`."""
-
-VERIFICATIONS = ("off", "sizes", "sample", "full")
-"""Values of `verify`."""
+_AT_LEAST_ONE = ("chunk_bytes", "staging_bytes", "peer_timeout_s")
+"""Numbers that must not be 0; the others may, and none may be negative."""
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -60,9 +52,9 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 class StreamingConfig:
     """How a streaming load or save uses memory, disks, threads and the terminal.
 
-    None of the settings changes what is loaded, only how, and what `strict` refuses. Every rank may have its own, but
-    for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify` and, where ranks share the reading,
-    `staging_bytes`.
+    None of the settings changes what is loaded, only how, and what `strict` refuses. Each rank may have its own
+    settings, except for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify` and, where ranks share the
+    reading, `staging_bytes`.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -74,20 +66,19 @@ class StreamingConfig:
     request_bytes: int = 0
     """Largest single positional read, in bytes; a longer span is split, so that several threads share it.
 
-    0 chooses 2 MiB from a local disk, 4 MiB over a network and 8 MiB with `direct_io`.
+    0: 2 MiB from a local disk, 4 MiB over a network, 8 MiB with `direct_io`.
     """
 
     reader_threads: int = 0
-    """Threads that read, per rank; 0 chooses.
+    """Threads that read, per rank; each has a staging buffer, so `staging_bytes` bounds their number too.
 
-    From a local disk: the cores per local rank, 4 to 8. Over a network: 32 per host, 4 to 16 per rank. All of them
-    have staging buffers, so `staging_bytes` bounds their number too.
+    0: from a local disk the cores per local rank, 4 to 8; over a network 32 per host, 4 to 16 per rank.
     """
 
     seek_bytes: int = 4096
-    """Price of a seek, in bytes: a hole between two runs of up to so many bytes is read through, not skipped."""
+    """Price of a seek, in bytes: a hole of up to so many bytes between two runs is read through, not skipped."""
 
-    read_from: str = "all"
+    read_from: Literal["all", "rank0", "local_rank0"] = "all"
     """Which ranks read the shards: `"all"`; `"rank0"`, where other nodes cannot see them; `"local_rank0"`, one a node.
 
     The readers send every other rank just its own bytes, also those that planning needs. Every rank must still see
@@ -113,7 +104,7 @@ class StreamingConfig:
     alone, as transformers does, and says so. False leaves such loads to transformers.
     """
 
-    replicas_on: str = "cpu"
+    replicas_on: Literal["cpu", "device"] = "cpu"
     """Where a load that shares reads puts parameters: `"cpu"`, as stock, or `"device"`, on which this rank trains.
 
     On the device, parameters under a config of stage 1 or 2 lie in one buffer, which `deepspeed.initialize` takes over
@@ -127,14 +118,14 @@ class StreamingConfig:
     same for one call.
     """
 
-    verify: str = "sizes"
+    verify: Literal["off", "sizes", "sample", "full"] = "sizes"
     """What is checked beyond structure: `"off"`, `"sizes"`, `"sample"` or `"full"`.
 
     `"sizes"`: no shard changed while it was read; free. `"sample"`: besides, some chunks of every parameter are read
     again and compared with what was placed. `"full"`: all of them, which costs one more pass over this rank's bytes.
     """
 
-    write_from: str = "auto"
+    write_from: WriteFrom = "auto"
     """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the others send what they hold.
 
     `"auto"`: all, if all see the folder that rank 0 has made, and may write into it; else rank 0, so that the folder
@@ -164,31 +155,19 @@ class StreamingConfig:
     """Log the table of the load report once, at level INFO, on the main process."""
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for field in fields(self):
-            value = getattr(self, field.name)
-            expected = type(field.default)
+            name, value = field.name, getattr(self, field.name)
+            expected: type = type(field.default)
             # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
             if type(value) is not expected:
-                raise ConfigError(f"{field.name}: expected {expected.__name__}; got {value!r}")
-        for name, known in (
-            ("read_from", READERS),
-            ("replicas_on", REPLICAS),
-            ("verify", VERIFICATIONS),
-            ("write_from", WRITERS),
-        ):
-            if getattr(self, name) not in known:
-                raise ConfigError(f"{name}: expected one of {', '.join(known)}; got {getattr(self, name)!r}")
-        for name, minimum in (
-            ("chunk_bytes", 1),
-            ("staging_bytes", 1),
-            ("request_bytes", 0),
-            ("reader_threads", 0),
-            ("seek_bytes", 0),
-            ("read_retries", 0),
-            ("peer_timeout_s", 1),
-        ):
-            if getattr(self, name) < minimum:
-                raise ConfigError(f"{name}: expected at least {minimum}; got {getattr(self, name)}")
+                raise ConfigError(f"{name}: expected {expected.__name__}; got {value!r}")
+            choices = get_args(hints[name])
+            if choices and value not in choices:
+                raise ConfigError(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
+            minimum = 1 if name in _AT_LEAST_ONE else 0
+            if expected is int and value < minimum:
+                raise ConfigError(f"{name}: expected at least {minimum}; got {value}")
         if self.staging_bytes < self.request_bytes:
             raise ConfigError(
                 f"staging_bytes: expected at least request_bytes ({self.request_bytes}), because a request is staged "

@@ -38,7 +38,7 @@ def test_torch_s_launchers_come_before_those_around_them() -> None:
 @pytest.mark.parametrize(("hosts", "position", "first"), [("aabb", 1, 2), ("abab", 1, 1), ("abcd", 0, 3)])
 def test_however_ranks_are_numbered(hosts: str, position: int, first: int) -> None:
     found = Topology(hosts, "xxxy" if hosts == "abcd" else "xxxx", 3)
-    assert (found.position, found.ranks_of_host[0], found.is_first_of_host) == (position, first, position == 0)
+    assert (found.position, found.ranks_of_host[0]) == (position, first)
     assert found.sharing_cores == (1 if hosts == "abcd" else 4)
 
 

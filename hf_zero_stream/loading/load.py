@@ -130,7 +130,7 @@ class Load:
             return self._checkpoint.read_headers(files), self._checkpoint.samples(files) if there_are_copies else []
 
         def checked_index() -> CheckpointIndex:
-            reads_copy = folder != folders[0] or (self.coordinator.topology.is_first_of_host and not is_main)
+            reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
             if there_are_copies and reads_copy and self._checkpoint.reads_itself:
                 refuse_other_shards(files, *read(), headers, samples)
             return CheckpointIndex.from_headers(files, headers, weight_map)

@@ -1,14 +1,14 @@
-"""What launchers announce in environment variables: all of the variables that this package reads, in one place.
+"""What launchers announce: all of the environment variables that this package reads of them.
 
-Known are torchrun, accelerate, deepspeed, Open MPI, Hydra (MPICH and Intel MPI) and Slurm. Between ranks that can talk
-to each other nothing here counts: they ask each other where they run (see :mod:`.topology`).
+Known are torchrun, accelerate, deepspeed, Open MPI, Hydra (MPICH and Intel MPI) and Slurm. They only count for a rank
+that cannot ask the others where they run (see :mod:`.topology`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 
 __all__ = [
@@ -35,18 +35,18 @@ LOCAL_SIZES = (
 
 
 def announced_local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This rank's number on its host, as the launcher announces it; 0 if none does."""
-    return _first_number(LOCAL_RANKS, environ, 0)
+    """This rank's number on its host; 0 if no launcher announces it."""
+    return _number(LOCAL_RANKS, environ, 0)
 
 
 def announced_local_size(environ: Mapping[str, str] = os.environ) -> int:
-    """The number of ranks on this host, as the launcher announces it; 1 if none does."""
-    return _first_number(LOCAL_SIZES, environ, 1)
+    """The number of ranks on this host; 1 if no launcher announces it."""
+    return _number(LOCAL_SIZES, environ, 1)
 
 
-def agent_holds_store(environ: Mapping[str, str] = os.environ) -> bool:
+def agent_holds_store() -> bool:
     """Whether torchrun's agent, and not rank 0, holds the key-value store of the process group."""
-    return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def announces_zero3(environ: Mapping[str, str] = os.environ) -> bool:
@@ -59,7 +59,7 @@ def announces_zero3_init(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
 
 
-def _first_number(names: Sequence[str], environ: Mapping[str, str], default: int) -> int:
+def _number(names: tuple[str, ...], environ: Mapping[str, str], default: int) -> int:
     found = next((environ[name] for name in names if name in environ), "")
     match = re.match(r"\d+", found)  # Slurm may write "2(x3)"
     return int(match[0]) if match else default

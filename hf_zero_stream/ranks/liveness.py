@@ -68,10 +68,10 @@ def peer_error(rank: int, kind: str, message: str) -> HfZeroStreamError:
 
 
 class _Beat(NamedTuple):
-    """A heartbeat, as a rank writes it: its meeting, a running number, agreements that it came to, has it left."""
+    """A heartbeat: the rank's meeting, its clock, the agreements that it has come to, and whether it has left."""
 
     meeting: str
-    number: int
+    clock_s: float
     agreements: int
     has_left: bool
 
@@ -92,15 +92,14 @@ class Watch:
         self._presence = presence
         self._store = presence.store
         self._meeting = meeting
-        self._beats = 0
         self._agreements = 0
-        self._seen: dict[int, _Beat | None] = {}
-        self._still_s: dict[int, float] = {}
+        self._seen: dict[int, tuple[_Beat | None, float]] = {}
+        """Of each rank that this one looks at: its last heartbeat, and since how many seconds it has not moved."""
         self._looked = time.monotonic()
         self._believing = threading.Lock()
         self._stop = threading.Event()
         self._beat()
-        presence.accept_connections()
+        presence.listener.accept()
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-liveness", daemon=True)
         self._thread.start()
 
@@ -214,8 +213,7 @@ class Watch:
                 self._beat()
 
     def _beat(self, has_left: bool = False) -> None:
-        self._beats += 1
-        beat = _Beat(self._meeting, self._beats, self._agreements, has_left)
+        beat = _Beat(self._meeting, time.monotonic(), self._agreements, has_left)
         self._store.set(f"{PREFIX}/beat/{self._presence.rank}", beat)
 
     def _listen(self) -> None:
@@ -256,10 +254,11 @@ class Watch:
                 return _death_of(rank, seen, kind="Ended" if has_ended else "PeerError")
             # A rank that has not come to this meeting may come whenever it likes, unless its host answered for it
             # before, and does no longer.
-            is_quiet = beat == self._seen.get(rank) and (beat is not None or presence.has_answered(rank))
-            self._seen[rank] = beat
-            self._still_s[rank] = self._still_s.get(rank, 0.0) + passed_s if is_quiet and not is_alive else 0.0
-            if self._still_s[rank] > self.timeout_s:
+            last, still_s = self._seen.get(rank, (None, 0.0))
+            is_quiet = beat == last and (beat is not None or presence.has_answered(rank))
+            still_s = still_s + passed_s if is_quiet and not is_alive else 0.0
+            self._seen[rank] = beat, still_s
+            if still_s > self.timeout_s:
                 return _death_of(rank, f"gave no sign of life for {self.timeout_s:g} s")
         return None
 

@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from ..errors import PeerError
 from ..versions import refuse_unknown_version
-from .launchers import agent_holds_store, announced_local_rank, announced_local_size
+from .launchers import agent_holds_store
 from .pulse import Line, Listener
 from .store import PREFIX, SharedStore, pauses
 from .topology import Location, Topology
@@ -62,8 +62,8 @@ class Presence:
         self._lines: dict[int, Line] = {}
         self._topology: Topology | None = None
         host, port = _server_of(store)
-        self._listener = Listener(host)
-        self.location = Location.here(self._listener.address, self._listener.port)
+        self.listener = Listener(host)
+        self.location = Location.here(self.listener.address, self.listener.port)
         self.store.set(self._key(rank), self.location)
         self._finalizer = multiprocessing.util.Finalize(None, self._say_end, args=(host, port), exitpriority=10)
 
@@ -92,7 +92,7 @@ class Presence:
     def close(self) -> None:
         """Close the sockets; others can no longer tell from them whether this process lives."""
         self._finalizer.cancel()
-        self._listener.close()
+        self.listener.close()
         for line in self._lines.values():
             line.close()
 
@@ -109,16 +109,8 @@ class Presence:
 
     def neighbours(self) -> list[int]:
         """The other ranks of this host; before the first meeting, those that the launcher announces."""
-        if self._topology is not None:
-            found: Sequence[int] = self._topology.ranks_of_host
-        else:
-            first = self.rank - announced_local_rank()
-            found = range(first, first + announced_local_size())
-        return [rank for rank in found if rank != self.rank and 0 <= rank < self.world_size]
-
-    def accept_connections(self) -> None:
-        """Take the connections by which others ask for this process."""
-        self._listener.accept()
+        topology = self._topology or Topology.announced(self.rank, self.world_size)
+        return [rank for rank in topology.ranks_of_host if rank != self.rank]
 
     def is_alive(self, rank: int) -> bool | None:
         """Whether the process of `rank` exists, without waiting; None if that is not known."""

@@ -1,4 +1,4 @@
-"""A sign of life that needs nothing of the process but that it exists: its system answers on a listening socket.
+"""A sign of life for which a process only needs to exist: its kernel answers on a listening socket.
 
 A rank on another host cannot be looked at as a process, and its heartbeat stops when something holds Python's lock,
 as a slow ``dlopen`` does. But while the process exists, the kernel of its host accepts connections to a socket that it
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
 import weakref
 from contextlib import suppress
@@ -18,11 +17,11 @@ from contextlib import suppress
 __all__ = ["Line", "Listener"]
 
 BACKLOG = 4096
-"""Connections that the kernel holds for a process which does not take them, or fewer, as the kernel is configured."""
+"""Connections that the kernel holds until the process takes them, or fewer, as the kernel is configured."""
 
 
 class Listener:
-    """This process's socket. Children that are forked do not have it, or it would outlive the process.
+    """This process's socket. Forked children close it, or it would outlive the process.
 
     Args:
         towards: name or address of a host that other ranks reach too; the socket is bound to the interface that leads
@@ -58,47 +57,41 @@ class Listener:
 
 
 class Line:
-    """A connection to the listener of another rank's process.
-
-    Args:
-        address: where that listens.
-        port: the same.
-    """
+    """A connection to the listener of another rank's process, at `address` and `port`."""
 
     def __init__(self, address: str, port: int) -> None:
         self._address = (address, port)
         self._socket: socket.socket | None = None
-        self._dialled = 0
-        self._is_open = False
         self.was_open = False
-        """Whether it ever led to the process, so that silence means something: no firewall is in between."""
+        """Whether it ever led to the process: then no firewall is in between, and silence means something."""
 
     def is_alive(self) -> bool | None:
         """Whether the process exists, without waiting; None if that is not known now, or not yet."""
         if self._socket is None:
             self._dial()
             return None
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN | select.POLLOUT)
-        flags = next((flags for _, flags in poll.poll(0)), 0)
-        if flags & (select.POLLERR | select.POLLHUP | select.POLLIN):
-            failed_at_once = self._dialled not in (0, errno.EINPROGRESS)
-            error = self._dialled if failed_at_once else self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            self.was_open |= error in (0, errno.ECONNRESET, errno.EPIPE)
-            self.close()
-            if error == errno.ECONNREFUSED and self.was_open:
-                return False
-            self._dial()  # a connection may end for other reasons: what counts is whether there is a new one
+        error = self._socket.connect_ex(self._address)  # of a socket that connects already, how far it has come
+        if error in (errno.EINPROGRESS, errno.EALREADY):
             return None
-        if flags & select.POLLOUT:
-            self._is_open = self.was_open = True
-        return True if self._is_open else None
+        self.was_open |= error in (0, errno.EISCONN, errno.ECONNRESET, errno.EPIPE)
+        if error in (0, errno.EISCONN):
+            try:
+                self._socket.recv(1)
+            except BlockingIOError:
+                return True
+            except OSError:
+                pass  # the connection has been reset
+        self.close()
+        if error == errno.ECONNREFUSED and self.was_open:
+            return False
+        self._dial()  # a connection may end for other reasons: what counts is whether there is a new one
+        return None
 
     def close(self) -> None:
         """End the connection."""
         if self._socket is not None:
             self._socket.close()
-        self._socket, self._is_open = None, False
+        self._socket = None
 
     def _dial(self) -> None:
         with suppress(OSError):
@@ -110,7 +103,7 @@ class Line:
             for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4)):
                 if hasattr(socket, option):
                     self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-            self._dialled = self._socket.connect_ex(self._address)
+            self._socket.connect_ex(self._address)
 
 
 def _local_address(towards: str) -> tuple[int, str]:

@@ -2,8 +2,7 @@
 
 Launchers number ranks host by host or round-robin over hosts (``mpirun --map-by node``, cyclic ``srun``), and some
 tell a rank nothing about the others of its host. So each rank says where it runs (:class:`Location`), once per process
-group, and every rank derives the same from it (:class:`Topology`). What must be
-known without a process group is what launchers announce (see :mod:`.launchers`).
+group, and every rank derives the same :class:`Topology` from that.
 """
 
 from __future__ import annotations
@@ -23,29 +22,24 @@ __all__ = ["Location", "Topology"]
 class Location(NamedTuple):
     """Where a rank runs.
 
-    Three notions of "the same host" are kept apart, because containers part them: two containers on one machine share
-    its cores, but have names of their own, may see other files, and cannot see each other's processes.
-
-    Attributes:
-        machine: the same for ranks that share cores and memory: one boot of one kernel.
-        host: the same for ranks that share files: one machine under one name, which is what launchers call a node.
-        sight: the same for ranks that see each other's processes: one host, one namespace of process numbers. Empty
-            where processes cannot be looked at.
-        pid: the process.
-        started: when it started, in clock ticks since the boot; tells it from a later process of that number.
-        address: where the process listens (see :mod:`hf_zero_stream.ranks.pulse`).
-        port: 0 if it does not listen.
-        has_ended: whether it said, when it ended, that it did so by itself.
+    There are three notions of "the same host", because two containers on one machine share its cores, but have names
+    of their own, may see other files, and cannot see each other's processes.
     """
 
     machine: str
+    """The same for ranks that share cores and memory: one boot of one kernel."""
     host: str
+    """The same for ranks that share files: one machine under one name, which is what launchers call a node."""
     sight: str
+    """The same for ranks that see each other's processes; empty where processes cannot be looked at."""
     pid: int
     started: int
+    """When the process started, in clock ticks since the boot; a later process of that number started at another."""
     address: str = ""
     port: int = 0
+    """Where the process listens (see :mod:`.pulse`); 0 if it does not."""
     has_ended: bool = False
+    """Whether the process wrote, when it ended, that it did so by itself."""
 
     @classmethod
     def here(cls, address: str = "", port: int = 0) -> Location:
@@ -56,19 +50,23 @@ class Location(NamedTuple):
                 machine = file.read().strip()
             if os.readlink("/proc/self") == str(pid):  # else /proc shows the processes of another namespace
                 sight = f"{name} {machine} {os.readlink('/proc/self/ns/pid')}"
-        state = _state_of(pid)
-        return cls(machine or name, f"{name} {machine}", sight, pid, state[1] if state else 0, address, port)
+        _, started = _state_of(pid) or ("", 0)
+        return cls(machine or name, f"{name} {machine}", sight, pid, started, address, port)
 
     def sees(self, other: Location) -> bool:
         """Whether a process here can look at the one there."""
         return bool(self.sight) and self.sight == other.sight
 
     def is_running(self) -> bool:
-        """Whether the process runs, which must be in sight. One that is stopped does; one not reaped yet does not."""
+        """Whether the process, which is in sight, runs. A stopped one does; one that nobody has reaped does not."""
         state = _state_of(self.pid)
-        if state is None:
-            return _exists(self.pid)  # /proc may hide the processes of other users
-        return state[0] not in "ZX" and state[1] == self.started
+        if state is not None:
+            return state[0] not in "ZX" and state[1] == self.started
+        try:
+            os.kill(self.pid, 0)  # /proc may hide the processes of other users
+        except OSError as error:
+            return not isinstance(error, ProcessLookupError)
+        return True
 
 
 class Topology:
@@ -85,21 +83,15 @@ class Topology:
         """Ranks on this rank's host, itself included, in order."""
         self.position = self.ranks_of_host.index(rank)
         """This rank's number among them."""
-        self.sharing_cores = sum(machine == machines[rank] for machine in machines)
+        self.sharing_cores = machines.count(machines[rank])
         """How many ranks share this rank's machine, itself included."""
 
     @classmethod
     def announced(cls, rank: int, world_size: int) -> Topology:
-        """What the launcher announces, for a rank that has nobody to ask: ranks are numbered host by host."""
-        position, size = announced_local_rank(), max(1, announced_local_size())
-        first = rank - position
+        """What the launcher announces, for a rank that cannot ask the others: ranks are numbered host by host."""
+        first, size = rank - announced_local_rank(), max(1, announced_local_size())
         hosts = [str((other - first) // size) for other in range(world_size)]
         return cls(hosts, hosts, rank)
-
-    @property
-    def is_first_of_host(self) -> bool:
-        """Whether this is the rank that acts for its host."""
-        return self.position == 0
 
 
 def _state_of(pid: int) -> tuple[str, int] | None:
@@ -110,13 +102,3 @@ def _state_of(pid: int) -> tuple[str, int] | None:
         return fields[0], int(fields[19])
     except (OSError, IndexError, ValueError):
         return None
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass
-    return True
