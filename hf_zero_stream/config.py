@@ -166,7 +166,7 @@ class StreamingConfig:
             if choices and value not in choices:
                 raise ConfigError(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
             minimum = 1 if name in _AT_LEAST_ONE else 0
-            if expected is int and value < minimum:
+            if isinstance(value, int) and value < minimum:
                 raise ConfigError(f"{name}: expected at least {minimum}; got {value}")
         if self.staging_bytes < self.request_bytes:
             raise ConfigError(
