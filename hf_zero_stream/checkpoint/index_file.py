@@ -8,9 +8,8 @@ as by us, so they may only lead to files of the checkpoint. docs/untrusted.md ha
 from __future__ import annotations
 
 import os
-import stat
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from ..sources.local import open_nonblocking, status_of_regular
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["MAX_INDEX_BYTES", "IndexFile", "check_files", "parse_index", "read_index_file"]
+__all__ = ["check_files", "fault_of_name", "faults_of_index", "parse_index", "read_index_file", "read_index_text"]
 
 MAX_INDEX_BYTES = 100_000_000
 """Cap on the length of an index, as for a header; that of a checkpoint with 90,000 tensors has 8 MB."""
@@ -29,33 +28,18 @@ MAX_FILE_NAME_LENGTH = 1024
 """Characters of a shard's name, folders included."""
 
 
-@dataclass(frozen=True, slots=True)
-class IndexFile:
-    """An index that has been checked.
-
-    Attributes:
-        path: where it lies for this rank.
-        weight_map: a tensor's name -> its shard's name, relative to the checkpoint's folder.
-        metadata: what else it says; only a ``"dtype"`` in it has been checked.
-    """
-
-    path: str
-    weight_map: Mapping[str, str]
-    metadata: Mapping[str, Any]
-
-    @property
-    def files(self) -> list[str]:
-        """The shards' names, each once, sorted."""
-        return sorted(set(self.weight_map.values()))
-
-
-def read_index_file(path: str | os.PathLike[str]) -> IndexFile:
-    """Read and check the index at `path`.
+def read_index_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read and check the index at `path`; see :func:`parse_index`.
 
     Raises:
         ReadError: it is missing or cannot be read.
-        CheckpointError: see :func:`parse_index`; or it is longer than :data:`MAX_INDEX_BYTES`, or no regular file.
+        CheckpointError: it is not sound, longer than :data:`MAX_INDEX_BYTES`, or no regular file.
     """
+    return parse_index(os.fspath(path), read_index_text(path))
+
+
+def read_index_text(path: str | os.PathLike[str]) -> bytes:
+    """What the index at `path` contains, not yet checked; raises as :func:`read_index_file` does."""
     name = os.fspath(path)
     try:
         with open(name, "rb", opener=open_nonblocking) as file:
@@ -68,43 +52,48 @@ def read_index_file(path: str | os.PathLike[str]) -> IndexFile:
         ) from error
     if len(text) > MAX_INDEX_BYTES:
         raise CheckpointError(f"{name}: at most {MAX_INDEX_BYTES} bytes are allowed for an index.")
-    return parse_index(name, text)
+    return text
 
 
-def parse_index(path: str, text: bytes) -> IndexFile:
-    """Check the index `text`, which was read from `path`.
+def parse_index(path: str, text: bytes) -> dict[str, Any]:
+    """The fields of the index `text`, which was read from `path`.
+
+    Of ``weight_map`` all has been checked, of ``metadata`` that it is an object, and its ``dtype``, if it has one.
 
     Raises:
-        CheckpointError: it is not a JSON object without repeated keys; ``weight_map`` is not a map of names to names,
-            is empty, or names a file outside the folder; ``metadata`` is not an object, or its ``dtype`` no dtype.
+        CheckpointError: it is not a JSON object without repeated keys; or the first of :func:`faults_of_index`.
     """
     fields = parse_object(text, path)
+    for fault in faults_of_index(path, fields):
+        raise CheckpointError(f"{path}: {fault}")
+    return fields
+
+
+def faults_of_index(path: str, fields: Mapping[str, Any]) -> Iterator[str]:
+    """All that is wrong with the fields of the index at `path`; each name of a file once."""
     weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(
-            f"{path}: weight_map: expected a map of tensors' names to files' names, found {excerpt(weight_map)}."
-        )
+        yield f"weight_map: expected a map of tensors' names to files' names, found {excerpt(weight_map)}."
+        return
     if not isinstance(metadata, dict):
-        raise CheckpointError(f"{path}: metadata: expected an object, found {excerpt(metadata)}.")
-    for name, file in weight_map.items():
+        yield f"metadata: expected an object, found {excerpt(metadata)}."
+    elif "dtype" in metadata and not _is_dtype(metadata["dtype"]):
+        yield f"metadata: dtype: expected a dtype of torch, found {excerpt(metadata['dtype'])}."
+    checked = set[str]()
+    for tensor, file in weight_map.items():
         if not isinstance(file, str):
-            raise CheckpointError(
-                f"{path}: weight_map: tensor {excerpt(name)}: expected a file's name, found {excerpt(file)}."
-            )
+            yield f"weight_map: tensor {excerpt(tensor)}: expected a file's name, found {excerpt(file)}."
+        elif file not in checked:
+            checked.add(file)
+            fault = fault_of_name(path, file)
+            if fault:
+                name = excerpt(file)
+                yield f"weight_map: the file's name {name} {fault}. Expected a file below the checkpoint's folder."
+
+
+def fault_of_name(path: str, file: str) -> str:
+    """What is wrong with a shard's name in the index at `path`; "" if nothing is."""
     suffix = ".safetensors" if path.endswith(".safetensors.index.json") else ""
-    for file in set(weight_map.values()):
-        fault = _fault_of_name(file, suffix)
-        if fault:
-            raise CheckpointError(
-                f"{path}: weight_map: the file's name {excerpt(file)} {fault}. Expected a file below the "
-                "checkpoint's folder."
-            )
-    _check_dtype(path, metadata)
-    return IndexFile(path, weight_map, metadata)
-
-
-def _fault_of_name(file: str, suffix: str) -> str:
-    """What is wrong with a shard's name; "" if nothing is."""
     if len(file) > MAX_FILE_NAME_LENGTH:
         return f"has more than {MAX_FILE_NAME_LENGTH} characters"
     if not file.isprintable():  # NUL, line ends, the escapes of terminals
@@ -120,33 +109,19 @@ def _fault_of_name(file: str, suffix: str) -> str:
     return ""
 
 
-def _check_dtype(path: str, metadata: Mapping[str, Any]) -> None:
+def _is_dtype(name: Any) -> bool:
     """transformers takes ``getattr(torch, metadata["dtype"])`` for the model's dtype, where nothing else says one."""
-    if "dtype" not in metadata:
-        return
-    name = metadata["dtype"]
-    found = vars(torch).get(name.removeprefix("torch.")) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{path}: metadata: dtype: expected a dtype of torch, found {excerpt(name)}.")
+    return isinstance(name, str) and isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
 
 
 def check_files(files: Iterable[str]) -> None:
     """Check that `files` are regular ones, or links that end at regular ones; they need not exist.
 
-    Whoever opens them must look again: a link can be changed in between.
+    Who opens them must look again: a link can be changed in between.
 
     Raises:
         CheckpointError: a file is, or leads to, a folder, a pipe, a socket or a device.
     """
     for file in files:
-        try:
-            mode = os.stat(file).st_mode
-        except OSError:  # not there, or a link that leads nowhere or in a circle: reading it says so
-            continue
-        if not stat.S_ISREG(mode):
-            link = f", to which it is a link: {os.path.realpath(file)}" if os.path.islink(file) else ""
-            raise CheckpointError(f"{file}: expected a regular file, found {_kind(mode)}{link}.")
-
-
-def _kind(mode: int) -> str:
-    return "a folder" if stat.S_ISDIR(mode) else "a pipe, a socket or a device"
+        with suppress(OSError):  # not there, or a link that leads nowhere or in a circle: reading it says so
+            status_of_regular(file)

@@ -7,19 +7,16 @@ what it stores by SHA-256, and its downloads keep that (see :func:`known_sums`).
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckpointError, ReadError
 from ..sources.local import open_nonblocking
 from .index import CheckpointIndex
-from .index_file import MAX_INDEX_BYTES, check_files, parse_index, read_index_file
+from .index_file import check_files, fault_of_name, faults_of_index, read_index_text
 from .untrusted_json import excerpt, parse_object
 
 
@@ -97,10 +94,8 @@ def check_soundness(
     else:
         folder = path
         found.shards, weight_map = _shards_and_map(folder, found)
-    indexes = _check_headers(folder, found)
-    _check_duplicates(indexes, found)
+    _check_tensors(_check_headers(folder, found), weight_map, found)
     if weight_map is not None:
-        _check_promises(weight_map, indexes, found)
         _note_leftovers(folder, found)
     _note_links(folder, found)
     if sha256 or sums is not None:
@@ -157,38 +152,22 @@ def _exists(path: Path) -> bool:
 
 
 def _read_index(path: Path, found: Soundness) -> dict[str, str] | None:
-    """The weight map, less what is wrong in it; None if nothing of it can be used."""
+    """The weight map, without what is wrong in it; None if nothing of it can be used."""
     try:
-        return dict(read_index_file(path).weight_map)
-    except ReadError as error:
-        found.fault(INDEX, "unreadable", _without_path(error, path))
+        fields = parse_object(read_index_text(path), str(path))
+    except (ReadError, CheckpointError) as error:
+        found.fault(INDEX, "unreadable" if isinstance(error, ReadError) else "index", _without_path(error, path))
         return None
-    except CheckpointError as error:
-        first = _without_path(error, path)
-    weight_map = None
-    if path.is_file() and path.stat().st_size <= MAX_INDEX_BYTES:
-        with suppress(CheckpointError):
-            weight_map = parse_object(path.read_bytes(), str(path)).get("weight_map")
+    for fault in faults_of_index(str(path), fields):
+        found.fault(INDEX, "index", fault)
+    weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        found.fault(INDEX, "index", first)
         return None
-
-    # The parser stops at the first wrong name; asked for each by itself, it names all.
-    def is_good(tensor: str, name: Any) -> bool:
-        try:
-            parse_index(str(path), json.dumps({"weight_map": {tensor: name}, "metadata": {}}).encode())
-        except CheckpointError as error:
-            found.fault(INDEX, "index", _without_path(error, path))
-            return False
-        return True
-
-    before, verdicts = len(found.faults), dict[str, bool]()
-    for tensor, name in weight_map.items():
-        if repr(name) not in verdicts:
-            verdicts[repr(name)] = is_good(tensor, name)
-    if len(found.faults) == before:
-        found.fault(INDEX, "index", first)
-    return {tensor: name for tensor, name in weight_map.items() if verdicts[repr(name)]}
+    return {
+        tensor: name
+        for tensor, name in weight_map.items()
+        if isinstance(name, str) and not fault_of_name(str(path), name)
+    }
 
 
 def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]:
@@ -200,17 +179,13 @@ def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]
             why = "It is a link to a file that is not there" if path.is_symlink() else "The file is not there"
             found.fault(name, "missing", f"{why}. Download or save the checkpoint again.")
             continue
+        kind = "link" if path.is_symlink() else "unreadable"
         try:
             check_files([str(path)])
-        except CheckpointError as error:
-            found.fault(name, "link" if path.is_symlink() else "unreadable", _without_path(error, path))
-            continue
-        try:
+            kind = "header"
             indexes[name] = CheckpointIndex.from_files([path])
-        except ReadError as error:
-            found.fault(name, "unreadable", _without_path(error, path))
-        except CheckpointError as error:
-            found.fault(name, "header", _without_path(error, path))
+        except (ReadError, CheckpointError) as error:
+            found.fault(name, "unreadable" if isinstance(error, ReadError) else kind, _without_path(error, path))
         else:
             found.tensors += len(indexes[name].tensors)
             found.nbytes += indexes[name].shards[0].size_bytes
@@ -221,20 +196,22 @@ def _without_path(error: Exception, path: Path) -> str:
     return str(error).removeprefix(f"{path}: ")
 
 
-def _check_duplicates(indexes: Mapping[str, CheckpointIndex], found: Soundness) -> None:
-    first: dict[str, str] = {}
-    for shard, index in indexes.items():
-        for tensor in index.tensors:
-            if first.setdefault(tensor, shard) != shard:
-                found.fault(shard, "duplicate", f"Tensor {tensor!r} is in {first[tensor]} too. Keep one of them.")
+def _check_tensors(
+    indexes: Mapping[str, CheckpointIndex], weight_map: Mapping[str, str] | None, found: Soundness
+) -> None:
+    """Each tensor must be in one shard, the one that the index promises.
 
-
-def _check_promises(weight_map: Mapping[str, str], indexes: Mapping[str, CheckpointIndex], found: Soundness) -> None:
-    """The index against the shards; where a shard has no sound header there is a fault already."""
+    Where a promised shard has no sound header there is a fault already.
+    """
     homes: dict[str, list[str]] = {}
     for shard, index in indexes.items():
         for tensor in index.tensors:
             homes.setdefault(tensor, []).append(shard)
+    for tensor, (first, *others) in homes.items():
+        for other in others:
+            found.fault(other, "duplicate", f"Tensor {tensor!r} is in {first} too. Keep one of them.")
+    if weight_map is None:
+        return
     for tensor, promised in weight_map.items():
         if promised not in indexes or promised in homes.get(tensor, ()):
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import reprlib
+from collections import Counter
 from typing import Any
 
 from ..errors import CheckpointError
@@ -52,7 +53,8 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            raise CheckpointError(f"{where}: the key {excerpt(_first_repeated(pairs))} occurs twice in one object.")
+            (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
+            raise CheckpointError(f"{where}: the key {excerpt(key)} occurs twice in one object.")
         return found
 
     def unique_text(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -76,12 +78,3 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
 
 def _integer(digits: str) -> int | float:
     return -0.0 if digits == "-0" else int(digits)
-
-
-def _first_repeated(pairs: list[tuple[str, Any]]) -> str:
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            return key
-        seen.add(key)
-    raise AssertionError("no key is repeated")
