@@ -19,8 +19,8 @@ class Busy(OSError):
 
 
 class MemoryFile:
-    def __init__(self, path: str, content: bytes) -> None:
-        self.path, self.size_bytes, self._content = path, len(content), content
+    def __init__(self, content: bytes) -> None:
+        self.size_bytes, self._content = len(content), content
 
     def read(self, start: int, nbytes: int) -> bytes:
         return self._content[start : start + nbytes]
@@ -47,7 +47,7 @@ class MemoryFiles:
     def open_file(self, path: str) -> Iterator[MemoryFile]:
         content = self._request(path)
         self._seen.setdefault(path, content)
-        yield MemoryFile(path, content)
+        yield MemoryFile(content)
 
     def is_transient(self, error: BaseException | None) -> bool:
         return isinstance(error, Busy)

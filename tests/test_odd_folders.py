@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -384,11 +385,11 @@ def test_a_link_that_is_changed_while_it_is_loaded(zoo_checkpoint: Callable[...,
     lead_to(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="regular file"):
         CheckpointIndex.from_files([link])
-    with LocalFiles(index.shards) as files, pytest.raises(CheckpointError, match="regular file"):
+    with closing(LocalFiles(index.shards)) as files, pytest.raises(CheckpointError, match="regular file"):
         files.open([0])
     ahead = ReadAhead([str(link)], 0, 1)
     ahead.stop()
-    with LocalFiles(index.shards) as files:
+    with closing(LocalFiles(index.shards)) as files:
         lead_to(source)
         files.open([0])
         lead_to(tmp_path / "other")

@@ -114,7 +114,7 @@ def test_headers_are_all_that_is_read(zoo_checkpoint: Callable[..., Path], monke
     real = _HeaderFile.read
 
     def read(self: _HeaderFile, start: int, nbytes: int) -> bytes:
-        ends[self.path] = max(ends.get(self.path, 0), start + nbytes)
+        ends[self.file.name] = max(ends.get(self.file.name, 0), start + nbytes)
         return real(self, start, nbytes)
 
     monkeypatch.setattr(_HeaderFile, "read", read)

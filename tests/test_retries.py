@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def test_a_fault_that_passes(
     monkeypatch.setattr(os, "open", failing(os.open, 1, number))
     before = len(os.listdir("/proc/self/fd"))
     retries = Retries(4)
-    with LocalFiles([shard], direct_io=direct_io, retries=retries) as files:
+    with closing(LocalFiles([shard], direct_io=direct_io, retries=retries)) as files:
         assert read(files) == Path(shard.path).read_bytes()[3:103]
         assert retries.count == 4
         assert pauses == [0.1, 0.1, 0.2, 0.4], "each call begins anew, and waits twice as long each time"
@@ -77,10 +78,13 @@ def test_a_fault_that_passes(
 
 def test_the_number_is_bounded(shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "preadv", failing(os.preadv, 99, errno.EIO))
-    with LocalFiles([shard], retries=Retries(2)) as files, pytest.raises(ReadError, match="Input/output error"):
+    with (
+        closing(LocalFiles([shard], retries=Retries(2))) as files,
+        pytest.raises(ReadError, match="Input/output error"),
+    ):
         read(files)
     assert len(pauses) == 2
-    with LocalFiles([shard]) as files, pytest.raises(ReadError, match="Input/output error"):
+    with closing(LocalFiles([shard])) as files, pytest.raises(ReadError, match="Input/output error"):
         read(files)
     assert len(pauses) == 2, "none without retries"
 
@@ -90,13 +94,16 @@ def test_a_fault_that_stays(
     shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(os, "open", failing(os.open, 1, number))
-    with LocalFiles([shard], retries=Retries(4)) as files, pytest.raises(ReadError, match="cannot open"):
+    with closing(LocalFiles([shard], retries=Retries(4))) as files, pytest.raises(ReadError, match="cannot open"):
         read(files)
     assert pauses == []
 
 
 def test_a_short_file_is_not_read_again(shard: SourceFile, pauses: list[float]) -> None:
-    with LocalFiles([shard], retries=Retries(4)) as files, pytest.raises(ReadError, match="the file ends here"):
+    with (
+        closing(LocalFiles([shard], retries=Retries(4))) as files,
+        pytest.raises(ReadError, match="the file ends here"),
+    ):
         read(files, SIZE - 5)
     assert pauses == []
 
@@ -131,7 +138,7 @@ def overwrite(path: Path) -> None:
     ids=["replaced", "overwritten", "appended", "truncated", "removed"],
 )
 def test_a_file_that_changes_while_it_is_read(shard: SourceFile, change: Callable[[Path], None], what: str) -> None:
-    with LocalFiles([shard]) as files:
+    with closing(LocalFiles([shard])) as files:
         read(files)
         files.check_unchanged()
         change(Path(shard.path))
@@ -140,7 +147,7 @@ def test_a_file_that_changes_while_it_is_read(shard: SourceFile, change: Callabl
 
 
 def test_a_file_that_changed_since_its_header_was_read(shard: SourceFile) -> None:
-    with LocalFiles() as files:
+    with closing(LocalFiles()) as files:
         with files.open_file(shard.path) as file:
             assert (file.size_bytes, file.read(3, 2)) == (SIZE, bytes([3, 4]))
         replace(Path(shard.path))
@@ -152,7 +159,7 @@ def test_a_file_that_changed_since_its_header_was_read(shard: SourceFile) -> Non
 def test_a_stale_handle_to_a_replaced_file(
     shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LocalFiles([shard], retries=Retries(4)) as files:
+    with closing(LocalFiles([shard], retries=Retries(4))) as files:
         read(files)
         replace(Path(shard.path))
         monkeypatch.setattr(os, "preadv", failing(os.preadv, 1, errno.ESTALE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def shard(tmp_path: Path) -> SourceFile:
 def test_every_range(shard: SourceFile, settings: dict[str, Any]) -> None:
     data = Path(shard.path).read_bytes()
     rng = random.Random(1)
-    with LocalFiles([shard], **settings) as files:
+    with closing(LocalFiles([shard], **settings)) as files:
         for _ in range(200):
             start = rng.randrange(SIZE)
             lengths = [rng.choice([0, 1, 7, 4096, 5000]) for _ in range(rng.randint(1, 5))]
@@ -46,7 +47,7 @@ def test_direct_io_is_really_direct(shard: SourceFile, monkeypatch: pytest.Monke
     flags: list[int] = []
     real_open = os.open
     monkeypatch.setattr(os, "open", lambda path, flag, *rest: flags.append(flag) or real_open(path, flag, *rest))
-    with LocalFiles([shard], direct_io=True) as files:
+    with closing(LocalFiles([shard], direct_io=True)) as files:
         files.read_into(0, 3, [memoryview(bytearray(10))])
     assert flags and flags[0] & os.O_DIRECT
 
@@ -62,7 +63,7 @@ def test_direct_io_falls_back(shard: SourceFile, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(os, "open", refusing)
     buffer = bytearray(10)
-    with LocalFiles([shard], direct_io=True) as files:
+    with closing(LocalFiles([shard], direct_io=True)) as files:
         files.read_into(0, 3, [memoryview(buffer)])
     assert bytes(buffer) == Path(shard.path).read_bytes()[3:13]
 
@@ -73,14 +74,14 @@ def test_short_reads_go_on(shard: SourceFile, monkeypatch: pytest.MonkeyPatch, d
     real_read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda handle, buffers, at: real_read(handle, [buffers[0][:8192]], at))
     buffers = [memoryview(bytearray(20_000)), memoryview(bytearray(20_000))]
-    with LocalFiles([shard], direct_io=direct_io) as files:
+    with closing(LocalFiles([shard], direct_io=direct_io)) as files:
         files.read_into(0, 123, buffers)
     assert b"".join(buffers) == Path(shard.path).read_bytes()[123:40_123]
 
 
 def test_many_buffers(shard: SourceFile) -> None:
     buffers = [memoryview(bytearray(1)) for _ in range(source.IOV_MAX * 2 + 3)]
-    with LocalFiles([shard]) as files:
+    with closing(LocalFiles([shard])) as files:
         files.read_into(0, 5, buffers)
         assert (files.bytes_read, files.reads) == (len(buffers), 1)
     assert b"".join(buffers) == Path(shard.path).read_bytes()[5 : 5 + len(buffers)]
@@ -88,23 +89,26 @@ def test_many_buffers(shard: SourceFile) -> None:
 
 @pytest.mark.parametrize("direct_io", [False, True])
 def test_past_the_end(shard: SourceFile, direct_io: bool) -> None:
-    with LocalFiles([shard], direct_io=direct_io) as files, pytest.raises(ReadError, match="the file ends here") as e:
+    with (
+        closing(LocalFiles([shard], direct_io=direct_io)) as files,
+        pytest.raises(ReadError, match="the file ends here") as e,
+    ):
         files.read_into(0, SIZE - 5, [memoryview(bytearray(5000))])
     assert shard.path in str(e.value)
 
 
 def test_missing_and_replaced(shard: SourceFile, tmp_path: Path) -> None:
     nowhere = SourceFile(str(tmp_path / "nowhere"), 5)
-    with LocalFiles([nowhere]) as files, pytest.raises(ReadError, match="nowhere"):
+    with closing(LocalFiles([nowhere])) as files, pytest.raises(ReadError, match="nowhere"):
         files.read_into(0, 0, [memoryview(bytearray(1))])
     Path(shard.path).write_bytes(b"shorter")
-    with LocalFiles([shard]) as files, pytest.raises(CheckpointError, match="truncated here or was replaced"):
+    with closing(LocalFiles([shard])) as files, pytest.raises(CheckpointError, match="truncated here or was replaced"):
         files.read_into(0, 0, [memoryview(bytearray(1))])
 
 
 def test_handles_are_reused_and_closed(shard: SourceFile) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    with LocalFiles([shard]) as files:
+    with closing(LocalFiles([shard])) as files:
         for start in range(10):
             files.read_into(0, start, [memoryview(bytearray(1))])
         assert len(os.listdir("/proc/self/fd")) == before + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -207,7 +208,7 @@ def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
     save_file({"x": values}, tmp_path / "x.safetensors")
     index = CheckpointIndex.from_files([tmp_path / "x.safetensors"])
     lazy = checkpoint_slices(index, lambda view: pytest.fail("nothing is materialised"))["x"][...].t()
-    with LocalFiles(index.shards) as files:
+    with closing(LocalFiles(index.shards)) as files:
         lookup = Lookup(files, lambda view: pytest.fail("no function is involved"))
         parts = [lookup.values(lazy.view_of_node, start, start + 21_000) for start in range(0, 210_000, 21_000)]
         assert torch.equal(torch.cat(parts), values.t().reshape(-1))

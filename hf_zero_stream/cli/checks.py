@@ -7,6 +7,7 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
@@ -144,7 +145,7 @@ def _timed_read(path: Path) -> tuple[int, float]:
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     wanted, buffer = min(size, READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
-    with LocalFiles([SourceFile(str(path), size)], direct_io=True) as files:
+    with closing(LocalFiles([SourceFile(str(path), size)], direct_io=True)) as files:
         start = time.perf_counter()
         for position in range(0, wanted, len(buffer)):
             files.read_into(0, position, [buffer[: min(len(buffer), wanted - position)]])

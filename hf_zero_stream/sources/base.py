@@ -27,7 +27,6 @@ class SourceFile:
 class ReadableFile(Protocol):
     """One open file, for reading its header; used by one thread."""
 
-    path: str
     size_bytes: int
 
     def read(self, start: int, nbytes: int) -> bytes:

@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from types import TracebackType
+from dataclasses import dataclass
 from typing import BinaryIO, NamedTuple
 
 from ..errors import CheckpointError, ReadError
@@ -20,7 +20,7 @@ from .mounts import is_on_network
 from .retries import Retries
 
 
-__all__ = ["IOV_MAX", "Identity", "LocalFiles", "advance", "open_nonblocking", "status_of_regular"]
+__all__ = ["IOV_MAX", "LocalFiles", "advance", "open_nonblocking", "status_of_regular"]
 
 IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
@@ -54,19 +54,21 @@ STREAMS_PER_HOST = 32
 
 
 def open_nonblocking(path: str, flags: int) -> int:
-    """For ``open(opener=...)``: to open a pipe without a writer would wait for ever; regular files do not care."""
+    """For ``open(opener=...)``: opening a pipe without a writer would wait for ever; regular files do not care."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def status_of_regular(path: str, handle: int) -> os.stat_result:
-    """The status of the open file at `path`.
+def status_of_regular(path: str, handle: int | None = None) -> os.stat_result:
+    """The status of the file at `path`, or of its open handle.
 
     Raises:
-        CheckpointError: it is no regular file.
+        CheckpointError: it is no regular file, nor a link that ends at one.
     """
-    status = os.fstat(handle)
+    status = os.stat(path) if handle is None else os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: expected a regular file, found a pipe, a socket or a device.")
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
+        link = f", to which it is a link: {os.path.realpath(path)}" if os.path.islink(path) else ""
+        raise CheckpointError(f"{path}: expected a regular file, found {kind}{link}.")
     return status
 
 
@@ -78,10 +80,10 @@ def advance(pending: list[memoryview], count: int) -> None:
         pending[0] = pending[0][count:]
 
 
-class Identity(NamedTuple):
+class _Identity(NamedTuple):
     """What changes when a file is written to, cut short or replaced by another.
 
-    Compared with what the same host saw before: of one file, two hosts may see times of different precision.
+    It is compared with what the same host saw before: two hosts may see times of different precision.
     """
 
     device: int
@@ -90,26 +92,20 @@ class Identity(NamedTuple):
     mtime_ns: int
 
     @classmethod
-    def of(cls, file: str | int) -> Identity:
-        """The identity of a path or of an open handle."""
-        return cls.of_status(os.stat(file))
-
-    @classmethod
-    def of_status(cls, status: os.stat_result) -> Identity:
+    def of(cls, status: os.stat_result) -> _Identity:
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
+@dataclass
 class _HeaderFile:
     """One open file, for reading its header."""
 
-    def __init__(self, path: str, size_bytes: int, file: BinaryIO) -> None:
-        self.path = path
-        self.size_bytes = size_bytes
-        self._file = file
+    size_bytes: int
+    file: BinaryIO
 
     def read(self, start: int, nbytes: int) -> bytes:
-        self._file.seek(start)
-        return self._file.read(nbytes)
+        self.file.seek(start)
+        return self.file.read(nbytes)
 
 
 class LocalFiles:
@@ -136,8 +132,7 @@ class LocalFiles:
     ) -> None:
         self._files: tuple[SourceFile, ...] = ()
         self._retries = retries or Retries()
-        self._seen: dict[str, Identity] = {}
-        self._identities: dict[int, Identity] = {}
+        self._seen: dict[str, _Identity] = {}
         self._direct_io = direct_io and hasattr(os, "O_DIRECT")
         self._cache_bytes = cache_bytes
         self._handles: dict[int, int] = {}
@@ -148,28 +143,17 @@ class LocalFiles:
         self.reads = 0
         self.add(files)
 
-    def __enter__(self) -> LocalFiles:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     @contextmanager
     def open_file(self, path: str) -> Iterator[_HeaderFile]:
         with open(path, "rb", opener=open_nonblocking) as file:
             status = status_of_regular(path, file.fileno())
-            self._seen.setdefault(path, Identity.of_status(status))  # as it was when its header was read
-            yield _HeaderFile(path, status.st_size, file)
+            self._seen.setdefault(path, _Identity.of(status))
+            yield _HeaderFile(status.st_size, file)
 
     def is_transient(self, error: BaseException | None) -> bool:
         return isinstance(error, OSError) and error.errno in TRANSIENT
 
     def add(self, files: Sequence[SourceFile]) -> None:
-        for number, file in enumerate(files, len(self._files)):
-            if file.path in self._seen:
-                self._identities[number] = self._seen[file.path]
         self._files = (*self._files, *files)
         self._keep_cached = sum(file.size_bytes for file in self._files) < self._cache_bytes
 
@@ -188,34 +172,45 @@ class LocalFiles:
             streams_per_rank=16,
         )
 
-    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
-        self._handle(number)
-        length = sum(len(buffer) for buffer in buffers)
-        with self._lock:
-            self.bytes_read += length
-            self.reads += 1
-        if self._direct_io:
-            self._read_direct(number, start, length, buffers)
-            return
-        self._read_buffered(number, start, [buffer for buffer in buffers if len(buffer)])
-        if not self._keep_cached:
-            os.posix_fadvise(self._handle(number), start, length, os.POSIX_FADV_DONTNEED)
-
     def open(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             self._handle(number)
+
+    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
+        self._handle(number)
+        length = sum(map(len, buffers))
+        with self._lock:
+            self.bytes_read += length
+            self.reads += 1
+        try:
+            if self._direct_io:
+                self._read_direct(number, start, length, buffers)
+            else:
+                self._read_buffered(number, start, [buffer for buffer in buffers if len(buffer)])
+        except ReadError:  # the file could not be opened again
+            raise
+        except (OSError, EOFError) as error:
+            if isinstance(error, EOFError):
+                self._check_identity(number, os.fstat(self._handle(number)))
+            raise ReadError(
+                f"{self._files[number].path}: cannot read bytes {start} to {start + length}: "
+                f"{getattr(error, 'strerror', None) or error}. Check the file system, then load again."
+            ) from error
+        if not (self._direct_io or self._keep_cached):
+            os.posix_fadvise(self._handle(number), start, length, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
         with self._lock:
             handles = dict(self._handles)
         for number, handle in handles.items():
-            self._check_identity(number, handle)
+            self._check_identity(number, os.fstat(handle))
+            path = self._files[number].path
             try:
-                by_name = Identity.of(self._files[number].path)
+                by_name = _Identity.of(os.stat(path))
             except FileNotFoundError:
-                by_name = None
-            if by_name != self._identities[number]:
-                raise self._change(number, "replaced" if by_name else "removed")
+                raise _change(path, "removed") from None
+            if by_name != self._seen[path]:
+                raise _change(path, "replaced")
 
     def finish(self) -> None:
         pass
@@ -223,45 +218,15 @@ class LocalFiles:
     def close(self) -> None:
         """Close every handle; a later read opens its file again."""
         with self._lock:
-            handles, self._handles = [*self._handles.values(), *self._stale], {}
-            self._stale = []
+            handles, self._handles, self._stale = [*self._handles.values(), *self._stale], {}, []
         for handle in handles:
             os.close(handle)
 
-    def _check_identity(self, number: int, handle: int) -> None:
-        """Compare an open file with what it was before, if it was looked at before."""
-        found = Identity.of(handle)
-        before = self._identities.setdefault(number, found)
-        if found != before:
-            what = "replaced" if found[:2] != before[:2] else "written to"
-            raise self._change(number, "truncated" if found.size_bytes < before.size_bytes else what)
-
-    def _change(self, number: int, what: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._files[number].path}: was {what} while it was being loaded, so that the model may hold parts of "
-            "two versions. Wait until whoever writes it is done, then load again."
-        )
-
-    def _read_some(self, number: int, buffers: list[memoryview], position: int) -> int:
-        """One ``preadv``, again if it failed for a passing reason; by a new handle if the old one is stale."""
-
-        def again(error: BaseException) -> None:
-            if getattr(error, "errno", None) == errno.ESTALE:
-                with self._lock:
-                    handle = self._handles.pop(number, None)
-                    if handle is not None:
-                        self._stale.append(handle)  # another thread may be reading from it
-
-        return self._retries.call(lambda: os.preadv(self._handle(number), buffers, position), self.is_transient, again)
-
     def _read_buffered(self, number: int, position: int, pending: list[memoryview]) -> None:
         while pending:
-            try:
-                count = self._read_some(number, pending[:IOV_MAX], position)
-            except OSError as error:
-                raise self._failure(number, position, pending, error) from error
+            count = self._read_some(number, pending[:IOV_MAX], position)
             if count == 0:
-                raise self._failure(number, position, pending, None)
+                raise EOFError("the file ends here")
             position += count
             advance(pending, count)
 
@@ -274,17 +239,27 @@ class LocalFiles:
         while filled < start + length - begin:
             # A read that was cut short goes on from an aligned position, so its last block is read twice.
             again = filled // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-            try:
-                count = self._read_some(number, [staging[again : end - begin]], begin + again)
-            except OSError as error:
-                raise self._failure(number, start, list(buffers), error) from error
+            count = self._read_some(number, [staging[again : end - begin]], begin + again)
             if again + count <= filled:
-                raise self._failure(number, start, list(buffers), None)
+                raise EOFError("the file ends here")
             filled = again + count
         position = start - begin
         for buffer in buffers:
             buffer[:] = staging[position : position + len(buffer)]
             position += len(buffer)
+
+    def _read_some(self, number: int, buffers: list[memoryview], position: int) -> int:
+        """One ``preadv``, again if it failed for a passing reason; by a new handle if the old one is stale."""
+
+        def read() -> int:
+            try:
+                return os.preadv(self._handle(number), buffers, position)
+            except OSError as error:
+                if error.errno == errno.ESTALE:
+                    self._forget_handle(number)
+                raise
+
+        return self._retries.call(read, self.is_transient)
 
     def _aligned_buffer(self, nbytes: int) -> memoryview:
         """This thread's page-aligned buffer of at least `nbytes`.
@@ -301,24 +276,6 @@ class LocalFiles:
             buffer = self._aligned.buffer = memoryview(memory)
         return buffer
 
-    def _failure(
-        self, number: int, position: int, pending: list[memoryview], error: OSError | None
-    ) -> ReadError | CheckpointError:
-        """What to raise for `error`, or for a file that ends too early."""
-        if isinstance(error, (ReadError, CheckpointError)):
-            return error  # the file could not be opened again
-        if error is None:
-            try:
-                self._check_identity(number, self._handle(number))
-            except CheckpointError as change:
-                return change
-        cause = "the file ends here" if error is None else error.strerror or str(error)
-        stop = position + sum(len(buffer) for buffer in pending)
-        return ReadError(
-            f"{self._files[number].path}: cannot read bytes {position} to {stop}: {cause}. "
-            "Check the file system, then load again."
-        )
-
     def _handle(self, number: int) -> int:
         handle = self._handles.get(number)
         if handle is not None:
@@ -327,6 +284,12 @@ class LocalFiles:
             if number not in self._handles:
                 self._handles[number] = self._open(number)
             return self._handles[number]
+
+    def _forget_handle(self, number: int) -> None:
+        with self._lock:
+            handle = self._handles.pop(number, None)
+            if handle is not None:
+                self._stale.append(handle)  # not closed yet: another thread may be reading from it
 
     def _open(self, number: int) -> int:
         file = self._files[number]
@@ -342,18 +305,30 @@ class LocalFiles:
                 "Check that the file exists on every node and may be read."
             ) from error
         try:
-            _check_size(file, handle)
-            self._check_identity(number, handle)
+            status = status_of_regular(file.path, handle)
+            if status.st_size != file.size_bytes:
+                raise CheckpointError(
+                    f"{file.path}: expected {file.size_bytes} bytes as when its header was read, found "
+                    f"{status.st_size}. The file is truncated here or was replaced; make it the same on every node."
+                )
+            self._check_identity(number, status)
         except BaseException:
             os.close(handle)
             raise
         return handle
 
+    def _check_identity(self, number: int, status: os.stat_result) -> None:
+        """Compare an open file with what it was when this rank saw it for the first time."""
+        path, found = self._files[number].path, _Identity.of(status)
+        before = self._seen.setdefault(path, found)
+        if found.size_bytes < before.size_bytes:
+            raise _change(path, "truncated")
+        if found != before:
+            raise _change(path, "replaced" if found[:2] != before[:2] else "written to")
 
-def _check_size(file: SourceFile, handle: int) -> None:
-    size = status_of_regular(file.path, handle).st_size
-    if size != file.size_bytes:
-        raise CheckpointError(
-            f"{file.path}: expected {file.size_bytes} bytes as when its header was read, found {size}. "
-            "The file is truncated here or was replaced; make it the same on every node."
-        )
+
+def _change(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: was {what} while it was being loaded, so that the model may hold parts of two versions. Wait until "
+        "whoever writes it is done, then load again."
+    )

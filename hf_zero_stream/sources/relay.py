@@ -57,14 +57,14 @@ def through_relay(
 
 
 def reader_and_clients(config: StreamingConfig, coordinator: Coordinator) -> list[int]:
-    """The rank that reads for this one, and after it all that it reads for."""
+    """The rank that reads for this one, and after it all others that it reads for."""
     if config.read_from == "local_rank0":
         return list(coordinator.topology.ranks_of_host)
     return list(range(coordinator.world_size))
 
 
 class _Wrapped:
-    """What a source on either end of a relay leaves to the source that it wraps."""
+    """Headers, hints and the files' numbers: what both ends of a relay leave to the source that they wrap."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
@@ -117,22 +117,20 @@ class RelayedFiles(_Wrapped):
         """Does nothing: the reading rank checks its files itself."""
 
     def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
-        """As for every source; raises ReadError too if the reader could not read."""
-        position = start
         with self._conversation:  # requests and answers of two threads must not mix
-            if self._group is None:
-                raise ReadError(f"{self._paths[number]}: rank {self._reader} does not read for this rank any more.")
-            if self._refusal is not None:
-                raise self._refusal  # the reader would try for seconds again, once for each thread that waits here
             self.reads += 1
             for buffer in buffers:
                 for begin in range(0, len(buffer), self._chunk_bytes):
                     part = buffer[begin : begin + self._chunk_bytes]
-                    self._ask(number, position, part)
-                    position += len(part)
+                    self._ask(number, start, part)
+                    start += len(part)
                     self.bytes_read += len(part)
 
     def _ask(self, number: int, start: int, part: memoryview) -> None:
+        if self._group is None:
+            raise ReadError(f"{self._paths[number]}: rank {self._reader} does not read for this rank any more.")
+        if self._refusal is not None:
+            raise self._refusal  # the reader would try again for seconds, once for each thread that waits here
         dist.send(torch.tensor([number, start, len(part)]), self._reader, self._group)
         status = torch.empty(1, dtype=torch.int64)
         dist.recv(status, self._reader, self._group)
@@ -145,12 +143,12 @@ class RelayedFiles(_Wrapped):
         dist.recv(torch.frombuffer(part, dtype=torch.uint8), self._reader, self._group)
 
     def finish(self) -> None:
-        """Tell the reader, which waits for it, that nothing more will be asked for. Once is enough."""
+        """Tell the reader, which waits for it, that nothing more will be asked for. May be called again."""
         with self._conversation:
             group, self._group = self._group, None
             if group is None:
                 return
-            with suppress(RuntimeError):  # a reader that is not there any more need not know
+            with suppress(RuntimeError):  # the reader is not there any more, and need not know
                 dist.send(torch.tensor([_DONE, 0, 0]), self._reader, group)
         dist.destroy_process_group(group)
 
@@ -172,6 +170,9 @@ class ServingFiles(_Wrapped):
 
     def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
         super().__init__(source)
+        self.open = source.open
+        self.read_into = source.read_into
+        self.check_unchanged = source.check_unchanged
         self._group: dist.ProcessGroup | None = group
         self._chunk = torch.empty(chunk_bytes, dtype=torch.uint8)
         self._answering = threading.Lock()
@@ -190,15 +191,6 @@ class ServingFiles(_Wrapped):
     @property
     def reads(self) -> int:
         return self._source.reads
-
-    def open(self, numbers: Iterable[int]) -> None:
-        self._source.open(numbers)
-
-    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
-        self._source.read_into(number, start, buffers)
-
-    def check_unchanged(self) -> None:
-        self._source.check_unchanged()
 
     def finish(self) -> None:
         """Wait until all clients have finished.
