@@ -115,14 +115,6 @@ class CheckpointIndex:
                 "again."
             )
 
-    def numbered_from(self, first: int) -> CheckpointIndex:
-        """The same, with `first` as the number of the first shard: for files that are read together with others."""
-        if first == 0:
-            return self
-        return CheckpointIndex(
-            self.shards, {name: entry._replace(shard=entry.shard + first) for name, entry in self.tensors.items()}
-        )
-
     @property
     def note_of_absent(self) -> str:
         """What to say of :attr:`absent` where nobody wants them."""

@@ -1,17 +1,25 @@
-"""Where each tensor of a shard that is going to be written will lie, known from names, dtypes and shapes alone."""
+"""A file of a checkpoint that is going to be written: what goes into it, and where in it each tensor will lie."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import torch
 from safetensors.torch import save
 
 
-__all__ = ["ShardLayout", "lay_out_shard"]
+__all__ = ["NotedShard", "ShardLayout", "lay_out_shard"]
+
+
+@dataclass(frozen=True)
+class NotedShard:
+    """What transformers would have written into the file `name`: lazy `tensors`, and texts for its header."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -29,26 +37,26 @@ class ShardLayout:
     size_bytes: int
 
 
-def lay_out_shard(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> ShardLayout:
-    """The very header that ``safetensors.torch.save_file`` would write for tensors of these dtypes and shapes.
+def lay_out_shard(noted: NotedShard) -> ShardLayout:
+    """The very header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone.
 
     The order of tensors, the names of dtypes and the metadata are taken from what the library itself makes of tensors
     without elements; sizes and offsets are filled in.
     """
-    empty = {dtype: torch.empty(0, dtype=dtype) for dtype, _ in tensors.values()}
-    without_elements = save({name: empty[dtype] for name, (dtype, _) in tensors.items()}, dict(metadata) or None)
+    empty = {tensor.dtype: torch.empty(0, dtype=tensor.dtype) for tensor in noted.tensors.values()}
+    without_elements = save(
+        {name: empty[tensor.dtype] for name, tensor in noted.tensors.items()}, dict(noted.metadata) or None
+    )
     fields = json.loads(without_elements[8:])
     starts: dict[str, int] = {}
     stop = 0
     for name, field in fields.items():
         if name == "__metadata__":
             continue
-        dtype, shape = tensors[name]
+        tensor = noted.tensors[name]
         starts[name] = stop
-        stop += prod(shape) * dtype.itemsize
-        field["shape"], field["data_offsets"] = list(shape), [starts[name], stop]
+        stop += tensor.nbytes
+        field["shape"], field["data_offsets"] = list(tensor.shape), [starts[name], stop]
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     header = len(text).to_bytes(8, "little") + text

@@ -15,24 +15,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from math import prod
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from .no_memory import Address, NodeStorage, ValuesOnDemand, no_memory
-from .nodes import (
-    Blockwise,
-    Cat,
-    Copy,
-    Gather,
-    HostTensor,
-    Node,
-    Opaque,
-    Pointwise,
-    View,
-    row_major_strides,
-)
+from .no_memory import Address, NodeStorage, no_memory
+from .nodes import Blockwise, Cat, Copy, Gather, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
 
 
 __all__ = ["LazyTensor", "Materialise", "whole_meta"]
@@ -59,7 +49,7 @@ EXACT_POINTWISE = {
 }
 
 
-class LazyTensor(ValuesOnDemand, torch.Tensor):
+class LazyTensor(torch.Tensor):
     """A tensor without data: `view` says where its elements would come from.
 
     It reports device ``cpu``, its true shape, strides and dtype. Its addresses are not of memory: they only tell, to
@@ -115,6 +105,21 @@ class LazyTensor(ValuesOnDemand, torch.Tensor):
         """Its values, read now, in a new host tensor."""
         return self._materialise(self.view_of_node)
 
+    # What would read its memory outside of torch's dispatcher reads its values now.
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialise().numpy(*args, **kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        values = self.materialise().numpy()
+        return values if dtype is None else values.astype(dtype)
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.materialise().__dlpack__(*args, **kwargs)
+
+    def tolist(self) -> Any:
+        return self.materialise().tolist()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
         """Another tensor of the same node: values of a node do not change."""
         return memo.setdefault(id(self), LazyTensor(self._meta, self._node, self._materialise))
@@ -167,44 +172,42 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     result = func.decompose(*args, **kwargs)
     if result is not NotImplemented:
         return result
-    first = _first_lazy(args, kwargs)
     if func._schema.is_mutable:
         return _run_on_values(func, args, kwargs)
-    meta_args, meta_kwargs = tree_map(_to_meta, (tuple(args), kwargs))
     try:
-        meta_result = func(*meta_args, **meta_kwargs)
+        meta_result = _on_meta(func, args, kwargs)
     except (RuntimeError, NotImplementedError):
         return _run_on_values(func, args, kwargs)
 
-    results = meta_result if isinstance(meta_result, (list, tuple)) else (meta_result,)
+    has_several = isinstance(meta_result, (list, tuple))
+    results = meta_result if has_several else (meta_result,)
     if not all(isinstance(result, torch.Tensor) and result.is_meta for result in results):
         return _run_on_values(func, args, kwargs)
+    first = _first_lazy(args, kwargs)
     storage = first._meta.untyped_storage()._cdata
     lazy_results = []
     for position, result in enumerate(results):
         if result.untyped_storage()._cdata == storage and result.dtype == first.dtype:
             lazy_results.append(LazyTensor(result, first._node, first._materialise))
-        else:
-            sizes = tuple(result.size())
-            view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
-            output = position if isinstance(meta_result, (list, tuple)) else None
-            node = Opaque(result.numel(), result.dtype, sizes, func, view_args, view_kwargs, output)
-            lazy_results.append(LazyTensor.of(View.whole(node, sizes), first._materialise))
-    return type(meta_result)(lazy_results) if isinstance(meta_result, (list, tuple)) else lazy_results[0]
+            continue
+        sizes = tuple(result.size())
+        view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
+        output = position if has_several else None
+        node = Opaque(result.numel(), result.dtype, sizes, func, view_args, view_kwargs, output)
+        lazy_results.append(LazyTensor.of(View.whole(node, sizes), first._materialise))
+    return type(meta_result)(lazy_results) if has_several else lazy_results[0]
 
 
 def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """The op's result, or its very shape, depends on values: read its inputs whole and run it now."""
-    first = _first_lazy(args, kwargs)
-    materialise = first._materialise
-    if func._schema.is_mutable:
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if isinstance(value, LazyTensor) and argument.alias_info is not None and argument.alias_info.is_write:
-                raise NotImplementedError(f"{func} would write into a checkpoint tensor; make a new tensor instead")
+    schema, materialise = func._schema, _first_lazy(args, kwargs)._materialise
+    for argument, value in zip(schema.arguments, args, strict=False):
+        if isinstance(value, LazyTensor) and argument.alias_info is not None and argument.alias_info.is_write:
+            raise NotImplementedError(f"{func} would write into a checkpoint tensor; make a new tensor instead")
 
     def to_lazy(value: Any) -> Any:
         # A result without an input's laziness would hide that this parameter was materialised.
-        if not isinstance(value, torch.Tensor) or func._schema.is_mutable:
+        if not isinstance(value, torch.Tensor) or schema.is_mutable:
             return value
         node = HostTensor.of(value, f"{func} depends on values")
         return LazyTensor.of(View.whole(node, tuple(value.shape)), materialise)
@@ -220,8 +223,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     (source,) = args
     dtype = kwargs.get("dtype") or source.dtype
     view = source.view_of_node
-    strides = row_major_strides(view.sizes)
-    if dtype == source.dtype and view.strides == strides:
+    if dtype == source.dtype and view.strides == row_major_strides(view.sizes):
         return LazyTensor(source._meta, source._node, source._materialise)
     return LazyTensor.of(View.whole(Copy(view.numel, dtype, view), view.sizes), source._materialise)
 
@@ -255,10 +257,9 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     source, dim, index = args
     if not isinstance(source, LazyTensor) or isinstance(index, LazyTensor) or index.is_meta:
         return NotImplemented
-    moved = source.movedim(dim, 0)
-    node = Gather(0, source.dtype, moved.view_of_node, tuple(index.reshape(-1).tolist()))
-    sizes = (len(node.index), *moved.shape[1:])
-    node.numel = torch.Size(sizes).numel()
+    moved, rows = source.movedim(dim, 0), tuple(index.reshape(-1).tolist())
+    sizes = (len(rows), *moved.shape[1:])
+    node = Gather(prod(sizes), source.dtype, moved.view_of_node, rows)
     return LazyTensor.of(View.whole(node, sizes), source._materialise).movedim(0, dim)
 
 
@@ -277,18 +278,19 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     if any(amount < 0 for amount in pad):
         return NotImplemented
+    filler = HostTensor.of(torch.full((1,), value, dtype=source.dtype))
+
+    def filled(amount: int, dim: int, shape: torch.Size) -> list[LazyTensor]:
+        sizes = (*shape[:dim], amount, *shape[dim + 1 :])
+        one_element = View(filler, sizes, (0,) * len(sizes))  # seen again and again
+        return [LazyTensor.of(one_element, source._materialise)] if amount else []
+
     result = _copy(func, (source,), {})
-    filler = torch.full((1,), value, dtype=source.dtype)
     for pair in range(len(pad) // 2):
         dim = source.dim() - 1 - pair
-        parts = [result]
-        for amount, at in ((pad[2 * pair], 0), (pad[2 * pair + 1], len(parts))):
-            if amount:
-                sizes = (*result.shape[:dim], amount, *result.shape[dim + 1 :])
-                # One element, seen again and again.
-                view = View(HostTensor.of(filler), sizes, (0,) * len(sizes))
-                parts.insert(at and len(parts), LazyTensor.of(view, source._materialise))
-        result = _cat(aten.cat.default, (parts, dim), {}) if len(parts) > 1 else result
+        before, after = (filled(amount, dim, result.shape) for amount in pad[2 * pair : 2 * pair + 2])
+        if before or after:
+            result = _cat(aten.cat.default, ([*before, result, *after], dim), {})
     return result
 
 
@@ -302,22 +304,16 @@ def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
-    meta_args, meta_kwargs = tree_map(_to_meta, (tuple(args), kwargs))
-    result = func(*meta_args, **meta_kwargs)
+    result = _on_meta(func, args, kwargs)
     sizes = tuple(result.size())
 
     def expanded(value: Any) -> Any:
-        if isinstance(value, LazyTensor):
-            return (value.expand(sizes) if value.dim() else value).view_of_node
         if isinstance(value, torch.Tensor) and value.dim():
-            return View.whole(HostTensor.of(value), tuple(value.shape))
-        return value
+            value = value.expand(sizes)
+            return value.view_of_node if isinstance(value, LazyTensor) else View.whole(HostTensor.of(value), sizes)
+        return _to_view(value)
 
-    if any(isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != sizes for value in args):
-        args = tuple(
-            value.expand(sizes) if isinstance(value, torch.Tensor) and value.dim() else value for value in args
-        )
-    node = Pointwise(result.numel(), result.dtype, sizes, func, tuple(expanded(value) for value in args), kwargs)
+    node = Pointwise(result.numel(), result.dtype, sizes, func, tuple(map(expanded, args)), kwargs)
     return LazyTensor.of(View.whole(node, sizes), _first_lazy(args, kwargs)._materialise)
 
 
@@ -334,14 +330,16 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 }
 
 
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    meta_args, meta_kwargs = tree_map(_to_meta, (tuple(args), kwargs))
+    return func(*meta_args, **meta_kwargs)
+
+
 def _first_lazy(args: Any, kwargs: Any) -> LazyTensor:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, LazyTensor):
-            return value
-        if isinstance(value, (list, tuple)):
-            for item in value:
-                if isinstance(item, LazyTensor):
-                    return item
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, LazyTensor):
+                return item
     raise AssertionError("dispatched to LazyTensor without one")
 
 

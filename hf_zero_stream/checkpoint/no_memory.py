@@ -9,38 +9,11 @@ from ..errors import UnsupportedError
 from .nodes import Node
 
 
-__all__ = ["Address", "NodeStorage", "ValuesOnDemand", "no_memory"]
-
-
-class ValuesOnDemand:
-    """What would read a tensor's memory outside of torch's dispatcher, and reads its values into a new one here."""
-
-    def materialise(self) -> Any:
-        """The values, in a tensor with memory."""
-        raise NotImplementedError
-
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        """Its values, read now, as a numpy array."""
-        return self.materialise().numpy(*args, **kwargs)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        values = self.materialise().numpy()
-        return values if dtype is None else values.astype(dtype)
-
-    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.materialise().__dlpack__(*args, **kwargs)
-
-    def tolist(self) -> Any:
-        """Its values, read now, as numbers in lists."""
-        return self.materialise().tolist()
+__all__ = ["Address", "NodeStorage", "no_memory"]
 
 
 def no_memory(node: Node, so: str) -> UnsupportedError:
-    """The error of who wants to read from `node`'s memory, or to copy it.
-
-    Args:
-        so: what therefore cannot be done.
-    """
+    """The error for code that wants `node`'s memory; `so` says what therefore cannot be done."""
     return UnsupportedError(
         f"This tensor of {node.numel} elements of {node.dtype} is lazy: inside hf_zero_stream.streaming() it has a "
         f"shape and a dtype, and no memory. So {so}. Save it with save_pretrained(..., state_dict=...) on all ranks; "
@@ -51,7 +24,7 @@ def no_memory(node: Node, so: str) -> UnsupportedError:
 
 @functools.total_ordering
 class Address:
-    """A number in place of an address, of which only code that compares addresses gets anything."""
+    """A number in place of an address: it can be compared and computed with, and nothing can be read from it."""
 
     def __init__(self, value: int, node: Node) -> None:
         self._value = value
@@ -63,7 +36,7 @@ class Address:
     __radd__ = __add__
 
     def __sub__(self, other: Any) -> int:
-        return self._value - (other._value if isinstance(other, Address) else other)
+        return self._value - _number(other)
 
     def __mod__(self, other: int) -> int:
         """For code that asks whether a tensor is aligned."""
@@ -72,10 +45,10 @@ class Address:
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int) and other == 0 and self._value:
             int(self)  # that is what safetensors asks before it reads
-        return self._value == (other._value if isinstance(other, Address) else other)
+        return self._value == _number(other)
 
     def __lt__(self, other: Any) -> bool:
-        return self._value < (other._value if isinstance(other, Address) else other)
+        return self._value < _number(other)
 
     def __hash__(self) -> int:
         return hash(self._value)
@@ -87,8 +60,12 @@ class Address:
     _as_parameter_ = property(__int__)  # ctypes asks for it
 
 
+def _number(value: Any) -> Any:
+    return value._value if isinstance(value, Address) else value
+
+
 class NodeStorage:
-    """The ``UntypedStorage`` of a node, as far as code asks for it that must not read values."""
+    """The ``UntypedStorage`` of a node: what code may ask for that reads no values."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from .format import TensorEntry
 from .index import CheckpointIndex
 from .lazy import LazyTensor, Materialise, whole_meta
-from .nodes import FileTensor, HostTensor, Node, View
+from .nodes import FileTensor, HostTensor, Node
 from .safetensors import dtype_name
 
 
@@ -41,39 +42,31 @@ class CheckpointSlice:
         return dtype_name(self._node.dtype)
 
 
-class AbsentSlice:
+class AbsentSlice(CheckpointSlice):
     """Stands for a tensor that the checkpoint's index promises and no shard holds.
 
-    Code that asks for it shows that the model wants it.
-
     Attributes:
-        is_wanted: whether its values were asked for.
+        is_wanted: whether its values were asked for: then the model wants it.
     """
 
     def __init__(self) -> None:
+        super().__init__(HostTensor.of(torch.empty(0, dtype=torch.float32)), (0,), lambda view: torch.empty(0))
         self.is_wanted = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """An empty tensor; whoever asks has a fault reported that is better than what becomes of this."""
+        """An empty tensor, whatever `index` is: the load reports the missing tensor before the model is used."""
         self.is_wanted = True
-        return LazyTensor.of(View.whole(HostTensor.of(torch.empty(0)), (0,)), _nothing)
-
-    def get_shape(self) -> list[int]:
-        return [0]
-
-    def get_dtype(self) -> str:
-        return "F32"
+        return super().__getitem__(...)
 
 
-def _nothing(view: View) -> torch.Tensor:
-    return torch.empty(view.sizes, dtype=view.node.dtype)
-
-
-def checkpoint_slices(index: CheckpointIndex, materialise: Materialise) -> dict[str, CheckpointSlice]:
-    """A state dict of lazy slices, one for each tensor of `index`."""
+def checkpoint_slices(
+    index: CheckpointIndex, materialise: Materialise, first_shard: int = 0
+) -> dict[str, CheckpointSlice]:
+    """A state dict of lazy slices, one for each tensor of `index`, whose shards are numbered from `first_shard` on."""
 
     def slice_of(entry: TensorEntry) -> CheckpointSlice:
-        node = FileTensor(torch.Size(entry.shape).numel(), entry.dtype, entry)
-        return CheckpointSlice(node, entry.shape, materialise)
+        if first_shard:
+            entry = entry._replace(shard=entry.shard + first_shard)
+        return CheckpointSlice(FileTensor(prod(entry.shape), entry.dtype, entry), entry.shape, materialise)
 
     return {name: slice_of(entry) for name, entry in index.tensors.items()}

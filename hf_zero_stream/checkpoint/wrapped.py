@@ -11,32 +11,32 @@ from ..errors import UnsupportedError
 from .lazy import LazyTensor
 
 
-__all__ = ["inner_tensors", "lacks_values", "refuse_wrapped"]
+__all__ = ["lacks_values", "refuse_wrapped"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
-
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapper tensor holds its values in; empty if `tensor` is no wrapper."""
-    if type(tensor) in _PLAIN or isinstance(tensor, LazyTensor):
-        return []
-    flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
-    held = vars(tensor).values() if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
-    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
     if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
         return True
-    return any(map(lacks_values, inner_tensors(tensor)))
+    return any(map(lacks_values, _inner_tensors(tensor)))
+
+
+def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a wrapper tensor holds its values in; empty if `tensor` is no wrapper."""
+    if type(tensor) in _PLAIN:
+        return []
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
+    held = vars(tensor).values() if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, instead: str) -> None:
     """Refuse wrapper tensors: their own bytes are not their values.
 
     Args:
-        tensors: by name.
+        tensors: with their names.
         doing: begins the message.
         instead: ends it.
 

@@ -114,7 +114,7 @@ class Load:
 
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None
-    ) -> dict[str, CheckpointSlice | AbsentSlice | torch.Tensor]:
+    ) -> dict[str, CheckpointSlice | torch.Tensor]:
         """Index safetensors shards and return a state dict of lazy slices; rank 0's headers serve all ranks.
 
         What the index promises and no shard holds is in it too: see :meth:`refuse_absent`.
@@ -144,8 +144,8 @@ class Load:
         for note in index.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
-        index = index.numbered_from(self._checkpoint.add(index.shards))
-        slices = checkpoint_slices(index, self._checkpoint.materialise)
+        first_shard = self._checkpoint.add(index.shards)
+        slices = checkpoint_slices(index, self._checkpoint.materialise, first_shard)
         # A module is given its extra state at once, and may look into it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}

@@ -21,10 +21,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.layout import ShardLayout, lay_out_shard
+from ..checkpoint.layout import NotedShard, ShardLayout, lay_out_shard
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View
-from ..checkpoint.noted import NotedShard
 from ..planning.boxes import Box, within
 from ..planning.plan import materialise_reason
 from ..planning.regions import Region, regions_of_box, regions_of_range
@@ -70,13 +69,12 @@ class ShardToWrite:
 
 def shard_to_write(noted: NotedShard) -> ShardToWrite:
     """A file with the tensors that transformers would put into it."""
-    described = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in noted.tensors.items()}
     memories: dict[Any, HostTensor] = {}
     views = {
         name: tensor.view_of_node if isinstance(tensor, LazyTensor) else view_of(tensor, memories)
         for name, tensor in noted.tensors.items()
     }
-    return ShardToWrite(noted.name, lay_out_shard(described, noted.metadata), views)
+    return ShardToWrite(noted.name, lay_out_shard(noted), views)
 
 
 def view_of(tensor: torch.Tensor, memories: dict[Any, HostTensor]) -> View:
