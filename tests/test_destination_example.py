@@ -20,7 +20,8 @@ from hf_zero_stream.destinations import kinds
 from hf_zero_stream.destinations.base import Batch, Destination, Holding, Item, item_of, narrowed, replace_lazy
 from hf_zero_stream.loading.dry_load import lazily_loaded
 from hf_zero_stream.loading.load import Load
-from hf_zero_stream.planning.plan import ParameterBox, Target
+from hf_zero_stream.planning.parameter_box import ParameterBox
+from hf_zero_stream.planning.plan import Target
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.reports.load import LoadReport
 from tests.cluster import run_ranks
@@ -51,7 +52,7 @@ class Columns(Destination):
 
     def box(self, shape: tuple[int, ...]) -> ParameterBox:
         first, end = (shape[-1] * rank // self.world_size for rank in (self.rank, self.rank + 1))
-        return ParameterBox(shape, (*[0] * (len(shape) - 1), first), (*shape[:-1], end - first))
+        return ParameterBox(shape, (*ParameterBox.whole(shape[:-1]).intervals, ((first, end),)))
 
     @classmethod
     def holdings(cls, params: Mapping[str, Any], *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:

@@ -74,6 +74,17 @@ class View:
         """The whole buffer in row-major order."""
         return cls(node, sizes, row_major_strides(sizes), 0)
 
+    @classmethod
+    def joined(cls, pieces: tuple[View, ...], dim: int) -> View:
+        """Views of one dtype, joined along dimension `dim`."""
+        node = Cat.of(pieces, dim, pieces[0].node.dtype)
+        return cls.whole(node, node.sizes)
+
+    def narrow(self, dim: int, start: int, length: int) -> View:
+        """`length` indices along dimension `dim`, from `start` on."""
+        sizes = (*self.sizes[:dim], length, *self.sizes[dim + 1 :])
+        return View(self.node, sizes, self.strides, self.offset + start * self.strides[dim])
+
 
 @dataclass(eq=False, slots=True)
 class FileTensor(Node):

@@ -13,7 +13,8 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
 from ..footprint.memory import MemoryFootprint
-from ..planning.plan import ParameterBox, Target
+from ..planning.parameter_box import ParameterBox
+from ..planning.plan import Target
 
 
 __all__ = [
@@ -218,8 +219,10 @@ class Destination(Protocol):
 
 def narrowed(view: View, box: ParameterBox) -> View:
     """The part of a parameter's `view` that `box` describes; nothing is copied."""
-    offset = sum(begin * stride for begin, stride in zip(box.begin, view.strides, strict=True))
-    return View(view.node, box.sizes, view.strides, view.offset + offset)
+    for dim, intervals in enumerate(box.intervals):
+        pieces = tuple(view.narrow(dim, start, stop - start) for start, stop in intervals)
+        view = pieces[0] if len(pieces) == 1 else View.joined(pieces, dim)
+    return view
 
 
 def item_of(target: Target, view: View, memory: torch.Tensor) -> Item:

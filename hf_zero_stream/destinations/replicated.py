@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
-from ..planning.plan import ParameterBox, Target, partition_range
+from ..planning.parameter_box import ParameterBox
+from ..planning.plan import Target, partition_range
 from ..ranks.coordinator import Coordinator
 from ..ranks.messages import Wait
 from .allocation import allocating

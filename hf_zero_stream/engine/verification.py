@@ -179,7 +179,8 @@ class Verifier:
         with self._lock:
             self.parts[target.name] = (self.parts.get(target.name, 0) + digest) % _WORD
             # What every rank has whole, a buffer, counts once.
-            if self._rank == 0 or target.box or target.stop - target.start < view.numel:
+            is_copy = target.is_copy if target.box else self._rank > 0 and target.stop - target.start == view.numel
+            if not is_copy:
                 self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
 
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from itertools import chain, product
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
 import torch
 
 from ..checkpoint.format import Shard
-from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View, row_major_strides
-from .boxes import Box, flat_range, simplify
+from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View
+from .boxes import Box
+from .parameter_box import ParameterBox
 from .reads import Piece, Read, merge_pieces, pieces_of_region
 from .regions import Leaf, Region, regions_of_range
 
@@ -24,7 +25,6 @@ from .regions import Leaf, Region, regions_of_range
 __all__ = [
     "BatchPlan",
     "LoadPlan",
-    "ParameterBox",
     "Placement",
     "PlanCost",
     "Target",
@@ -32,43 +32,6 @@ __all__ = [
     "partition_range",
     "plan_batch",
 ]
-
-
-class ParameterBox(NamedTuple):
-    """The elements of a parameter whose index along each dimension ``d`` is in ``[begin[d], begin[d] + sizes[d])``.
-
-    Attributes:
-        shape: the whole parameter's.
-        begin: first index along each dimension.
-        sizes: number of indices along each dimension.
-    """
-
-    shape: tuple[int, ...]
-    begin: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> ParameterBox:
-        """All of a parameter of this shape."""
-        return cls(tuple(shape), (0,) * len(shape), tuple(shape))
-
-    @property
-    def is_whole(self) -> bool:
-        return self.sizes == self.shape
-
-    @property
-    def numel(self) -> int:
-        return prod(self.sizes)
-
-    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """The elements ``[start, stop)`` of the box, as (first flat element of the whole parameter, count)."""
-        strides = row_major_strides(self.shape)
-        offset = sum(index * stride for index, stride in zip(self.begin, strides, strict=True))
-        for box in map(simplify, flat_range(self.sizes, strides, offset, start, stop)):
-            is_run = bool(box.sizes) and box.at_strides[-1] == 1
-            rows, count = (box.sizes[:-1], box.sizes[-1]) if is_run else (box.sizes, 1)
-            for index in product(*map(range, rows)):
-                yield box.at + sum(i * stride for i, stride in zip(index, box.at_strides, strict=False)), count
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +48,7 @@ class Target:
         start: first element of the view that goes there.
         stop: one past the last; ``stop - start`` may be less than `numel` (padding) and even 0.
         box: what of the parameter the view shows; None: all of it.
+        is_copy: another rank has the same elements of `box`, and counts them in the digest of the model.
     """
 
     name: str
@@ -93,6 +57,7 @@ class Target:
     start: int
     stop: int
     box: ParameterBox | None = None
+    is_copy: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_map
 from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import Cat, HostTensor, Node, Stored, View
-from ..destinations.base import Holding
+from ..checkpoint.nodes import HostTensor, Node, Stored, View
+from ..destinations.base import Holding, narrowed
 from ..destinations.deepspeed.original_experts import with_original_experts
 from ..engine.compute import Evaluator
 from ..engine.workers import run_in_threads
 from ..errors import SaveError
-from ..planning.plan import ParameterBox
+from ..planning.parameter_box import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..ranks.messages import collective_device
 from ..sources.local import LocalFiles
@@ -128,10 +128,11 @@ class Parameters:
         if boxes == {whole} or not whole.numel:
             return {name: whole}
         sources = {f"{name}@{number}": box for number, box in enumerate(sorted(box for box in boxes if box.numel))}
-        views = [
-            (box, View.whole(Stored(box.numel, holding.dtype, source), box.sizes)) for source, box in sources.items()
-        ]
-        self.joined[name] = join(name, views).node
+        blocks: list[tuple[ParameterBox, View]] = []
+        for source, box in sources.items():
+            view = View.whole(Stored(box.numel, holding.dtype, source), box.sizes)
+            blocks += [(block, narrowed(view, within)) for block, within in box.blocks()]
+        self.joined[name] = join(name, sorted(blocks, key=lambda of_block: of_block[0].intervals)).node
         return sources
 
     def _agree_on_source(self, source: str, numel: int, held: Sequence[_Held], compared: bool) -> bool:
@@ -267,25 +268,23 @@ def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) ->
     shape = boxes[0][0].shape
     if dim == len(shape):
         return boxes[0][1]
-    slabs: dict[tuple[int, int], list[tuple[ParameterBox, View]]] = {}
+    slabs: dict[Interval, list[tuple[ParameterBox, View]]] = {}
     for box, view in boxes:
-        slabs.setdefault((box.begin[dim], box.sizes[dim]), []).append((box, view))
+        ((begin, end),) = box.intervals[dim]
+        slabs.setdefault((begin, end), []).append((box, view))
     position = 0
-    for begin, size in slabs:
+    for begin, end in slabs:
         if begin != position:
             break
-        position += size
+        position = end
     if position != shape[dim]:
         raise SaveError(
             f"{name}: expected that the boxes that ranks hold of it fill its shape {shape} without overlap; along "
-            f"dimension {dim} it is cut into (first index, length): {', '.join(map(str, slabs))}. Save from all ranks "
-            "of the job, with the same model on each."
+            f"dimension {dim} it is cut into (first index, one past the last): {', '.join(map(str, slabs))}. Save "
+            "from all ranks of the job, with the same model on each."
         )
     pieces = tuple(join(name, slab, dim + 1) for slab in slabs.values())
-    if len(pieces) == 1:
-        return pieces[0]
-    node = Cat.of(pieces, dim, pieces[0].node.dtype)
-    return View.whole(node, node.sizes)
+    return pieces[0] if len(pieces) == 1 else View.joined(pieces, dim)
 
 
 def cover(name: str, numel: int, held: Sequence[tuple[int, int]]) -> tuple[Share, ...]:

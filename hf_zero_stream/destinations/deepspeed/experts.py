@@ -27,7 +27,7 @@ from torch import nn
 
 from ... import patching
 from ...errors import ConfigError, LoadError, UnsupportedError
-from ...planning.plan import ParameterBox
+from ...planning.parameter_box import Cut, ParameterBox
 from ...versions import refuse_unknown_version
 from .original_experts import Origin, note_origin
 
@@ -246,8 +246,8 @@ def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], plac
             module._buffers[key] = value
     for param in layer.experts.parameters():
         count, *of_one = param.shape
-        first = (place.part * count, *(0 for _ in of_one))
-        param._hf_zero_stream_box = ParameterBox((place.parts * count, *of_one), first, tuple(param.shape))
+        cut = Cut(0, place.parts, place.part)
+        param._hf_zero_stream_box = ParameterBox.of_cuts((place.parts * count, *of_one), [cut])
         # DeepSpeed's names, which zero.Init reads or sets again.
         param.ds_zero_partition_rank = place.rank
         param.ds_zero_partition_world_size = place.ranks

@@ -16,7 +16,8 @@ from torch import nn
 
 from ...checkpoint.nodes import Computed, View
 from ...errors import LoadError, UnsupportedError
-from ...planning.plan import ParameterBox, Target, partition_range
+from ...planning.parameter_box import ParameterBox
+from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ...versions import refuse_unknown_version
 from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_of, source_of

@@ -29,7 +29,8 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...planning.plan import ParameterBox, Target, partition_range
+from ...planning.parameter_box import ParameterBox
+from ...planning.plan import Target, partition_range
 from ...ranks.launchers import announced_local_rank
 from ...versions import refuse_unknown_version
 from ..allocation import allocating

@@ -1,0 +1,130 @@
+"""The part of a parameter that one rank holds, as indices along each dimension, and how torch cuts dimensions.
+
+A DTensor's placements, and FSDP2's chunk of what they leave, are *cuts*, one after the other. Each cuts what the cuts
+before it have left, as ``torch.chunk`` does: into parts of ``ceil(length / parts)``, the last of which may be shorter
+or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, islice, pairwise, product
+from math import prod
+from typing import NamedTuple
+
+from ..checkpoint.nodes import row_major_strides
+
+
+__all__ = ["Cut", "Interval", "ParameterBox"]
+
+Interval = tuple[int, int]
+"""Indices along one dimension: the first, and one past the last."""
+
+
+class Cut(NamedTuple):
+    """One of several parts of a dimension.
+
+    Attributes:
+        dim: the dimension, counted from 0.
+        parts: number of parts.
+        index: which of them, counted from 0.
+        groups: cut the dimension into so many groups first, and take the part of each (``_StridedShard``'s
+            ``split_factor``). A fused weight is cut so that each rank gets a part of each of the weights in it.
+    """
+
+    dim: int
+    parts: int
+    index: int
+    groups: int = 1
+
+
+class ParameterBox(NamedTuple):
+    """The elements of a parameter whose index along each dimension is in one of the intervals of that dimension.
+
+    Attributes:
+        shape: the whole parameter's.
+        intervals: for each dimension, in the order of the box's own indices; ``(0, 0)`` where there are none.
+    """
+
+    shape: tuple[int, ...]
+    intervals: tuple[tuple[Interval, ...], ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> ParameterBox:
+        """All of a parameter of this shape."""
+        return cls(tuple(shape), tuple(((0, size),) for size in shape))
+
+    @classmethod
+    def of_cuts(cls, shape: Sequence[int], cuts: Iterable[Cut]) -> ParameterBox:
+        """What is left of a parameter of this shape after all `cuts`."""
+        left = list(cls.whole(shape).intervals)
+        for dim, parts, index, groups in cuts:
+            chunks = (_chunk(_chunk(left[dim], groups, group), parts, index) for group in range(groups))
+            left[dim] = tuple(_joined(chain.from_iterable(chunks))) or ((0, 0),)
+        return cls(tuple(shape), tuple(left))
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The box's own shape."""
+        return tuple(sum(stop - start for start, stop in intervals) for intervals in self.intervals)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.sizes == self.shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def blocks(self) -> Iterator[tuple[ParameterBox, ParameterBox]]:
+        """Boxes of one interval along each dimension that make up this one; each also as a part of this box."""
+        positions = [[*accumulate((stop - start for start, stop in each), initial=0)] for each in self.intervals]
+        inner = [[*pairwise(each)] for each in positions]
+        for block, within in zip(product(*self.intervals), product(*inner), strict=True):
+            yield (
+                ParameterBox(self.shape, tuple((each,) for each in block)),
+                ParameterBox(self.sizes, tuple((each,) for each in within)),
+            )
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """The elements ``[start, stop)`` of the box, as (first flat element of the whole parameter, count)."""
+        # Dimensions behind the last one that is cut are whole: their elements lie side by side.
+        cut = max((dim for dim, each in enumerate(self.intervals) if each != ((0, self.shape[dim]),)), default=0)
+        strides = (*row_major_strides(self.shape), 1)
+        row = prod(self.sizes[cut:])
+        indices = [[*chain.from_iterable(range(*interval) for interval in each)] for each in self.intervals[:cut]]
+        first = start // row if row else 0
+        position = first * row
+        for index in islice(product(*indices), first, -(-stop // row) if row else 0):
+            offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
+            for begin, end in self.intervals[cut] if self.shape else ((0, 1),):
+                count = (end - begin) * strides[cut]
+                low, high = max(position, start), min(position + count, stop)
+                if low < high:
+                    yield offset + begin * strides[cut] + low - position, high - low
+                position += count
+
+
+def _chunk(intervals: Iterable[Interval], parts: int, index: int) -> tuple[Interval, ...]:
+    """Chunk `index` of `parts` of the indices in `intervals`, laid end to end."""
+    intervals = tuple(intervals)
+    length = -(-sum(stop - start for start, stop in intervals) // parts)
+    first, last = index * length, (index + 1) * length
+    chunk: list[Interval] = []
+    position = 0
+    for start, stop in intervals:
+        begin, end = max(start, start + first - position), min(stop, start + last - position)
+        if begin < end:
+            chunk.append((begin, end))
+        position += stop - start
+    return tuple(chunk)
+
+
+def _joined(intervals: Iterable[Interval]) -> list[Interval]:
+    joined: list[Interval] = []
+    for start, stop in intervals:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
