@@ -16,7 +16,7 @@ from hf_zero_stream.planning.parameter_box import Cut, ParameterBox
 
 def torch_cut(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
     placement = _StridedShard(cut.dim, split_factor=cut.groups) if cut.groups > 1 else Shard(cut.dim)
-    return placement._split_tensor(tensor, cut.parts, with_padding=False)[0][cut.index]
+    return placement._split_tensor(tensor, cut.parts, with_padding=False)[0][cut.part]
 
 
 def picked(tensor: torch.Tensor, cuts: Sequence[Cut]) -> torch.Tensor:

@@ -27,14 +27,14 @@ class Cut(NamedTuple):
     Attributes:
         dim: the dimension, counted from 0.
         parts: number of parts.
-        index: which of them, counted from 0.
+        part: which of them, counted from 0.
         groups: cut the dimension into so many groups first, and take the part of each (``_StridedShard``'s
             ``split_factor``). A fused weight is cut so that each rank gets a part of each of the weights in it.
     """
 
     dim: int
     parts: int
-    index: int
+    part: int
     groups: int = 1
 
 
@@ -58,8 +58,8 @@ class ParameterBox(NamedTuple):
     def of_cuts(cls, shape: Sequence[int], cuts: Iterable[Cut]) -> ParameterBox:
         """What is left of a parameter of this shape after all `cuts`."""
         left = list(cls.whole(shape).intervals)
-        for dim, parts, index, groups in cuts:
-            chunks = (_chunk(_chunk(left[dim], groups, group), parts, index) for group in range(groups))
+        for dim, parts, part, groups in cuts:
+            chunks = (_chunk(_chunk(left[dim], groups, group), parts, part) for group in range(groups))
             left[dim] = tuple(_joined(chain.from_iterable(chunks))) or ((0, 0),)
         return cls(tuple(shape), tuple(left))
 
