@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_zero_stream.cli import app
-from hf_zero_stream.cli.app import COMMANDS
+from hf_zero_stream.cli import COMMANDS, app
 from tests.cluster import ROOT
 from tests.commands import link_repository
 from tests.test_cli import NAMES
@@ -116,8 +115,8 @@ def test_documents_show_every_command() -> None:
 def test_documents_name_every_option() -> None:
     """Options that are in the document exist."""
     existing = set()
-    for module in COMMANDS:
-        result = CliRunner().invoke(app, [module.__name__.rpartition(".")[2], "--help"])
+    for name in COMMANDS:
+        result = CliRunner().invoke(app, [name, "--help"])
         existing |= set(re.findall(r"--[a-z0-9-]+", result.stdout))
     without_make = re.sub(r"^python -m benchmarks.*$", "", DOCUMENT, flags=re.MULTILINE)
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", without_make))

@@ -35,7 +35,9 @@ def test_bench_loads_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     folder = make_moe_checkpoint(tmp_path / "tiny-moe", 1e7, num_layers=2, num_experts=8)
     kept: list[Any] = []
     emit = bench.emit
-    monkeypatch.setattr(bench, "emit", lambda data, *others: (kept.append(data), emit(data, *others)))
+    monkeypatch.setattr(
+        bench, "emit", lambda data, *others, **options: (kept.append(data), emit(data, *others, **options))
+    )
     ((command, shown),) = next(parts for parts in map(commands, blocks(DOCUMENT)) if " bench " in parts[0][0])
     assert_shown(shown, run(*command.split()[1:]).stdout)
     (found,) = kept

@@ -88,7 +88,7 @@ PUBLIC = {
 
 HOMES = {
     "transformers.models.auto": ("hf_zero_stream.auto",),
-    "transformers.quantizers": ("hf_zero_stream.cli.shapes",),
+    "transformers.quantizers": ("hf_zero_stream.cli.models",),
     "transformers.integrations": ("hf_zero_stream.cli.bench_rank",),  # HfDeepSpeedConfig
     "torch.multiprocessing.reductions": ("hf_zero_stream.destinations.deepspeed.flat.layout",),  # StorageWeakRef
     "torch.distributed.distributed_c10d": ("hf_zero_stream.ranks.presence",),

@@ -1,6 +1,53 @@
-"""The command line ``hf-zero-stream``; one module per command, none of which imports torch until it runs."""
+"""The command line ``hf-zero-stream``; one module per command, none of which imports torch until it runs.
 
-from .app import app, main
+Exit codes: 0 all is well; 1 the check failed, or one of our own errors ended the command; 2 the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..errors import HfZeroStreamError
+from .output import printable
 
 
-__all__ = ["app", "main"]
+__all__ = ["COMMANDS", "app", "main"]
+
+COMMANDS = {
+    name: import_module(f".{name}", __package__)
+    for name in ("inspect", "plan", "verify", "convert", "bench", "doctor")
+}
+"""Command -> its module, which has the command's function `run` and an `EXAMPLE`."""
+
+
+class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except HfZeroStreamError as error:
+            print(printable(f"{type(error).__name__}: {error}", "\n"), file=sys.stderr)
+            raise typer.Exit(1) from error
+
+
+app = typer.Typer(
+    name="hf-zero-stream",
+    cls=_Group,
+    help="Look at checkpoints, and at what loading them under DeepSpeed ZeRO will cost, before paying for it.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+for _name, _module in COMMANDS.items():
+    app.command(_name, epilog=f"Example: {_module.EXAMPLE}")(_module.run)
+
+
+def main() -> None:
+    """The entry point of the script ``hf-zero-stream``."""
+    app()

@@ -10,7 +10,6 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,36 +58,22 @@ class MappedFiles:
         return int(match[1]) * 1024 if match else 0
 
 
-def _work(arm: str, folder: str, config: dict[str, Any]) -> Callable[[], Any]:
-    """What is timed."""
+def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
+    """Load with all ranks; returns this rank's figures."""
     import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.loading.load  # noqa: F401 - or the first load would import it
 
     model_class, dtype = model_class_of(folder, {"trust_remote_code": False}), zero3.partition_dtype(config)
-    if arm == "streaming":
-
-        def load() -> Any:
-            with streaming():
-                return model_class.from_pretrained(folder, dtype=dtype, ds_config=config)
-
-        return load
-    kept_alive = HfDeepSpeedConfig(without_own_section(config))
-
-    def load_stock() -> Any:
-        model = model_class.from_pretrained(folder, dtype=dtype)
-        model.kept_alive = kept_alive
-        return model
-
-    return load_stock
-
-
-def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Load with all ranks; returns this rank's figures."""
-    work = _work(arm, folder, config)
+    # transformers finds ZeRO-3 as long as this object lives.
+    ds_config = HfDeepSpeedConfig(without_own_section(config)) if arm == "stock" else None
     with AnonymousMemory() as memory, MappedFiles() as mapped:
         dist.barrier()
         start = time.perf_counter()
-        model = work()
+        if ds_config is not None:
+            model = model_class.from_pretrained(folder, dtype=dtype)
+        else:
+            with streaming():
+                model = model_class.from_pretrained(folder, dtype=dtype, ds_config=config)
         machine.synchronize()
         dist.barrier()
         seconds = time.perf_counter() - start

@@ -13,7 +13,7 @@ from pathlib import Path
 from ..errors import CheckpointError, ReadError
 
 
-__all__ = ["cached_folder", "headers", "size_of_shards"]
+__all__ = ["cached_folder", "headers"]
 
 _SMALL_FILES = ["*.json", "*.py"]
 _NOT_NEEDED = ["tokenizer*", "vocab*", "special_tokens*", "*preprocessor*", "*processor*", "chat_template*"]
@@ -25,17 +25,16 @@ _REQUESTS_AT_ONCE = 8
 def cached_folder(path: str, revision: str | None) -> Path:
     """The folder (or single file) at `path`, else the snapshot of the repository `path` in the Hub's cache.
 
-    Raises:
-        ReadError: neither is there.
+    Raises ReadError if neither is there.
     """
-    from huggingface_hub import snapshot_download
-
     if os.path.exists(path):
         return Path(path)
+    from huggingface_hub import snapshot_download
+
     try:
         return Path(snapshot_download(path, revision=revision, local_files_only=True))
     except (OSError, ValueError) as error:
-        # huggingface_hub knows that files are missing: which matter is not for it to say.
+        # huggingface_hub says that files are missing; whether they matter is decided by those that read the folder.
         if incomplete := getattr(error, "snapshot_path", None):
             return Path(incomplete)
         raise ReadError(
@@ -48,13 +47,13 @@ def cached_folder(path: str, revision: str | None) -> Path:
 def headers(path: str, revision: str | None) -> Iterator[Path]:
     """A folder in which the configuration, the index and all headers of a checkpoint can be read, but maybe no data.
 
-    That is the folder at `path` itself, or the Hub's cache if it holds all shards. Else the small files and the
-    shards' headers are fetched from the Hub; each shard becomes a sparse file of its full size in a temporary folder,
-    which takes next to no disk space.
+    It is `path` itself, or the snapshot in the Hub's cache if that has all shards. Else the small files and the
+    shards' headers are fetched from the Hub into a temporary folder, where each shard becomes a sparse file of its
+    full size, which takes next to no disk space.
 
     Raises:
-        ReadError: it is neither here nor on the Hub.
-        CheckpointError: the repository holds no safetensors, or what is there are no safetensors.
+        ReadError: the checkpoint is neither here nor on the Hub.
+        CheckpointError: the repository has no safetensors files, or one of them has no valid header.
     """
     if os.path.exists(path) or _is_cached_whole(path, revision):
         yield cached_folder(path, revision)
@@ -72,19 +71,13 @@ def headers(path: str, revision: str | None) -> Iterator[Path]:
 
 
 def _is_cached_whole(repository: str, revision: str | None) -> bool:
-    """Whether the Hub's cache has all shards: what was only looked at has left its small files there."""
+    """Whether the Hub's cache has all shards; of a repository that was only inspected it has the small files."""
     from ..checkpoint.soundness import shards_of
 
     try:
         return all(map(os.path.exists, shards_of(cached_folder(repository, revision))[0]))
     except (CheckpointError, ReadError):
         return False
-
-
-def size_of_shards(folder: Path) -> int:
-    """Bytes of all safetensors files in a folder, or of the one file."""
-    files = [folder] if folder.is_file() else folder.glob("*.safetensors")
-    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _fetch(repository: str, revision: str | None, folder: Path) -> None:
@@ -100,12 +93,10 @@ def _fetch(repository: str, revision: str | None, folder: Path) -> None:
             target = folder / file.relative_to(small)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(file.resolve())
-    if (folder / INDEX).exists():
-        names = [os.path.relpath(shard, folder) for shard in shards_of(folder)[0]]
-    else:
-        names = [SINGLE]
+    has_index = (folder / INDEX).exists()
+    names = [os.path.relpath(shard, folder) for shard in shards_of(folder)[0]] if has_index else [SINGLE]
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads:
-        # The snapshot is named by its commit, so that all files are of one.
+        # The snapshot's folder is named by its commit: the shards are asked for at the same one.
         list(threads.map(lambda name: _fetch_header(repository, small.name, name, folder / name), names))
 
 

@@ -8,11 +8,10 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..config import StreamingConfig, without_own_section
 from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
@@ -22,18 +21,16 @@ from ..sources.local import LocalFiles
 from ..sources.mounts import is_on_network, kind_of_file_system
 
 
-__all__ = ["Check", "check_ds_config", "check_launcher", "check_storage", "check_tools", "features", "versions"]
+__all__ = ["Check", "check_ds_config", "check_features", "check_launcher", "check_storage", "check_versions"]
 
 PACKAGE = "hf_zero_stream"
-READ_BYTES = 256 << 20
-"""Most that is read to find the speed of a path."""
 
+_MOST_READ_BYTES = 256 << 20
 _REQUEST_BYTES = 8 << 20
-_SWAP_SECTIONS = ("offload_param", "offload_optimizer")
+_TURN_INIT_ON = "each rank would load the whole model. Set zero3_init_flag: true."
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One thing that was looked at.
 
     Attributes:
@@ -47,7 +44,7 @@ class Check:
     text: str
 
 
-def versions() -> Iterator[Check]:
+def check_versions() -> Iterator[Check]:
     """Python and the packages that we need, each with the version that is wanted."""
     from packaging.requirements import Requirement
 
@@ -72,46 +69,41 @@ def versions() -> Iterator[Check]:
             yield Check(requirement.name, "problem", f"{found} is installed, but {requirement} is needed")
 
 
-def features(compatible: Mapping[str, bool]) -> Iterator[Check]:
-    """What can be done with what is installed; `compatible` says which of DeepSpeed's ops can."""
+def check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
+    """What can be done with what is installed; `ops` says which of DeepSpeed's ops work."""
     import torch
 
     from ..destinations.deepspeed.machine import accelerator_name
 
+    def available(what: str, is_there: object, text: str) -> Check:
+        return Check(what, "ok" if is_there else "no", text)
+
     yield Check("accelerator", "ok", accelerator_name())
-    yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
-    yield _imports(
-        "streaming under ZeRO-3",
-        "hf_zero_stream.destinations.deepspeed.partitioned",
-        "hf_zero_stream.loading.integration",
-        needed=True,
-    )
-    yield _imports("expert_parallel (AutoEP)", "hf_zero_stream.destinations.deepspeed.experts")
+    yield available("NCCL", torch.distributed.is_nccl_available(), "communication between GPUs")
+    yield _imports("streaming under ZeRO-3", "problem", "destinations.deepspeed.partitioned", "loading.integration")
+    yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
     for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
-        yield Check(what, "ok" if compatible.get(op) else "no", f"DeepSpeed's op {op}")
+        yield available(what, ops.get(op), f"DeepSpeed's op {op}")
     for what, package in (
         ("compressed-tensors checkpoints", "compressed_tensors"),
         ("GGUF checkpoints", "gguf"),
         ("plan --plot", "matplotlib"),
     ):
-        yield Check(what, "ok" if find_spec(package) else "no", f"package {package}")
-
-
-def _imports(what: str, *modules: str, needed: bool = False) -> Check:
-    """Our modules check what they rely on when they are imported."""
-    try:
-        for module in modules:
-            import_module(module)
-    except (ImportError, HfZeroStreamError) as error:
-        return Check(what, "problem" if needed else "no", str(error))
-    return Check(what, "ok", "all that is relied on is there")
-
-
-def check_tools() -> Iterator[Check]:
-    """What DeepSpeed compiles its ops with at their first use, unless they are installed compiled."""
+        yield available(what, find_spec(package), f"package {package}")
+    # DeepSpeed compiles its ops with these at their first use, unless they are installed compiled.
     for tool, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
         found = shutil.which(tool)
         yield Check(tool, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
+
+
+def _imports(what: str, otherwise: str, *modules: str) -> Check:
+    """Our modules check what they rely on when they are imported."""
+    try:
+        for module in modules:
+            import_module(f"{PACKAGE}.{module}")
+    except (ImportError, HfZeroStreamError) as error:
+        return Check(what, otherwise, str(error))
+    return Check(what, "ok", "all that is relied on is there")
 
 
 def check_storage(path: str) -> Iterator[Check]:
@@ -121,22 +113,14 @@ def check_storage(path: str) -> Iterator[Check]:
         return
     where = "on another machine: more and smaller reads at once" if is_on_network(path) else "on this machine"
     yield Check("file system", "ok", f"{kind_of_file_system(path) or 'unknown'}, {where}")
-    largest = max(_files(Path(path)), key=os.path.getsize, default=None)
+    files = [Path(path)] if os.path.isfile(path) else [entry for entry in Path(path).iterdir() if entry.is_file()]
+    largest = max(files, key=os.path.getsize, default=None)
     if largest is None or largest.stat().st_size == 0:
         yield Check("speed", "no", "there is no file to read")
         return
     size, seconds = _timed_read(largest)
-    yield Check(
-        "speed",
-        "ok",
-        f"{size / seconds / 1e6:.0f} MB/s: {size / 1e6:.1f} MB of {largest.name}, one thread, past the page cache "
-        "where the file system can",
-    )
-
-
-def _files(path: Path) -> list[Path]:
-    """The file, or the folder's own files."""
-    return [path] if path.is_file() else [entry for entry in path.iterdir() if entry.is_file()]
+    text = f"{size / seconds / 1e6:.0f} MB/s: {size / 1e6:.1f} MB of {largest.name}, one thread"
+    yield Check("speed", "ok", f"{text}, past the page cache where the file system can")
 
 
 def _timed_read(path: Path) -> tuple[int, float]:
@@ -144,7 +128,7 @@ def _timed_read(path: Path) -> tuple[int, float]:
     size = path.stat().st_size
     with open(path, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    wanted, buffer = min(size, READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
+    wanted, buffer = min(size, _MOST_READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
     with closing(LocalFiles([SourceFile(str(path), size)], direct_io=True)) as files:
         start = time.perf_counter()
         for position in range(0, wanted, len(buffer)):
@@ -155,16 +139,16 @@ def _timed_read(path: Path) -> tuple[int, float]:
 # ------------------------------------------------------------------------------------------------- settings
 
 
-def check_launcher(config_file: str | None, environ: Mapping[str, str] = os.environ) -> Iterator[Check]:
+def check_launcher(config_file: str | None) -> Iterator[Check]:
     """accelerate's config file (default: where `accelerate config` writes it) and what its launcher announces."""
     if config_file is None:
         from ..seams.wrappers import accelerate_config_file
 
         config_file = accelerate_config_file()
-    yield from _check_accelerate_file(config_file)
-    if announces_zero3(environ):
-        on = announces_zero3_init(environ)
-        text = "true" if on else "not true: each rank would load the whole model. Set zero3_init_flag: true."
+    yield Check("accelerate's config", *_accelerate_config(config_file))
+    if announces_zero3():
+        on = announces_zero3_init()
+        text = "true" if on else f"not true: {_TURN_INIT_ON}"
         yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", "ok" if on else "problem", text)
     yield Check(
         "order",
@@ -174,26 +158,23 @@ def check_launcher(config_file: str | None, environ: Mapping[str, str] = os.envi
     )
 
 
-def _check_accelerate_file(path: str) -> Iterator[Check]:
+def _accelerate_config(path: str) -> tuple[str, str]:
+    """(status, text) for accelerate's config file."""
     import yaml
 
     if not os.path.isfile(path):
-        yield Check("accelerate's config", "no", "there is no config file")
-        return
+        return "no", "there is no config file"
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         section = config.get("deepspeed_config") or {}
         stage, flag = section.get("zero_stage"), section.get("zero3_init_flag")
     except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        yield Check("accelerate's config", "problem", f"{path}: cannot be read: {error}")
-        return
+        return "problem", f"{path}: cannot be read: {error}"
     if config.get("distributed_type") != "DEEPSPEED":
-        yield Check("accelerate's config", "note", "it does not use DeepSpeed")
-    elif stage == 3 and flag is not True:
-        text = f"{path}: zero3_init_flag is off: each rank would load the whole model. Set zero3_init_flag: true."
-        yield Check("accelerate's config", "problem", text)
-    else:
-        yield Check("accelerate's config", "ok", f"DeepSpeed, zero_stage {stage}, zero3_init_flag {flag}")
+        return "note", "it does not use DeepSpeed"
+    if stage == 3 and flag is not True:
+        return "problem", f"{path}: zero3_init_flag is off: {_TURN_INIT_ON}"
+    return "ok", f"DeepSpeed, zero_stage {stage}, zero3_init_flag {flag}"
 
 
 def check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
@@ -212,23 +193,22 @@ def check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("settings", "problem", str(error))
     if zero.get("stage") == 3 and not any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
         yield Check("dtype", "note", "neither bf16 nor fp16 is enabled, so that parameters take fp32")
-    for name in _SWAP_SECTIONS:
+    for name in ("offload_param", "offload_optimizer"):
         section = zero.get(name) or {}
         if section.get("device") == "nvme":
-            yield _check_swap_path(name, str(section.get("nvme_path", "")))
+            yield Check(f"{name}.nvme_path", *_swap_path(str(section.get("nvme_path", ""))))
 
 
-def _check_swap_path(name: str, path: str) -> Check:
+def _swap_path(path: str) -> tuple[str, str]:
+    """(status, text) for a folder of swap files."""
+    if not path:
+        return "problem", "it is not set; name a folder on a local disk"
     existing = Path(path)
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent  # DeepSpeed makes the folder
     kind = kind_of_file_system(str(existing))
-    if not path:
-        return Check(f"{name}.nvme_path", "problem", "it is not set; name a folder on a local disk")
     if is_on_network(str(existing)):
-        return Check(
-            f"{name}.nvme_path", "problem", f"{path} is on another machine ({kind}); name a folder on a local disk"
-        )
+        return "problem", f"{path} is on another machine ({kind}); name a folder on a local disk"
     if kind in ("tmpfs", "ramfs"):
-        return Check(f"{name}.nvme_path", "problem", f"{path} is in memory ({kind}); name a folder on a local disk")
-    return Check(f"{name}.nvme_path", "ok", f"{path} is on a disk of this machine ({kind or 'unknown'})")
+        return "problem", f"{path} is in memory ({kind}); name a folder on a local disk"
+    return "ok", f"{path} is on a disk of this machine ({kind or 'unknown'})"

@@ -1,4 +1,4 @@
-"""What of files is in the page cache: all, or nothing."""
+"""Bringing files into the page cache, and dropping them from it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fill(paths: Iterable[str | os.PathLike[str]]) -> None:
 
 
 def drop(paths: Iterable[str | os.PathLike[str]]) -> None:
-    """Have the system let go of these files' pages."""
+    """Drop these files from the page cache."""
     os.sync()  # what is not written yet cannot be dropped
     for path in paths:
         with open(path, "rb") as file:

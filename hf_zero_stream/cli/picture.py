@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from ..footprint.memory import MemoryFootprint
+from ..footprint.memory import DISK, HOST, MemoryFootprint
 from ..loading.dry_load import Forecast
 from ..planning.plan import LoadPlan
 
@@ -40,8 +40,8 @@ def draw(path: Path, forecasts: Sequence[Forecast], device: str) -> None:
         device: type of the device that trains.
     """
     plans = [forecast.load for forecast in forecasts]
-    shards = plans[0].shards[:_MOST_SHARDS]
-    figure = Figure(figsize=(13, 4 + 0.25 * len(shards)), layout="constrained")
+    height = 4 + 0.25 * min(_MOST_SHARDS, len(plans[0].shards))
+    figure = Figure(figsize=(13, height), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(2, 1))
     _draw_reads(left, plans)
     _draw_memory(right, forecasts[0].memory, device)
@@ -51,17 +51,15 @@ def draw(path: Path, forecasts: Sequence[Forecast], device: str) -> None:
 def _draw_reads(axes: Any, plans: Sequence[LoadPlan]) -> None:
     shards = plans[0].shards[:_MOST_SHARDS]
     near = max(shard.size_bytes for shard in shards) // _PIXELS
-    colours = colormaps["turbo"]
+    lane = 0.8 / len(plans)
     for number, shard in enumerate(shards):
-        axes.broken_barh(
-            [(0, shard.size_bytes)], (number - 0.4, 0.8), facecolors="0.92", edgecolor="0.6", linewidth=0.5
-        )
+        top = number - 0.4
+        axes.broken_barh([(0, shard.size_bytes)], (top, 0.8), facecolors="0.92", edgecolor="0.6", linewidth=0.5)
         for place, plan in enumerate(plans):
-            colour = colours((place + 0.5) / len(plans))
             spans = [(start, stop - start) for start, stop in _spans(plan, number, near)]
-            lane = 0.8 / len(plans)
+            colour = colormaps["turbo"]((place + 0.5) / len(plans))
             label = f"rank {plan.rank}" if number == 0 else None
-            axes.broken_barh(spans, (number - 0.4 + place * lane, lane), facecolors=colour, label=label)
+            axes.broken_barh(spans, (top + place * lane, lane), facecolors=colour, label=label)
     axes.set_yticks(range(len(shards)), [os.path.basename(shard.path) for shard in shards], fontsize=7)
     axes.invert_yaxis()
     left_out = len(plans[0].shards) - len(shards)
@@ -73,47 +71,42 @@ def _draw_reads(axes: Any, plans: Sequence[LoadPlan]) -> None:
 def _spans(plan: LoadPlan, shard: int, near: int) -> list[tuple[int, int]]:
     """Byte ranges of a shard that a rank reads, neighbours joined."""
     spans: list[tuple[int, int]] = []
-    for read in sorted(plan, key=lambda read: (read.shard, read.start)):
-        if read.shard != shard:
-            continue
-        if spans and read.start - spans[-1][1] <= near:
-            spans[-1] = (spans[-1][0], max(spans[-1][1], read.stop))
+    for start, stop in sorted((read.start, read.stop) for read in plan if read.shard == shard):
+        if spans and start - spans[-1][1] <= near:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], stop))
         else:
-            spans.append((read.start, read.stop))
+            spans.append((start, stop))
     return spans
 
 
 def _draw_memory(axes: Any, footprint: MemoryFootprint, device: str) -> None:
-    gather = {device: footprint.largest_gather}
-    phases: dict[str, list[tuple[str, Mapping[str, int]]]] = {
-        "load": [("peak", footprint.load_peak)],
-        "deepspeed.\ninitialize": [("peak", footprint.start_peak)],
-        "training": [
-            ("partitions", footprint.partitions),
-            ("fp32 copies", footprint.master),
-            ("gradients", footprint.gradients),
-            ("reduce bucket", footprint.reduce_bucket),
-            ("optimizer states", footprint.optimizer_states),
-            ("largest gather", gather),
-        ],
+    phases: dict[str, dict[str, Mapping[str, int]]] = {
+        "load": {"peak": footprint.load_peak},
+        "deepspeed.\ninitialize": {"peak": footprint.start_peak},
+        "training": {
+            "partitions": footprint.partitions,
+            "fp32 copies": footprint.master,
+            "gradients": footprint.gradients,
+            "reduce bucket": footprint.reduce_bucket,
+            "optimizer states": footprint.optimizer_states,
+            "largest gather": {device: footprint.largest_gather},
+        },
     }
-    colours = {"peak": "0.55"}
-    places = list(dict.fromkeys((device, "cpu", "nvme")))
+    places = list(dict.fromkeys((device, HOST, DISK)))
     width = 0.8 / len(places)
+    colours = {"peak": "0.55"}
     for position, parts in enumerate(phases.values()):
         for lane, place in enumerate(places):
-            bottom = 0.0
-            for part, nbytes in parts:
+            x, bottom = position - 0.4 + (lane + 0.5) * width, 0.0
+            for part, nbytes in parts.items():
                 height = nbytes.get(place, 0) / _GIB
-                if not height:
-                    continue
-                first = part not in axes.get_legend_handles_labels()[1]
-                colour = colours.setdefault(part, f"C{len(colours)}")
-                x = position - 0.4 + (lane + 0.5) * width
-                axes.bar(x, height, width * 0.9, bottom=bottom, color=colour, label=part if first else None)
-                bottom += height
+                if height:
+                    label = None if part in axes.get_legend_handles_labels()[1] else part
+                    colour = colours.setdefault(part, f"C{len(colours)}")
+                    axes.bar(x, height, width * 0.9, bottom=bottom, color=colour, label=label)
+                    bottom += height
             if bottom:
-                axes.text(position - 0.4 + (lane + 0.5) * width, bottom, place, ha="center", va="bottom", fontsize=7)
+                axes.text(x, bottom, place, ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(phases)), list(phases))
     axes.set_xlim(-0.5, len(phases) - 0.5)
     axes.set_ylabel("GiB of one rank, computed")

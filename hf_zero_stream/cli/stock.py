@@ -30,51 +30,41 @@ resident memory (and towards a container's limit), but the kernel may drop them.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from math import prod
 from typing import Any
+
+from torch import nn
 
 from ..footprint.memory import HOST
 from ..loading.dry_load import Forecast
-from .shapes import Shape
 
 
-__all__ = ["StockLoad", "stock_load"]
+__all__ = ["stock_load"]
 
 
-@dataclass(frozen=True)
-class StockLoad:
-    """Bytes of the table above; `peak` maps places to bytes, without mapped files."""
-
-    rank0_read: int
-    rank0_mapped: int
-    rank0_peak: dict[str, int]
-    other_received: int
-    other_peak: dict[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def stock_load(forecast: Forecast, parameters: Sequence[Shape], device: str) -> StockLoad:
-    """Stock's figures for the load that `forecast` is of.
+def stock_load(forecast: Forecast, model: nn.Module, tied: set[str], device: str) -> dict[str, Any]:
+    """The bytes of the table above for the load that `forecast` is of; peaks by place, and without mapped files.
 
     Args:
         forecast: of any rank.
-        parameters: the model's, whole, in the checkpoint's dtype.
+        model: has the parameters' shapes, and the checkpoint's dtypes.
+        tied: names that are another name for a parameter.
         device: type of the device that trains.
     """
     plan, memory = forecast.load, forecast.memory
     dtypes = {target.name: target.dtype for target in plan.targets}
-    modules, total = Counter[str](), 0
-    for param in parameters:
-        whole = prod(param.shape) * dtypes.get(param.name, param.dtype).itemsize
-        modules[param.name.rpartition(".")[0]] += whole
-        total += whole
+    modules, largest = Counter[str](), 0
+    for name, param in model.named_parameters():
+        if name not in tied:
+            modules[name.rpartition(".")[0]] += param.numel() * dtypes.get(name, param.dtype).itemsize
+            largest = max(largest, param.nbytes)
     others = Counter(memory.load_peak)
     others[HOST] -= memory.staging
     others[device] += max(modules.values(), default=0)
-    first = others + Counter({HOST: max((param.nbytes for param in parameters), default=0)})
     read = sum(shard.size_bytes for shard in plan.shards)
-    return StockLoad(read, read, dict(first), total, dict(+others))
+    return {
+        "rank0_read": read,
+        "rank0_mapped": read,
+        "rank0_peak": dict(others + Counter({HOST: largest})),
+        "other_received": modules.total(),
+        "other_peak": dict(+others),
+    }

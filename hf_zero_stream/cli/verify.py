@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from .output import CheckpointArgument, Format, FormatOption, RevisionOption, bytes_text, count_text, emit, table
+from .options import CheckpointArgument, FormatOption, RevisionOption
+from .output import bytes_text, count_text, emit, table
 
+
+if TYPE_CHECKING:
+    from ..checkpoint.soundness import Soundness
 
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B --sha256"
 
@@ -21,10 +26,13 @@ def run(
         bool, typer.Option("--sha256", help="Read all shards and compare them with the Hub's checksums.")
     ] = False,
     sums: Annotated[
-        str | None, typer.Option("--sums", metavar="FILE", help="Checksums to compare with, as sha256sum writes them.")
+        Path | None,
+        typer.Option(
+            metavar="FILE", exists=True, dir_okay=False, help="Checksums to compare with, as sha256sum writes them."
+        ),
     ] = None,
     revision: RevisionOption = None,
-    form: FormatOption = Format.table,
+    form: FormatOption = "table",
 ) -> None:
     """Name every fault of a checkpoint; exit code 1 if there is any.
 
@@ -33,13 +41,14 @@ def run(
     """
     from ..checkpoint.soundness import check_soundness, read_sums
     from ..reports.progress import progress_bar
-    from .checkpoints import cached_folder, size_of_shards
+    from .checkpoints import cached_folder
 
-    if sums is not None and not os.path.isfile(sums):
-        raise typer.BadParameter(f"--sums: there is no file {sums}")
     known = None if sums is None else read_sums(sums)
     folder = cached_folder(path, revision)
-    total = size_of_shards(folder) if sha256 or sums is not None else 0
+    total = 0
+    if sha256 or sums is not None:
+        files = [folder] if folder.is_file() else folder.glob("*.safetensors")
+        total = sum(file.stat().st_size for file in files if file.is_file())
     with progress_bar(total, "Hashing", total > 0) as bar:
         found = check_soundness(folder, sha256=sha256, sums=known, on_bytes=bar.update)
 
@@ -53,16 +62,17 @@ def run(
         "faults": [asdict(fault) for fault in found.faults],
         "notes": found.notes,
     }
+    emit(data, _blocks(path, found), form, ok=not found.faults)
+
+
+def _blocks(path: str, found: Soundness) -> Iterator[Table | str]:
     looked_at = f"{count_text(len(found.shards), 'shard')}, {count_text(found.tensors, 'tensor')}"
     hashed = f", {found.hashed} compared with a checksum" if found.hashed else ""
-    blocks: list[Table | str] = [f"{path}: {looked_at}, {bytes_text(found.nbytes)} with sound headers{hashed}"]
+    yield f"{path}: {looked_at}, {bytes_text(found.nbytes)} with sound headers{hashed}"
     if found.faults:
-        blocks.append(count_text(len(found.faults), "fault") + ":")
+        yield count_text(len(found.faults), "fault") + ":"
         rows = [(fault.file, fault.kind, fault.message) for fault in found.faults]
-        blocks.append(table(("File", "Fault", "What is wrong"), rows, left=3))
+        yield table(("File", "Fault", "What is wrong"), rows, left=3)
     else:
-        blocks.append("No fault found.")
-    blocks += [f"Note: {note}" for note in found.notes]
-    emit(data, blocks, form)
-    if found.faults:
-        raise typer.Exit(1)
+        yield "No fault found."
+    yield from (f"Note: {note}" for note in found.notes)

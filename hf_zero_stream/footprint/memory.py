@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 
-__all__ = ["HOST", "EngineSettings", "MemoryFootprint", "ParameterShape", "memory_footprint"]
+__all__ = ["DISK", "HOST", "EngineSettings", "MemoryFootprint", "ParameterShape", "memory_footprint"]
 
 HOST, DISK = "cpu", "nvme"
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-__all__ = ["Family", "fold"]
+__all__ = ["Family", "fold", "folded_names"]
 
 _NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9]\d*)(?=\.|$)")
 
@@ -51,6 +51,11 @@ def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[Family]:
                 name += _choice_text(choice) + text
             families.append(Family(name, kind, count))
     return families
+
+
+def folded_names(names: Iterable[str]) -> list[str]:
+    """Names, folded."""
+    return [family.name for family in fold((name, ()) for name in names)]
 
 
 def _products(rows: Sequence[Row]) -> list[tuple[Choice, ...]]:

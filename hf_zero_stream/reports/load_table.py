@@ -11,7 +11,7 @@ from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
 
-from .folding import fold
+from .folding import folded_names
 from .load import PHASES, LoadReport, RankReport
 
 
@@ -37,7 +37,7 @@ def render_table(report: LoadReport) -> str:
         blocks.append("\n".join(fallbacks))
     if report.recast:
         heading = f"Recast parameters ({len(report.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
-        blocks.append("\n".join([heading, *(f"  {name}" for name in _folded(report.recast))]))
+        blocks.append("\n".join([heading, *(f"  {name}" for name in folded_names(report.recast))]))
     return "\n\n".join(blocks)
 
 
@@ -165,12 +165,8 @@ def _materialised_lines(report: LoadReport) -> list[str]:
     lines = []
     for (reason, on_ranks), names in names_of.items():
         where = "" if len(on_ranks) == len(report.ranks) else f" (on {len(on_ranks)} of {len(report.ranks)} ranks)"
-        lines += [f"  {name}: {reason}{where}" for name in _folded(names)]
+        lines += [f"  {name}: {reason}{where}" for name in folded_names(names)]
     if lines:
         count = len({name for _, name in ranks_of})
         lines.insert(0, f"Materialised parameters ({count}), whose sources were read whole:")
     return lines
-
-
-def _folded(names: Iterable[str]) -> list[str]:
-    return [family.name for family in fold((name, ()) for name in names)]

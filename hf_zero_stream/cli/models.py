@@ -1,53 +1,23 @@
-"""The parameters that a model class makes of a checkpoint, by transformers' own renames and conversions."""
+"""The model that a model class makes of a checkpoint, by transformers' own renames and conversions, without values."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import nn
 from transformers import PreTrainedConfig
 from transformers.quantizers import AutoQuantizationConfig
+from transformers.utils import logging
 
 from ..config import StreamingConfig
 from ..errors import CheckpointError, HfZeroStreamError
 from ..loading.dry_load import lazily_loaded, load_of_layouts
 
 
-__all__ = ["ModelShapes", "Shape", "load_arguments", "model_shapes", "quantisation", "transformers_errors"]
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One parameter, or one buffer that checkpoints hold."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
-
-
-@dataclass(frozen=True)
-class ModelShapes:
-    """A model as it comes out of a checkpoint.
-
-    Attributes:
-        class_name: the model's class.
-        parameters: every parameter once, missing ones included.
-        missing: names of parameters that the checkpoint has no values for, and that will be initialised.
-        tied: names that become another name for a parameter.
-    """
-
-    class_name: str
-    parameters: list[Shape]
-    missing: list[str]
-    tied: list[str]
+__all__ = ["lazy_model", "load_arguments", "quantisation", "transformers_errors"]
 
 
 def load_arguments(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
@@ -76,38 +46,28 @@ def quantisation(folder: Path) -> str | None:
     return found and str(found.get("quant_method"))
 
 
-def model_shapes(folder: Path, arguments: Mapping[str, Any]) -> ModelShapes:
+def lazy_model(folder: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
     """Build the model on the meta device and run transformers' conversions over tensors without data.
 
     Args:
-        folder: the checkpoint's.
         arguments: see :func:`load_arguments`.
+
+    Returns:
+        The model, whose parameters have shapes and dtypes only; the names that the checkpoint has no values for, and
+        that will be initialised; the names that become another name for a parameter.
 
     Raises:
         CheckpointError: transformers cannot make a model of the checkpoint.
         UnsupportedError: it stays quantised.
     """
     load = load_of_layouts(StreamingConfig(progress=False))
-
-    def shapes(model: torch.nn.Module, missing: set[str], tied: set[str]) -> ModelShapes:
-        kept = {name: param for name, param in model.named_parameters() if name not in tied}
-        return ModelShapes(
-            type(model).__name__,
-            [Shape(name, tuple(param.shape), param.dtype) for name, param in kept.items()],
-            sorted(missing & kept.keys()),
-            sorted(tied),
-        )
-
     with transformers_errors(str(folder)):
-        found: ModelShapes = lazily_loaded(str(folder), load, shapes, **arguments)
-    return found
+        return lazily_loaded(str(folder), load, lambda *found: found, **arguments)
 
 
 @contextmanager
 def transformers_errors(path: str) -> Iterator[None]:
     """Errors of transformers and DeepSpeed about a checkpoint or a config become ours; progress bars are off."""
-    from transformers.utils import logging
-
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,0 +1,88 @@
+"""The arguments and options that commands share, and the parsers of their values.
+
+A parser raises typer.BadParameter: typer names the option in front of the message, and exits with code 2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import typer
+
+
+__all__ = [
+    "CheckpointArgument",
+    "DequantizeOption",
+    "DsConfigOption",
+    "DtypeOption",
+    "FormatOption",
+    "RevisionOption",
+    "TrustOption",
+    "json_object",
+    "size",
+    "zero3_config",
+]
+
+
+def json_object(path: str) -> dict[str, Any]:
+    """The JSON object in a file."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"cannot read {path} as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"expected a JSON object in {path}; found {type(found).__name__}")
+    return found
+
+
+def size(text: str) -> int:
+    """The bytes of a size such as "80GiB"."""
+    from ..config import parse_size
+
+    parsed = parse_size(text)
+    if parsed is None:
+        raise typer.BadParameter(f'expected a size such as "80GiB" or "80GB"; got {text!r}')
+    return parsed
+
+
+def _zero3_file(path: str) -> dict[str, Any]:
+    config = json_object(path)
+    zero = config.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if stage != 3:
+        raise typer.BadParameter(f"expected zero_optimization.stage 3; found {stage!r} in {path}")
+    return config
+
+
+CheckpointArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="A checkpoint's folder, or the id of a repository on the Hub.")
+]
+FormatOption = Annotated[
+    Literal["table", "json"], typer.Option("--format", help="How the result is written to stdout.")
+]
+RevisionOption = Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository on the Hub.")]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
+]
+DequantizeOption = Annotated[
+    bool, typer.Option("--dequantize", help="Of a quantised checkpoint make a model that is not quantised.")
+]
+DsConfigOption = Annotated[
+    dict[str, Any] | None,
+    typer.Option(metavar="FILE", parser=_zero3_file, help="DeepSpeed config; default: ZeRO-3 with AdamW."),
+]
+DtypeOption = Annotated[
+    Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Dtype to train in, whatever the config says.")
+]
+
+
+def zero3_config(given: Mapping[str, Any] | None, dtype: str | None) -> dict[str, Any]:
+    """The DeepSpeed config of ``--ds-config``, by default plain ZeRO-3, made to train in the dtype of ``--dtype``."""
+    config = dict(given or {"zero_optimization": {"stage": 3}})
+    if dtype is None:
+        return config
+    without = {key: value for key, value in config.items() if key not in ("bf16", "bfloat16", "fp16")}
+    return without if dtype == "fp32" else {**without, dtype: {"enabled": True}}
