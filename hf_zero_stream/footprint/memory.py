@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,55 +59,59 @@ class ParameterShape:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """What matters of a DeepSpeed config; the defaults are those of ZeRO-3 in bf16 with AdamW."""
+    """What matters of a DeepSpeed config; the defaults are those of ZeRO-3 in bf16 with AdamW.
+
+    Attributes:
+        device: the type of the device that trains: "cpu", "cuda", ...
+        offload_param: where partitions live: "none" (on the device), "cpu" or "nvme".
+        offload_optimizer: where master copies, optimizer states and gradients live, likewise.
+        offload_ratio: share of the sub-groups of an offloaded optimizer that really leave the device.
+        pinned_optimizer: whether an offloaded optimizer's gradients are copied into page-locked memory.
+        swap_from_bytes: what is smaller than this does not go to NVMe, but stays on the host.
+        parameter_swap_bytes: host memory of the buffers through which partitions go to NVMe and back.
+        optimizer_swap_buffers: number of buffers, each of the largest sub-group, through which optimizer states go to
+            NVMe and back.
+        sub_group_size: elements of this rank after which a new sub-group begins; they are cast and stepped one by one.
+        reduce_bucket_numel: elements of the buffer in which gradients are reduced.
+        bucket_itemsize: bytes of an element of that buffer.
+        gradient_itemsize: bytes of an element of the gradients that are accumulated.
+        master_itemsize: bytes of an element of the copies that the optimizer trains.
+        states: K, the states that the optimizer keeps for each element; 2 for Adam and AdamW.
+        state_itemsize: bytes of an element of a state.
+        secondary_ranks: ranks that share hpZ's second copy of the parameters (``zero_hpz_partition_size``); 1: there
+            is none.
+    """
 
     device: str = HOST
-    """The type of the device that trains: "cpu", "cuda", ..."""
-
     offload_param: str = "none"
-    """Where partitions live: "none" (on the device), "cpu" or "nvme"."""
-
     offload_optimizer: str = "none"
-    """Where master copies, optimizer states and gradients live, likewise."""
-
     offload_ratio: float = 1.0
-    """Share of the sub-groups of an offloaded optimizer that really leave the device."""
-
     pinned_optimizer: bool = False
-    """Whether an offloaded optimizer's gradients are copied into page-locked memory."""
-
     swap_from_bytes: int = 2**20
-    """What is smaller than this does not go to NVMe, but stays on the host."""
-
     parameter_swap_bytes: int = 0
-    """Host memory of the buffers through which partitions go to NVMe and back."""
-
     optimizer_swap_buffers: int = 4
-    """Number of buffers, each of the largest sub-group, through which optimizer states go to NVMe and back."""
-
     sub_group_size: int = 10**9
-    """Elements of this rank after which a new sub-group begins; they are cast and stepped one by one."""
-
     reduce_bucket_numel: int = 5 * 10**8
-    """Elements of the buffer in which gradients are reduced."""
-
     bucket_itemsize: int = 2
-    """Bytes of an element of that buffer."""
-
     gradient_itemsize: int = 2
-    """Bytes of an element of the gradients that are accumulated."""
-
     master_itemsize: int = 4
-    """Bytes of an element of the copies that the optimizer trains."""
-
     states: int = 2
-    """K: states that the optimizer keeps for each element; 2 for Adam and AdamW."""
-
     state_itemsize: int = 4
-    """Bytes of an element of a state."""
-
     secondary_ranks: int = 1
-    """Ranks that share hpZ's second copy of the parameters (``zero_hpz_partition_size``); 1: there is none."""
+
+    @property
+    def partition_place(self) -> str:
+        """Where partitions are that do not go to NVMe."""
+        return self.device if self.offload_param == "none" else HOST
+
+    @property
+    def gradient_place(self) -> str:
+        return self.device if self.offload_optimizer == "none" else HOST
+
+    def place_of_partition(self, param: ParameterShape) -> str:
+        # Only floating-point parameters have the dtype of DeepSpeed's swapper.
+        swapped = self.offload_param == DISK and param.dtype.is_floating_point
+        return DISK if swapped and param.partition_bytes >= self.swap_from_bytes else self.partition_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,74 +121,52 @@ class MemoryFootprint:
     Where bytes depend on the place, a field maps "cpu", the device's type ("cuda") and "nvme" to them; a place without
     any is left out. On the host the kernel counts memory only once it is written, which `reduce_bucket` is at the
     first backward pass. The peaks know this.
+
+    `largest_gather` is a floor for the device's peak in training. DeepSpeed gathers into one buffer and, if the piece
+    has more than one parameter, copies each out of it, so that for a moment there is twice as much. It may keep more
+    than this: up to ``stage3_max_live_parameters`` elements. A tied parameter counts also where its other end is
+    gathered already.
+
+    Attributes:
+        partitions: this rank's partitions of all parameters, padding included, also of those that no checkpoint fills.
+        buffers: the model's buffers (not parameters), which every rank holds whole.
+        staging: bound of the host memory through which the load reads.
+        swap_buffers: DeepSpeed's host memory for the traffic with NVMe.
+        largest_gather: the largest piece that the forward pass gathers at once: a module's own parameters, or all of a
+            leaf module's.
+        largest_gather_of: the parameter's or the module's name.
+        master: copies in fp32 that ``deepspeed.initialize`` makes of all trainable partitions, also where these are
+            fp32.
+        gradients: partitions of the gradients that ``deepspeed.initialize`` allocates.
+        reduce_bucket: the buffer for gradients on their way that ``deepspeed.initialize`` allocates.
+        secondary: the second partitions of hpZ; ``deepspeed.initialize`` and later gathers make them.
+        optimizer_states: the K states that the first step makes.
+        load_peak: most memory during the load: partitions, buffers, staging and swap buffers; "nvme" is not memory.
+        start_peak: most memory during ``deepspeed.initialize``, with everything that was there before.
+        held: what is there between steps, from the first on: everything but staging and gathered parameters.
     """
 
     partitions: Mapping[str, int]
-    """This rank's partitions of all parameters, padding included, also of those that no checkpoint fills."""
-
     buffers: Mapping[str, int]
-    """The model's buffers (not parameters), which every rank holds whole."""
-
     staging: int
-    """Bound of the host memory through which the load reads."""
-
     swap_buffers: int
-    """DeepSpeed's host memory for the traffic with NVMe."""
-
     largest_gather: int
-    """The largest piece that the forward pass gathers at once: a module's own parameters, or all of a leaf module's.
-
-    A floor for the device's peak in training. DeepSpeed gathers into one buffer and, if the piece has more than one
-    parameter, copies each out of it, so that for a moment there is twice as much. It may keep more than this: up to
-    ``stage3_max_live_parameters`` elements. A tied parameter counts here even where its other end is gathered already.
-    """
-
     largest_gather_of: str
-    """The parameter's or the module's name."""
-
     master: Mapping[str, int]
-    """Copies in fp32 that ``deepspeed.initialize`` makes of all trainable partitions, also where these are fp32."""
-
     gradients: Mapping[str, int]
-    """Partitions of the gradients that ``deepspeed.initialize`` allocates."""
-
     reduce_bucket: Mapping[str, int]
-    """The buffer for gradients on their way that ``deepspeed.initialize`` allocates."""
-
     secondary: Mapping[str, int]
-    """The second partitions of hpZ, which the first gathers make, those of ``deepspeed.initialize`` among them."""
-
     optimizer_states: Mapping[str, int]
-    """The K states that the first step makes."""
-
     load_peak: Mapping[str, int]
-    """Most memory during the load; partitions, buffers, staging and swap buffers. "nvme" is no memory and not here."""
-
     start_peak: Mapping[str, int]
-    """Most memory during ``deepspeed.initialize``, with everything that was there before."""
-
-    @property
-    def held(self) -> dict[str, int]:
-        """What is there from the first step on, between steps: everything but staging and gathered parameters."""
-        total = Counter({HOST: self.swap_buffers})
-        for part in (self.partitions, self.buffers, self.secondary):
-            total.update(part)
-        for part in (self.master, self.gradients, self.reduce_bucket, self.optimizer_states):
-            total.update(part)
-        return _without_zeros(total)
+    held: Mapping[str, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns every field by its name, and `held`, as dicts, numbers and strings; sizes are in bytes."""
-        return {**asdict(self), "held": self.held}
+        return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MemoryFootprint:
-        """The inverse of `to_dict`.
-
-        Raises:
-            TypeError: a key is missing, or is not known.
-        """
-        return cls(**{name: value for name, value in data.items() if name != "held"})
+        return cls(**data)
 
 
 def memory_footprint(
@@ -205,49 +188,52 @@ def memory_footprint(
         leaf_modules: names of the modules that ZeRO-3 gathers whole, with all modules in them.
     """
     own = [param for param in parameters if not param.tied]
-    groups = _sub_groups([param for param in own if param.requires_grad], settings.sub_group_size)
-    homes = [_home_of_group(number, groups, settings) for number in range(len(groups))]
-    sizes = [sum(param.partition_numel for param in group) for group in groups]
-    trained = sum(sizes)
-
-    master, gradients, states = Counter[str](), Counter[str](), Counter[str]()
-    offloaded = settings.offload_optimizer != "none"
-    gradients[HOST if offloaded else settings.device] = trained * settings.gradient_itemsize
-    for home, size in zip(homes, sizes, strict=True):
-        master[home] += size * settings.master_itemsize
-        states[home] += size * settings.states * settings.state_itemsize
-        if offloaded and home != DISK:
-            gradients[home] += size * settings.master_itemsize
+    trained = [param for param in own if param.requires_grad]
+    groups = _sub_groups(trained, settings)
 
     partitions, secondary = Counter[str](), Counter[str]()
     for param in own:
-        partitions[_home_of_partition(param, settings)] += param.partition_bytes
+        partitions[settings.place_of_partition(param)] += param.partition_bytes
         if settings.secondary_ranks > 1:
             second = -(-param.partition_numel * param.ranks // settings.secondary_ranks)
-            secondary[_local(settings)] += second * param.dtype.itemsize
+            secondary[settings.partition_place] += second * param.dtype.itemsize
 
-    gather, gather_of = _largest_gather(parameters, leaf_modules)
-    swap = settings.parameter_swap_bytes
+    master, gradients, states = Counter[str](), Counter[str](), Counter[str]()
+    for group in groups:
+        master[group.place] += group.numel * settings.master_itemsize
+        states[group.place] += group.numel * settings.states * settings.state_itemsize
+        gradients[settings.gradient_place] += group.numel * settings.gradient_itemsize
+        if settings.offload_optimizer != "none" and group.place != DISK:
+            gradients[group.place] += group.numel * settings.master_itemsize
+
+    optimizer_swap = 0
     if settings.offload_optimizer == DISK:
-        swap += settings.optimizer_swap_buffers * max(sizes, default=0) * settings.master_itemsize
-    before = Counter(partitions)
+        largest = max((group.numel for group in groups), default=0)
+        optimizer_swap = settings.optimizer_swap_buffers * largest * settings.master_itemsize
+    buffers = Counter({settings.device: buffer_bytes})
+    before = partitions + buffers + Counter({HOST: settings.parameter_swap_bytes})
     del before[DISK]
-    before[settings.device] += buffer_bytes
-    before[HOST] += settings.parameter_swap_bytes
+    reduce_bucket = Counter({settings.device: settings.reduce_bucket_numel * settings.bucket_itemsize})
+    swap = settings.parameter_swap_bytes + optimizer_swap
+    held = Counter({HOST: swap})
+    for part in (partitions, buffers, secondary, master, gradients, reduce_bucket, states):
+        held.update(part)
+    gather, gather_of = _largest_gather(parameters, leaf_modules)
     return MemoryFootprint(
         partitions=_without_zeros(partitions),
-        buffers=_without_zeros({settings.device: buffer_bytes}),
+        buffers=_without_zeros(buffers),
         staging=staging_bytes,
         swap_buffers=swap,
         largest_gather=gather,
         largest_gather_of=gather_of,
         master=_without_zeros(master),
         gradients=_without_zeros(gradients),
-        reduce_bucket=_without_zeros({settings.device: settings.reduce_bucket_numel * settings.bucket_itemsize}),
+        reduce_bucket=_without_zeros(reduce_bucket),
         secondary=_without_zeros(secondary),
         optimizer_states=_without_zeros(states),
         load_peak=_without_zeros(before + Counter({HOST: staging_bytes})),
-        start_peak=_start_peak(before, groups, homes, secondary, swap - settings.parameter_swap_bytes, settings),
+        start_peak=_start_peak(before, trained, groups, secondary, optimizer_swap, settings),
+        held=_without_zeros(held),
     )
 
 
@@ -271,50 +257,46 @@ class _Ledger:
 
 def _start_peak(
     before: Mapping[str, int],
-    groups: Sequence[Sequence[ParameterShape]],
-    homes: Sequence[str],
+    trained: Sequence[ParameterShape],
+    groups: Sequence[_SubGroup],
     secondary: Mapping[str, int],
     swap_bytes: int,
     settings: EngineSettings,
 ) -> dict[str, int]:
     """Follows DeepSpeedZeroOptimizer_Stage3.__init__ from one allocation to the next."""
-    ledger, device = _Ledger(before), settings.device
-    trained = [param for group in groups for param in group]
-    sizes = [sum(param.partition_numel for param in group) for group in groups]
-    largest = max(sizes, default=0)
-    master = settings.master_itemsize
+    ledger, device, master = _Ledger(before), settings.device, settings.master_itemsize
     offloaded = settings.offload_optimizer != "none"
     copied = 1 + (settings.pinned_optimizer and device != HOST)  # only an accelerator's driver locks pages
 
     # Partitions move into one buffer on the host (_create_fp16_partitions_with_defragmentation), each old one being
     # freed at once; a buffer that is page-locked or goes on to a device is there in full meanwhile.
-    moved = [param.partition_bytes for param in trained if _home_of_partition(param, settings) != DISK]
+    moved = [param.partition_bytes for param in trained if settings.place_of_partition(param) != DISK]
     ledger.pass_through(HOST, max(moved, default=0) if device == HOST else sum(moved))
     ledger.hold(HOST, swap_bytes)
 
     # _create_fp32_partitions casts a sub-group and clones the result.
-    for home, size, group in zip(homes, sizes, groups, strict=True):
-        is_cast = group[0].dtype.itemsize != master or home != _local(settings)
-        ledger.pass_through(home, (1 + is_cast) * size * master)
-        if home == HOST and _local(settings) != HOST:
-            ledger.pass_through(device, size * master)  # the cast runs where the values are, before they are copied
-        ledger.hold(home, size * master)
+    for group in groups:
+        nbytes = group.numel * master
+        is_cast = group.itemsize != master or group.place != settings.partition_place
+        ledger.pass_through(group.place, (1 + is_cast) * nbytes)
+        if group.place == HOST and settings.partition_place != HOST:
+            ledger.pass_through(device, nbytes)  # the cast runs where the values are, before they are copied
+        ledger.hold(group.place, nbytes)
 
     # initialize_optimizer_states makes gradients of zeros, for an optimizer on the host to keep, and one more.
-    spare = largest * master
-    ledger.pass_through(HOST if offloaded else device, spare)
-    if offloaded:
-        for home, size in zip(homes, sizes, strict=True):
-            if home != DISK:
-                ledger.pass_through(HOST, spare + copied * size * master)
-                ledger.hold(home, size * master)
+    spare = max((group.numel for group in groups), default=0) * master
+    ledger.pass_through(settings.gradient_place, spare)
+    for group in groups:
+        if offloaded and group.place != DISK:
+            ledger.pass_through(HOST, spare + copied * group.numel * master)
+            ledger.hold(group.place, group.numel * master)
 
     # Then the buffers for gradients; the one on a host is not written yet.
     if device != HOST:
         ledger.hold(device, settings.reduce_bucket_numel * settings.bucket_itemsize)
-    flat = sum(sizes) * settings.gradient_itemsize
-    ledger.pass_through(HOST if offloaded else device, (copied if offloaded else 1) * flat)
-    ledger.hold(HOST if offloaded else device, flat)
+    flat = sum(group.numel for group in groups) * settings.gradient_itemsize
+    ledger.pass_through(settings.gradient_place, (copied if offloaded else 1) * flat)
+    ledger.hold(settings.gradient_place, flat)
 
     # create_reduce_and_remove_grad_hooks gathers every trainable parameter, one after the other.
     for place, nbytes in secondary.items():
@@ -323,38 +305,35 @@ def _start_peak(
     return _without_zeros(ledger.most)
 
 
-def _sub_groups(trained: Sequence[ParameterShape], size: int) -> list[list[ParameterShape]]:
-    """DeepSpeed's _create_fp16_sub_groups: a sub-group is full as soon as it has `size` elements of this rank."""
-    groups: list[list[ParameterShape]] = []
-    count = size
+class _SubGroup(NamedTuple):
+    """Partitions that are cast and stepped together: their elements, their bytes each, and where their states live."""
+
+    numel: int
+    itemsize: int
+    place: str
+
+
+def _sub_groups(trained: Sequence[ParameterShape], settings: EngineSettings) -> list[_SubGroup]:
+    """DeepSpeed's _create_fp16_sub_groups: a sub-group is full as soon as it has `sub_group_size` elements."""
+    members: list[list[ParameterShape]] = []
+    count = settings.sub_group_size
     for param in trained:
-        if count >= size:
-            groups.append([])
+        if count >= settings.sub_group_size:
+            members.append([])
             count = 0
-        groups[-1].append(param)
+        members[-1].append(param)
         count += param.partition_numel
+    on_device = len(members)
+    if settings.offload_optimizer != "none":
+        on_device = int((1 - settings.offload_ratio) * len(members))
+    groups = []
+    for number, params in enumerate(members):
+        numel = sum(param.partition_numel for param in params)
+        place = settings.device if number < on_device else HOST
+        if settings.offload_optimizer == DISK and numel * settings.master_itemsize >= settings.swap_from_bytes:
+            place = DISK
+        groups.append(_SubGroup(numel, params[0].dtype.itemsize, place))
     return groups
-
-
-def _local(settings: EngineSettings) -> str:
-    """Where partitions are that do not go to NVMe."""
-    return settings.device if settings.offload_param == "none" else HOST
-
-
-def _home_of_partition(param: ParameterShape, settings: EngineSettings) -> str:
-    # Only floating-point parameters have the dtype of DeepSpeed's swapper.
-    swapped = settings.offload_param == DISK and param.dtype.is_floating_point
-    return DISK if swapped and param.partition_bytes >= settings.swap_from_bytes else _local(settings)
-
-
-def _home_of_group(number: int, groups: Sequence[Sequence[ParameterShape]], settings: EngineSettings) -> str:
-    """Where the master copy and the states of a sub-group live."""
-    if settings.offload_optimizer == "none":
-        return settings.device
-    size = sum(param.partition_numel for param in groups[number])
-    if settings.offload_optimizer == DISK and size * settings.master_itemsize >= settings.swap_from_bytes:
-        return DISK
-    return settings.device if number < int((1 - settings.offload_ratio) * len(groups)) else HOST
 
 
 def _largest_gather(parameters: Iterable[ParameterShape], leaf_modules: Collection[str]) -> tuple[int, str]:
@@ -373,11 +352,9 @@ def _largest_gather(parameters: Iterable[ParameterShape], leaf_modules: Collecti
 
 def _gathering_module(name: str, leaves: set[str]) -> str:
     """The module whose hook gathers a parameter: the outermost leaf module around it, else the one that owns it."""
-    parts = name.split(".")[:-1]
-    for length in range(len(parts) + 1):
-        if ".".join(parts[:length]) in leaves:
-            return ".".join(parts[:length])
-    return ".".join(parts)
+    owner = name.rpartition(".")[0]
+    around = ("", *accumulate(owner.split("."), "{}.{}".format))
+    return next((module for module in around if module in leaves), owner)
 
 
 def _without_zeros(bytes_at: Mapping[str, int]) -> dict[str, int]:
