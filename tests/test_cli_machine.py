@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from hf_zero_stream.cli import bench, checks
+from hf_zero_stream.cli import bench, doctor
 from hf_zero_stream.errors import VersionError
 from hf_zero_stream.sources.mounts import kind_of_file_system
 from tests.parity import ds_config
@@ -128,7 +128,7 @@ def test_doctor_of_this_machine(no_accelerate: list[str]) -> None:
 
 def test_doctor_finds_old_and_missing_packages(monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str]) -> None:
     wanted = ["torch>=999", "not-a-package>=1", 'not-needed>=1; extra == "test"']
-    monkeypatch.setattr(checks.metadata, "requires", lambda name: wanted)
+    monkeypatch.setattr(doctor.metadata, "requires", lambda name: wanted)
     found = statuses(run_json("doctor", *no_accelerate, code=1)["versions"])
     assert (found["torch"], found["not-a-package"]) == (PROBLEM, PROBLEM) and "not-needed" not in found
     assert "torch>=999 is needed" in run("doctor", *no_accelerate, code=1).stdout
@@ -138,7 +138,7 @@ def test_doctor_finds_libraries_that_are_not_known(monkeypatch: pytest.MonkeyPat
     def import_module(name: str) -> Any:
         raise VersionError(f"DeepSpeed 9 has no {name}")
 
-    monkeypatch.setattr(checks, "import_module", import_module)
+    monkeypatch.setattr(doctor, "import_module", import_module)
     found = statuses(run_json("doctor", *no_accelerate, code=1)["features"])
     assert found["streaming under ZeRO-3"] == PROBLEM
     assert found["expert_parallel (AutoEP)"] == "no", "what can be left out is no problem"
@@ -206,8 +206,8 @@ def test_doctor_looks_at_swap_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         looked_at.append(path)
         return kind
 
-    monkeypatch.setattr(checks, "kind_of_file_system", kind_of)
-    monkeypatch.setattr(checks, "is_on_network", lambda path: kind_of(path) not in ("ext4", "tmpfs"))
+    monkeypatch.setattr(doctor, "kind_of_file_system", kind_of)
+    monkeypatch.setattr(doctor, "is_on_network", lambda path: kind_of(path) not in ("ext4", "tmpfs"))
     swap = {"device": "nvme", "nvme_path": str(tmp_path / "swap" / "here")}
     config = ds_config(torch.bfloat16, offload_optimizer=swap)
     assert settings(tmp_path, config, int(status != "ok"))["offload_optimizer.nvme_path"] == status

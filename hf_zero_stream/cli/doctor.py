@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
+import time
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from contextlib import closing
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
 
+from ..config import StreamingConfig, without_own_section
+from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
+from ..ranks.launchers import announces_zero3, announces_zero3_init
+from ..sources.base import SourceFile
+from ..sources.local import LocalFiles
+from ..sources.mounts import is_on_network, kind_of_file_system
 from .options import FormatOption, json_object
 from .output import count_text, emit, quiet, table
 
 
-if TYPE_CHECKING:
-    from .checks import Check
-
 EXAMPLE = "hf-zero-stream doctor /data/checkpoints --ds-config ds.json"
+
+PACKAGE = "hf_zero_stream"
+_MOST_READ_BYTES = 256 << 20
+_REQUEST_BYTES = 8 << 20
+_TURN_INIT_ON = "each rank would load the whole model. Set zero3_init_flag: true."
+
+
+class Check(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        what: what it is.
+        status: "ok"; "problem", which makes the command fail; "no" (not to be had here) and "note", which do not.
+        text: what was found, and what to do about a problem.
+    """
+
+    what: str
+    status: str
+    text: str
 
 
 def run(
@@ -37,17 +67,16 @@ def run(
     """
     with quiet():
         from ..destinations.deepspeed.machine import compatible_ops
-        from . import checks
 
         ops = compatible_ops()
         found = {
-            "versions": list(checks.check_versions()),
-            "features": list(checks.check_features(ops)),
-            "storage": [] if path is None else list(checks.check_storage(path)),
-            "settings": list(checks.check_launcher(accelerate_config)),
+            "versions": list(_check_versions()),
+            "features": list(_check_features(ops)),
+            "storage": [] if path is None else list(_check_storage(path)),
+            "settings": list(_check_launcher(accelerate_config)),
         }
         if ds_config is not None:
-            found["settings"] += checks.check_ds_config(ds_config)
+            found["settings"] += _check_ds_config(ds_config)
     problems = sum(check.status == "problem" for group in found.values() for check in group)
     data = {
         "healthy": not problems,
@@ -67,3 +96,176 @@ def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems:
     if cannot:
         yield f"and that do not: {', '.join(cannot)}"
     yield f"{count_text(problems, 'problem')} found." if problems else "No problem found."
+
+
+# ------------------------------------------------------------------------------------------------- what is looked at
+
+
+def _check_versions() -> Iterator[Check]:
+    """Python and the packages that we need, each with the version that is wanted."""
+    from packaging.requirements import Requirement
+
+    yield Check("python", "ok", platform.python_version())
+    try:
+        wanted = metadata.requires(PACKAGE) or []
+        yield Check(PACKAGE, "ok", metadata.version(PACKAGE))
+    except metadata.PackageNotFoundError:
+        yield Check(PACKAGE, "problem", "not installed, only imported: pip install it, so that its needs are known")
+        return
+    for requirement in map(Requirement, wanted):
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            found = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield Check(requirement.name, "problem", f"not installed; {requirement} is needed")
+            continue
+        if requirement.specifier.contains(found, prereleases=True):
+            yield Check(requirement.name, "ok", found)
+        else:
+            yield Check(requirement.name, "problem", f"{found} is installed, but {requirement} is needed")
+
+
+def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
+    """What can be done with what is installed; `ops` says which of DeepSpeed's ops work."""
+    import torch
+
+    from ..destinations.deepspeed.machine import accelerator_name
+
+    def available(what: str, is_there: object, text: str) -> Check:
+        return Check(what, "ok" if is_there else "no", text)
+
+    yield Check("accelerator", "ok", accelerator_name())
+    yield available("NCCL", torch.distributed.is_nccl_available(), "communication between GPUs")
+    yield _imports("streaming under ZeRO-3", "problem", "destinations.deepspeed.partitioned", "loading.integration")
+    yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
+    for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
+        yield available(what, ops.get(op), f"DeepSpeed's op {op}")
+    for what, package in (
+        ("compressed-tensors checkpoints", "compressed_tensors"),
+        ("GGUF checkpoints", "gguf"),
+        ("plan --plot", "matplotlib"),
+    ):
+        yield available(what, find_spec(package), f"package {package}")
+    # DeepSpeed compiles its ops with these at their first use, unless they are installed compiled.
+    for tool, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
+        found = shutil.which(tool)
+        yield Check(tool, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
+
+
+def _imports(what: str, otherwise: str, *modules: str) -> Check:
+    """Our modules check what they rely on when they are imported."""
+    try:
+        for module in modules:
+            import_module(f"{PACKAGE}.{module}")
+    except (ImportError, HfZeroStreamError) as error:
+        return Check(what, otherwise, str(error))
+    return Check(what, "ok", "all that is relied on is there")
+
+
+def _check_storage(path: str) -> Iterator[Check]:
+    """The kind of file system that `path` lies on, and how fast one thread reads the largest file there."""
+    if not os.path.exists(path):
+        yield Check("path", "problem", f"there is no {path}")
+        return
+    where = "on another machine: more and smaller reads at once" if is_on_network(path) else "on this machine"
+    yield Check("file system", "ok", f"{kind_of_file_system(path) or 'unknown'}, {where}")
+    files = [Path(path)] if os.path.isfile(path) else [entry for entry in Path(path).iterdir() if entry.is_file()]
+    largest = max(files, key=os.path.getsize, default=None)
+    if largest is None or largest.stat().st_size == 0:
+        yield Check("speed", "no", "there is no file to read")
+        return
+    size, seconds = _timed_read(largest)
+    text = f"{size / seconds / 1e6:.0f} MB/s: {size / 1e6:.1f} MB of {largest.name}, one thread"
+    yield Check("speed", "ok", f"{text}, past the page cache where the file system can")
+
+
+def _timed_read(path: Path) -> tuple[int, float]:
+    """(bytes read, seconds)."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    wanted, buffer = min(size, _MOST_READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
+    with closing(LocalFiles([SourceFile(str(path), size)], direct_io=True)) as files:
+        start = time.perf_counter()
+        for position in range(0, wanted, len(buffer)):
+            files.read_into(0, position, [buffer[: min(len(buffer), wanted - position)]])
+        return wanted, max(time.perf_counter() - start, 1e-9)
+
+
+# ------------------------------------------------------------------------------------------------- settings
+
+
+def _check_launcher(config_file: str | None) -> Iterator[Check]:
+    """accelerate's config file (default: where `accelerate config` writes it) and what its launcher announces."""
+    if config_file is None:
+        from ..seams.wrappers import accelerate_config_file
+
+        config_file = accelerate_config_file()
+    yield Check("accelerate's config", *_accelerate_config(config_file))
+    if announces_zero3():
+        on = announces_zero3_init()
+        text = "true" if on else f"not true: {_TURN_INIT_ON}"
+        yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", "ok" if on else "problem", text)
+    yield Check(
+        "order",
+        "note",
+        "The DeepSpeed config object (Accelerator(), TrainingArguments) must be made before from_pretrained; "
+        "streaming() warns at run time if it is not.",
+    )
+
+
+def _accelerate_config(path: str) -> tuple[str, str]:
+    """(status, text) for accelerate's config file."""
+    import yaml
+
+    if not os.path.isfile(path):
+        return "no", "there is no config file"
+    try:
+        config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        section = config.get("deepspeed_config") or {}
+        stage, flag = section.get("zero_stage"), section.get("zero3_init_flag")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        return "problem", f"{path}: cannot be read: {error}"
+    if config.get("distributed_type") != "DEEPSPEED":
+        return "note", "it does not use DeepSpeed"
+    if stage == 3 and flag is not True:
+        return "problem", f"{path}: zero3_init_flag is off: {_TURN_INIT_ON}"
+    return "ok", f"DeepSpeed, zero_stage {stage}, zero3_init_flag {flag}"
+
+
+def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
+    """A DeepSpeed config: settings that cannot be right, and those that cost."""
+    from ..destinations.deepspeed import zero3
+
+    zero = config.get("zero_optimization") or {}
+    if zero.get("stage") != 3:
+        text = f"zero_optimization.stage is {zero.get('stage')!r}: only stage 3 partitions parameters"
+        yield Check("ZeRO stage", "note", text)
+    try:
+        StreamingConfig.resolve(None, config)
+        zero3.refuse_unsupported(without_own_section(config))
+        yield Check("settings", "ok", "known and supported")
+    except (ConfigError, UnsupportedError) as error:
+        yield Check("settings", "problem", str(error))
+    if zero.get("stage") == 3 and not any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
+        yield Check("dtype", "note", "neither bf16 nor fp16 is enabled, so that parameters take fp32")
+    for name in ("offload_param", "offload_optimizer"):
+        section = zero.get(name) or {}
+        if section.get("device") == "nvme":
+            yield Check(f"{name}.nvme_path", *_swap_path(str(section.get("nvme_path", ""))))
+
+
+def _swap_path(path: str) -> tuple[str, str]:
+    """(status, text) for a folder of swap files."""
+    if not path:
+        return "problem", "it is not set; name a folder on a local disk"
+    existing = Path(path)
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent  # DeepSpeed makes the folder
+    kind = kind_of_file_system(str(existing))
+    if is_on_network(str(existing)):
+        return "problem", f"{path} is on another machine ({kind}); name a folder on a local disk"
+    if kind in ("tmpfs", "ramfs"):
+        return "problem", f"{path} is in memory ({kind}); name a folder on a local disk"
+    return "ok", f"{path} is on a disk of this machine ({kind or 'unknown'})"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -13,9 +13,6 @@ from rich.table import Table
 from .options import CheckpointArgument, FormatOption, RevisionOption
 from .output import bytes_text, count_text, emit, table
 
-
-if TYPE_CHECKING:
-    from ..checkpoint.soundness import Soundness
 
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B --sha256"
 
@@ -62,17 +59,17 @@ def run(
         "faults": [asdict(fault) for fault in found.faults],
         "notes": found.notes,
     }
-    emit(data, _blocks(path, found), form, ok=not found.faults)
+    emit(data, _blocks(data), form, ok=not found.faults)
 
 
-def _blocks(path: str, found: Soundness) -> Iterator[Table | str]:
-    looked_at = f"{count_text(len(found.shards), 'shard')}, {count_text(found.tensors, 'tensor')}"
-    hashed = f", {found.hashed} compared with a checksum" if found.hashed else ""
-    yield f"{path}: {looked_at}, {bytes_text(found.nbytes)} with sound headers{hashed}"
-    if found.faults:
-        yield count_text(len(found.faults), "fault") + ":"
-        rows = [(fault.file, fault.kind, fault.message) for fault in found.faults]
-        yield table(("File", "Fault", "What is wrong"), rows, left=3)
-    else:
+def _blocks(data: Mapping[str, Any]) -> Iterator[Table | str]:
+    looked_at = f"{count_text(data['shards'], 'shard')}, {count_text(data['tensors'], 'tensor')}"
+    hashed = f", {data['hashed_shards']} compared with a checksum" if data["hashed_shards"] else ""
+    yield f"{data['path']}: {looked_at}, {bytes_text(data['bytes'])} with sound headers{hashed}"
+    if data["sound"]:
         yield "No fault found."
-    yield from (f"Note: {note}" for note in found.notes)
+    else:
+        yield count_text(len(data["faults"]), "fault") + ":"
+        rows = [(fault["file"], fault["kind"], fault["message"]) for fault in data["faults"]]
+        yield table(("File", "Fault", "What is wrong"), rows, left=3)
+    yield from (f"Note: {note}" for note in data["notes"])
