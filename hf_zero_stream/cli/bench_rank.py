@@ -10,6 +10,8 @@ import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,38 +26,29 @@ from ..loading.integration import streaming
 from ..reports.memory import AnonymousMemory
 
 
-_FILE_PAGES = re.compile(rb"^RssFile:\s*(\d+) kB$", re.MULTILINE)
+@contextmanager
+def mapped_bytes() -> Iterator[list[int]]:
+    """Samples of this process's resident pages of mapped files: one before, one every 10 ms inside, one after."""
 
+    def sample() -> None:
+        found = re.search(r"^RssFile:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+        samples.append(int(found[1]) * 1024 if found else 0)
 
-class MappedFiles:
-    """A context in which the growth of this process's pages of mapped files is watched, in bytes."""
+    def watch() -> None:
+        while not ended.wait(0.01):
+            sample()
 
-    def __init__(self) -> None:
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._entry = self._peak = 0
-
-    @property
-    def growth_peak(self) -> int:
-        return self._peak - self._entry
-
-    def __enter__(self) -> MappedFiles:
-        self._entry = self._peak = self._sample()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._peak = max(self._peak, self._sample())
-
-    def _run(self) -> None:
-        while not self._stop.wait(0.01):
-            self._peak = max(self._peak, self._sample())
-
-    def _sample(self) -> int:
-        match = _FILE_PAGES.search(Path("/proc/self/status").read_bytes())
-        return int(match[1]) * 1024 if match else 0
+    samples: list[int] = []
+    ended = threading.Event()
+    thread = threading.Thread(target=watch, daemon=True)
+    sample()
+    thread.start()
+    try:
+        yield samples
+    finally:
+        ended.set()
+        thread.join()
+        sample()
 
 
 def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +59,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
     model_class, dtype = model_class_of(folder, {"trust_remote_code": False}), zero3.partition_dtype(config)
     # transformers finds ZeRO-3 as long as this object lives.
     ds_config = HfDeepSpeedConfig(without_own_section(config)) if arm == "stock" else None
-    with AnonymousMemory() as memory, MappedFiles() as mapped:
+    with AnonymousMemory() as memory, mapped_bytes() as mapped:
         dist.barrier()
         start = time.perf_counter()
         if ds_config is not None:
@@ -80,7 +73,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
     report = getattr(model, "streaming_report", None)
     return {
         "seconds": seconds,
-        "bytes_read": mapped.growth_peak if report is None else report.ranks[dist.get_rank()].bytes_read,
+        "bytes_read": max(mapped) - mapped[0] if report is None else report.ranks[dist.get_rank()].bytes_read,
         "anonymous_growth_bytes": memory.growth_peak,
         "partition_bytes": machine.partition_bytes(model),
         "digest": machine.partition_digest(model),
