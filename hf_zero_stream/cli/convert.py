@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from .options import CheckpointArgument, FormatOption
+from .options import CheckpointArgument, FormatOption, TrustOption
 from .output import bytes_text, count_text, emit, quiet
 
 
@@ -41,9 +41,7 @@ def run(
         Literal["same", "hub", "model"],
         typer.Option(help="Names and layouts: as they are, the hub's, or the model's own."),
     ] = "same",
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let Python code of the checkpoint run (for --layout).")
-    ] = False,
+    trust_remote_code: TrustOption = False,
     form: FormatOption = "table",
 ) -> None:
     """Write a checkpoint anew, in one pass and in bounded memory; no model is built.
