@@ -129,7 +129,7 @@ def _fetch_range(repository: str, commit: str, name: str, start: int, length: in
     try:
         response = http_backoff("GET", url, headers=asked)
         hf_raise_for_status(response)
-    except Exception as error:  # the errors of its HTTP library, which is another one from version to version
+    except Exception as error:  # huggingface_hub's HTTP library, and so its errors, depend on the version
         raise ReadError(f"{repository}/{name}: the Hub does not give the header: {error}") from error
     total = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("Content-Range", ""))
     if response.status_code != 206 or total is None:

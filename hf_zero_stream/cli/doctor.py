@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
     Attributes:
         what: what it is.
-        status: "ok"; "problem", which makes the command fail; "no" (not to be had here) and "note", which do not.
+        status: "ok"; "problem", which makes the command fail; "no" (not available here) and "note", which do not.
         text: what was found, and what to do about a problem.
     """
 
@@ -154,7 +154,7 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
 
 
 def _imports(what: str, otherwise: str, *modules: str) -> Check:
-    """Our modules check what they rely on when they are imported."""
+    """Whether our modules can be imported: each then checks what it relies on."""
     try:
         for module in modules:
             import_module(f"{PACKAGE}.{module}")

@@ -24,7 +24,7 @@ def load_arguments(folder: Path, trust_remote_code: bool, dequantize: bool) -> d
     """What ``from_pretrained`` is given besides the folder.
 
     Args:
-        trust_remote_code: whether Python code in the folder may run; if not, nobody is asked either.
+        trust_remote_code: whether Python code in the folder may run; transformers never asks for permission.
         dequantize: a quantised checkpoint becomes a model that is not.
     """
     arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code}
@@ -74,7 +74,7 @@ def transformers_errors(path: str) -> Iterator[None]:
         yield
     except HfZeroStreamError:
         raise
-    except Exception as error:  # what a config.json can make them raise has no end
+    except Exception as error:  # a config.json can make them raise any exception
         raise CheckpointError(f"{path}: no model can be made of it: {type(error).__name__}: {error}") from error
     finally:
         if were_on:

@@ -33,7 +33,7 @@ def emit(
 
 
 def printable(text: str, kept: str = "") -> str:
-    """`text` with what a terminal would act on written as escapes: names in checkpoints are anybody's."""
+    """`text` with escapes for what a terminal would act on: anybody can choose the names in a checkpoint."""
     return "".join(
         character if character.isprintable() or character in kept else ascii(character)[1:-1] for character in text
     )
@@ -50,7 +50,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 
 
 def _text(table: Table) -> str:
-    # A file or a pipe has no width that lines would have to be folded to.
+    # Lines are folded to the width of a terminal, and not in a file or a pipe.
     console = Console(file=io.StringIO(), width=shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000)
     with console.capture() as captured:
         console.print(table)

@@ -39,7 +39,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 _UNEVEN = 2.0
 """A shard of so many times the mean size is worth a warning: storage that is striped by file reads it slower."""
 _MUCH_MORE = 1.5
-"""So is reading so many times the bytes that are needed."""
+"""Reading so many times the bytes that are needed is worth one too."""
 
 
 def _picture(text: str) -> Path:
@@ -103,7 +103,7 @@ def run(
 
             ranks = ranks_to_draw(world_size, rank)
         with headers(path, revision) as folder, transformers_errors(path):
-            shards_of(folder)  # raises if there are none: what is pickled is not opened
+            shards_of(folder)  # raises if there are no safetensors files: pickles are not opened
             arguments = load_arguments(folder, trust_remote_code, dequantize)
             forecast_of = partial(
                 plan, str(folder), world_size=world_size, ds_config=config or None, device=device, **arguments
@@ -111,7 +111,7 @@ def run(
             forecasts = {number: forecast_of(rank=number) for number in ranks}
             forecast = forecasts[rank]
             stock = None
-            if quantisation(folder) is None:  # stock loads what is quantised in another way: every rank all of it
+            if quantisation(folder) is None:  # of a quantised checkpoint every stock rank loads all
                 model, _, tied = lazy_model(folder, arguments)
                 stock = stock_load(forecast, model, tied, device)
         if plot is not None:
@@ -138,7 +138,7 @@ def run(
 
 
 def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
-    """Bytes that a device, and the host of a node with so many ranks, must have at least, activations apart."""
+    """The least memory of a device, and of the host of a node with `ranks_per_node` ranks, without activations."""
     training = Counter(footprint.held) + Counter({device: footprint.largest_gather})
     phases = (footprint.load_peak, footprint.start_peak, training)
     most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, HOST}}

@@ -39,7 +39,7 @@ def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[
     wherever the bars of huggingface_hub or transformers are disabled or transformers' verbosity is above WARNING.
     """
     # transformers.utils.logging.disable_progress_bar() disables huggingface_hub's bars too, and its verbosity is the
-    # level of its logger: neither question needs an import of transformers, which takes seconds.
+    # level of its logger: so transformers, which takes seconds to import, is not asked.
     quiet = are_progress_bars_disabled() or logging.getLogger("transformers").getEffectiveLevel() > logging.WARNING
     if quiet or not enabled or announced_local_rank() != 0:
         yield ProgressBar(None)
