@@ -61,7 +61,7 @@ def measure(arm: str, folder: str, threads: int) -> dict[str, Any]:
         params = list(loaded.parameters())
         figures |= {
             "kept_bytes": sum(param.ds_tensor.nbytes for param in params),
-            "staging_bytes": report["memory"]["staging"],
+            "staging_bytes": report["staging_bytes"],
             "report": report,
         }
         for param in params:

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ def measure(task: Task) -> dict[str, Any]:
     if task.arm in MODEL_ARMS:
         figures["digest"] = digest(loaded)
     if hasattr(loaded, "streaming_report"):
-        figures["report"] = loaded.streaming_report.ranks[dist.get_rank()].to_dict()
+        figures["report"] = asdict(loaded.streaming_report.ranks[dist.get_rank()])
     return figures
 
 

@@ -133,10 +133,10 @@ def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
         "seconds": seconds,
         "cpu_seconds": cpu,
         "plan_seconds": report["seconds"]["index"] + report["seconds"]["plan"],
-        "bytes_read": report["bytes"]["read"],
+        "bytes_read": report["bytes_read"],
         "reads": report["reads"],
         "partition_bytes": partition,
-        "growth_bytes": report["memory"]["anonymous_growth_peak"],
+        "growth_bytes": report["anonymous_growth_peak"],
     }
 
 

@@ -130,8 +130,8 @@ def moe_checks(parameters: int, size: int, streaming: dict[str, Any], stock: dic
     """What must hold for the Qwen3-MoE, each with whether it does."""
     equal = parameters - len(streaming["different"])
     # A hole between two reads is read through where that costs less than to skip it.
-    read = sum(rank["bytes"]["read"] for rank in streaming["report"]["ranks"])
-    needed = sum(rank["bytes"]["needed"] for rank in streaming["report"]["ranks"])
+    read = sum(rank["bytes_read"] for rank in streaming["report"]["ranks"])
+    needed = sum(rank["bytes_needed"] for rank in streaming["report"]["ranks"])
     return [
         (equal == parameters, f"{equal} of {parameters} parameters equal plain from_pretrained, bit for bit"),
         (not stock["different"], f"stock: {parameters - len(stock['different'])} of {parameters} equal too"),

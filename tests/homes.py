@@ -43,7 +43,7 @@ def train(how: str, folder: Path, config: dict[str, Any], prepare: Prepare = unc
     found: dict[str, Any] = {}
     if how == "streamed":
         rank = model.streaming_report.to_dict()["ranks"][torch.distributed.get_rank()]
-        found["bytes needed"] = rank["bytes"]["needed"]
+        found["bytes needed"] = rank["bytes_needed"]
         found["second copies"] = sum(param.ds_secondary_tensor is not None for param in model.parameters())
         found["differences"] = differences(model, plain, dtype)
     torch.manual_seed(1)

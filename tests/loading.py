@@ -77,7 +77,7 @@ def assert_same(results: list[dict[str, Any]], bytes_are_read: bool = True) -> N
         assert result["info"] == result["plain_info"], (result["info"], result["plain_info"])
         if result["probes"] is not None:
             assert result["probes"][0] == result["probes"][1], result["probes"]
-    read = sum(rank["bytes"]["read"] for rank in results[0]["report"]["ranks"])
+    read = sum(rank["bytes_read"] for rank in results[0]["report"]["ranks"])
     assert bool(read) == bytes_are_read
 
 

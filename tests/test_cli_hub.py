@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -118,7 +119,7 @@ def test_plan_of_a_repository_reads_headers_only(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     local = hf_zero_stream.plan(str(folder), world_size=3, device="cuda")
     assert (found["load"]["bytes_read"], found["load"]["reads"]) == (local.load.cost.bytes_read, local.load.cost.reads)
-    assert found["memory"] == json.loads(json.dumps(local.memory.to_dict()))
+    assert found["memory"] == asdict(local.memory)
     shards = {os.path.basename(shard.path): shard for shard in local.load.shards}
     assert {name for name in sent if name.endswith(".safetensors")} == shards.keys()
     for name, shard in shards.items():

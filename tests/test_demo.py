@@ -44,7 +44,7 @@ def test_shows_tables_and_nothing_else(output: str) -> None:
 
 
 def test_a_failed_check_is_seen() -> None:
-    rank = {"bytes": {"read": 50, "needed": 50}}
+    rank = {"bytes_read": 50, "bytes_needed": 50}
     good = {"different": [], "losses": [2.0, 1.0], "growth": [50, 50], "report": {"ranks": [rank, rank]}}
     stock = {**good, "growth": [99, 99]}
     assert all(passed for passed, _ in demo.moe_checks(7, 100, good, stock))
@@ -52,7 +52,7 @@ def test_a_failed_check_is_seen() -> None:
         {"different": ["lm_head.weight"]},
         {"losses": [2.0, 1.1]},
         {"growth": [50, 100]},
-        {"report": {"ranks": [{"bytes": {"read": 100, "needed": 50}}, rank]}},
+        {"report": {"ranks": [{"bytes_read": 100, "bytes_needed": 50}, rank]}},
     ):
         assert not all(passed for passed, _ in demo.moe_checks(7, 100, {**good, **bad}, stock))
 

@@ -26,4 +26,4 @@ def test_minilm_equals_plain_loading(cluster: None, minilm: Path, dtype: torch.d
         assert result["differences"] == []
         assert result["info"] == result["plain_info"]
     size = (minilm / "model.safetensors").stat().st_size
-    assert sum(rank["bytes"]["read"] for rank in result["report"]["ranks"]) <= 1.01 * size
+    assert sum(rank["bytes_read"] for rank in result["report"]["ranks"]) <= 1.01 * size

@@ -91,7 +91,7 @@ def load_watched(folder: Path, quantization_config: Any) -> dict[str, Any]:
         "largest_allocation": watch.largest,
         "largest_partition": max(param.ds_tensor.nbytes for param in model.parameters()),
         "largest_parameter": max(param.ds_numel * param.ds_tensor.itemsize for param in model.parameters()),
-        "read": sum(rank["bytes"]["read"] for rank in model.streaming_report.to_dict()["ranks"]),
+        "read": sum(rank["bytes_read"] for rank in model.streaming_report.to_dict()["ranks"]),
     }
 
 

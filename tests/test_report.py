@@ -48,8 +48,13 @@ def test_json_structure():
                     "finalise": 5.0,
                     "total": 6.0,
                 },
-                "bytes": {"needed": 1000, "read": 6 * 2**30},
+                "bytes_needed": 1000,
+                "bytes_read": 6 * 2**30,
                 "reads": 12,
+                "partition_bytes": 1536,
+                "staging_bytes": 64 * 2**20,
+                "anonymous_growth_peak": 2**40,
+                "device_peak": 0,
                 "retries": 0,
                 "verification": {
                     "how": "off",
@@ -60,14 +65,8 @@ def test_json_structure():
                     "seconds": 0.0,
                     "digest": "",
                 },
-                "memory": {
-                    "partition": 1536,
-                    "staging": 64 * 2**20,
-                    "anonymous_growth_peak": 2**40,
-                    "device_peak": 0,
-                    "footprint": None,
-                },
                 "materialised": [{"name": "model.layers.0.mlp.weight", "reason": "op ldexp"}],
+                "footprint": None,
             }
         ],
         "recast": [],
@@ -76,16 +75,8 @@ def test_json_structure():
 
 def test_round_trips():
     report = load_report(3)
-    assert LoadReport.from_dict(json.loads(report.to_json(indent=2))) == report
-    assert RankReport.from_dict(report.ranks[1].to_dict()) == report.ranks[1]
-    assert pickle.loads(pickle.dumps(report)) == report
-
-
-def test_missing_key_is_an_error():
-    data = load_report(1).to_dict()
-    del data["ranks"][0]["seconds"]["plan"]
-    with pytest.raises(KeyError, match="plan"):
-        LoadReport.from_dict(data)
+    assert report.to_dict() == json.loads(report.to_json(indent=2))
+    assert pickle.loads(pickle.dumps(report)) == report, "ranks send each other their parts"
 
 
 def rows(table):
@@ -132,7 +123,7 @@ def test_table_tells_of_retries_and_verification():
     verification = Verification(how="full", parameters=7, elements=50, bytes_read=2048, seconds=0.5, digest="f" * 16)
     report = load_report(2, retries=3, verification=verification)
     assert report.digest == "fffffffffffffffe", "sums are modulo 2**64"
-    assert LoadReport.from_dict(json.loads(report.to_json())) == report
+    assert report.to_dict()["ranks"][1]["verification"]["digest"] == "f" * 16
     lines = report.table().splitlines()
     assert (
         "Verified (full): 100 elements of 7 parameters are what the files hold; 4.0 KiB read again in 0.50 s; "
@@ -179,7 +170,7 @@ def test_nothing_materialised_is_not_mentioned():
 
 def test_recast_parameters_are_folded_and_survive_json():
     report = dataclasses.replace(load_report(2), recast=("layers.0.gate.weight", "layers.1.gate.weight", "scale"))
-    assert LoadReport.from_dict(json.loads(report.to_json())) == report
+    assert report.to_dict()["recast"] == list(report.recast)
     heading, *lines = report.table()[report.table().index("Recast") :].splitlines()
     assert heading.startswith("Recast parameters (3)")
     assert lines == ["  layers.{0...1}.gate.weight", "  scale"]
@@ -190,7 +181,7 @@ def test_footprint_is_shown_and_survives_json():
     shapes = [ParameterShape("layers.0.mlp.weight", 3 * 2**20, torch.bfloat16, ranks=2)]
     footprint = memory_footprint(shapes, EngineSettings(reduce_bucket_numel=2**10), staging_bytes=2**26)
     report = load_report(2, footprint=footprint)
-    assert LoadReport.from_dict(json.loads(report.to_json())) == report
+    assert report.to_dict()["ranks"][1]["footprint"] == dataclasses.asdict(footprint)
     lines = report.table()[report.table().index("Memory of a rank") :].splitlines()[1:8]
     shown = dict(line.strip().split("  ", 1) for line in lines)
     assert {title: text.strip() for title, text in shown.items()} == {

@@ -127,7 +127,7 @@ def run(
         "device": device,
         "shards": len(forecast.load.shards),
         "load": asdict(forecast.load.cost),
-        "memory": forecast.memory.to_dict(),
+        "memory": asdict(forecast.memory),
         "needs": needs,
         "stock": stock,
         "warnings": list(_warnings(forecast, config, ds_config is None)),

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -160,13 +160,6 @@ class MemoryFootprint:
     load_peak: Mapping[str, int]
     start_peak: Mapping[str, int]
     held: Mapping[str, int]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> MemoryFootprint:
-        return cls(**data)
 
 
 def memory_footprint(

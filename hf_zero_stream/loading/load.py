@@ -257,17 +257,17 @@ class Load:
                 f"{len(unfilled)} parameters or buffers got no values: {', '.join(unfilled[:8])}. "
                 "This is a fault of hf_zero_stream; please report it with the model's config."
             )
-        entries = self.coordinator.all_gather(self._entry(), error)
+        ranks = self.coordinator.all_gather(self._rank_report(), error)
         report = LoadReport(
             world_size=self.coordinator.world_size,
-            ranks=tuple(RankReport.from_dict(entry) for entry in entries),
+            ranks=tuple(ranks),
             recast=tuple(self.destination.recast),
         )
         if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
             log.info(report.table())
         return report
 
-    def _entry(self) -> dict[str, Any]:
+    def _rank_report(self) -> RankReport:
         plan, device = self.plan, self.destination.device
         assert plan is not None
         cost = plan.cost
@@ -285,7 +285,7 @@ class Load:
             device_peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             materialised=tuple(Materialised(name, reason) for name, reason in plan.materialised.items()),
             footprint=self.footprint,
-        ).to_dict()
+        )
 
 
 def _is_extra_state(key: str) -> bool:

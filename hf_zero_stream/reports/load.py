@@ -99,50 +99,6 @@ class RankReport:
     footprint: MemoryFootprint | None = None
     """The memory that this rank needs, computed: partitions, the largest gather, what training adds."""
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the rank's part of `LoadReport.to_dict`; times are in seconds, sizes in bytes."""
-        return {
-            "rank": self.rank,
-            "seconds": {phase: self.seconds[phase] for phase in PHASES},
-            "bytes": {"needed": self.bytes_needed, "read": self.bytes_read},
-            "reads": self.reads,
-            "retries": self.retries,
-            "verification": asdict(self.verification),
-            "memory": {
-                "partition": self.partition_bytes,
-                "staging": self.staging_bytes,
-                "anonymous_growth_peak": self.anonymous_growth_peak,
-                "device_peak": self.device_peak,
-                "footprint": self.footprint and self.footprint.to_dict(),
-            },
-            "materialised": [asdict(entry) for entry in self.materialised],
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> RankReport:
-        """The inverse of `to_dict`.
-
-        Raises:
-            KeyError: a key is missing.
-        """
-        memory = data["memory"]
-        footprint = memory["footprint"]
-        return cls(
-            rank=data["rank"],
-            seconds={phase: data["seconds"][phase] for phase in PHASES},
-            bytes_needed=data["bytes"]["needed"],
-            bytes_read=data["bytes"]["read"],
-            reads=data["reads"],
-            retries=data["retries"],
-            verification=Verification(**data["verification"]),
-            partition_bytes=memory["partition"],
-            staging_bytes=memory["staging"],
-            anonymous_growth_peak=memory["anonymous_growth_peak"],
-            device_peak=memory["device_peak"],
-            materialised=tuple(Materialised(entry["name"], entry["reason"]) for entry in data["materialised"]),
-            footprint=footprint and MemoryFootprint.from_dict(footprint),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
@@ -161,25 +117,8 @@ class LoadReport:
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as dicts, lists, numbers and strings; times are in seconds, sizes in bytes."""
-        return {
-            "world_size": self.world_size,
-            "ranks": [report.to_dict() for report in self.ranks],
-            "recast": list(self.recast),
-        }
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> LoadReport:
-        """The inverse of `to_dict`.
-
-        Raises:
-            KeyError: a key is missing.
-        """
-        return cls(
-            world_size=data["world_size"],
-            ranks=tuple(RankReport.from_dict(entry) for entry in data["ranks"]),
-            recast=tuple(data["recast"]),
-        )
+        """:meth:`to_json`, parsed: dicts, lists, numbers and strings, by the names of the fields."""
+        return json.loads(self.to_json())
 
     @property
     def digest(self) -> str:
@@ -191,26 +130,26 @@ class LoadReport:
         return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""
 
     def to_json(self, indent: int | None = None) -> str:
-        """Returns `to_dict` as JSON, with `indent` as in `json.dumps`."""
-        return json.dumps(self.to_dict(), indent=indent)
+        """The report as JSON, with `indent` as in `json.dumps`; times are in seconds, sizes in bytes."""
+        return json.dumps(asdict(self), indent=indent)
 
     def table(self) -> str:
-        """Returns the report for people to read: plain text in several lines, without colour.
+        """The report for people to read: plain text in several lines, without colour.
 
         There is one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
-        Throughput is bytes read per second of the whole load. Beneath are the memory of a rank as it is computed, and
+        Throughput is bytes read per second of the whole load. Below are a rank's memory, as it is computed, and the
         materialised and recast parameters.
         """
-        # Only a table needs rich.
+        # Imports rich, which only a table needs.
         from .load_table import render_table
 
         return render_table(self)
 
 
 class PhaseClock:
-    """Adds up the wall-clock seconds of each phase of a load, or of a save.
+    """Adds up the wall-clock seconds of each phase of a load or of a save.
 
-    A phase may be entered many times, by any thread, and phases may nest or overlap: each counts for itself.
+    Any thread may enter a phase, and many times. Phases may nest or overlap: each counts for itself.
 
         clock = PhaseClock()
         with clock("total"):
@@ -229,11 +168,7 @@ class PhaseClock:
             return dict(self._seconds)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Adds `seconds` to a phase; thread-safe.
-
-        Raises:
-            ValueError: `phase` is none of the clock's.
-        """
+        """Add `seconds` to a phase. Raises ValueError if the clock has no such phase."""
         if phase not in self._seconds:
             raise ValueError(f"phase: expected one of {', '.join(self._seconds)}; got {phase!r}")
         with self._lock:
@@ -241,12 +176,8 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Returns a context whose duration is added to a phase, also if it ends with an error.
-
-        Raises:
-            ValueError: `phase` is none of the clock's.
-        """
-        self.add(phase, 0.0)
+        """A context whose duration is added to a phase, also if it ends with an error."""
+        self.add(phase, 0.0)  # raises before anything is done if there is no such phase
         start = time.perf_counter()
         try:
             yield

@@ -59,12 +59,12 @@ class SaveReport:
         return sum(rank.bytes_written for rank in self.ranks)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, lists, numbers and strings; times are in seconds, sizes in bytes."""
-        return {**asdict(self), "files": list(self.files), "ranks": [asdict(rank) for rank in self.ranks]}
+        """:meth:`to_json`, parsed: dicts, lists, numbers and strings, by the names of the fields."""
+        return json.loads(self.to_json())
 
     def to_json(self, indent: int | None = None) -> str:
-        """:meth:`to_dict` as JSON, with `indent` as in `json.dumps`."""
-        return json.dumps(self.to_dict(), indent=indent)
+        """The report as JSON, with `indent` as in `json.dumps`; times are in seconds, sizes in bytes."""
+        return json.dumps(asdict(self), indent=indent)
 
     def summary(self) -> str:
         """One line for people to read."""

@@ -9,7 +9,6 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -337,11 +336,10 @@ class Save:
             rounds=len(plan.rounds),
             anonymous_growth_peak=self._memory.growth_peak,
         )
-        ranks = tuple(SavingRank(**entry) for entry in self._coordinator.all_gather(asdict(mine)))
         report = SaveReport(
             folder=str(self._folder),
             files=tuple(shard.name for shard in shards),
-            ranks=ranks,
+            ranks=tuple(self._coordinator.all_gather(mine)),
             verified=verified,
             materialised={computation.name: computation.reason for computation in plan.computations},
         )

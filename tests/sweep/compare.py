@@ -108,8 +108,8 @@ def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, A
         "differences": found,
         "ops": sorted(ops),
         "materialised": materialised,
-        "read": sum(rank["bytes"]["read"] for rank in report["ranks"]),
-        "needed": sum(rank["bytes"]["needed"] for rank in report["ranks"]),
+        "read": sum(rank["bytes_read"] for rank in report["ranks"]),
+        "needed": sum(rank["bytes_needed"] for rank in report["ranks"]),
     }
 
 
