@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..checkpoint.nodes import row_major_strides
 
 
-__all__ = ["Axis", "Box", "Placed", "extent", "flat_range", "place", "simplify", "within"]
+__all__ = ["Axis", "Box", "Placed", "flat_range", "place", "simplify", "within"]
 
 
 class Box(NamedTuple):
@@ -38,13 +38,34 @@ class Box(NamedTuple):
 
     @property
     def at_extent(self) -> int:
-        """Elements of the buffer from the first to the last that the box touches."""
-        return extent(self.sizes, self.at_strides)
+        """Elements of the buffer from the first to the last that the box touches; strides must not be negative."""
+        return _extent(self.sizes, self.at_strides)
 
     @property
     def to_extent(self) -> int:
         """The same of the destination."""
-        return extent(self.sizes, self.to_strides)
+        return _extent(self.sizes, self.to_strides)
+
+    def outermost_first(self) -> Box:
+        """The same copies, in the order in which the dimensions lie in the buffer."""
+        order = sorted(range(len(self.sizes)), key=lambda d: -self.at_strides[d])
+        sizes, at_strides, to_strides = (
+            tuple(numbers[d] for d in order) for numbers in (self.sizes, self.at_strides, self.to_strides)
+        )
+        return Box(sizes, self.at, at_strides, self.to, to_strides)
+
+    def narrowed(self, dim: int, begin: int, end: int) -> Box:
+        """The part whose index along dimension `dim` is in ``[begin, end)``."""
+        sizes = (*self.sizes[:dim], end - begin, *self.sizes[dim + 1 :])
+        at = self.at + begin * self.at_strides[dim]
+        to = self.to + begin * self.to_strides[dim]
+        return Box(sizes, at, self.at_strides, to, self.to_strides)
+
+    def row(self, index: int) -> Box:
+        """The part at this index along the first dimension, without that dimension."""
+        at = self.at + index * self.at_strides[0]
+        to = self.to + index * self.to_strides[0]
+        return Box(self.sizes[1:], at, self.at_strides[1:], to, self.to_strides[1:])
 
 
 class Axis(NamedTuple):
@@ -73,12 +94,11 @@ def simplify(box: Box) -> Box:
         if size == 1:
             continue
         if sizes and at_strides[-1] == size * at_stride and to_strides[-1] == size * to_stride:
-            sizes[-1] *= size
-            at_strides[-1], to_strides[-1] = at_stride, to_stride
-        else:
-            sizes.append(size)
-            at_strides.append(at_stride)
-            to_strides.append(to_stride)
+            size *= sizes.pop()
+            del at_strides[-1], to_strides[-1]
+        sizes.append(size)
+        at_strides.append(at_stride)
+        to_strides.append(to_stride)
     return Box(tuple(sizes), box.at, tuple(at_strides), box.to, tuple(to_strides))
 
 
@@ -122,51 +142,41 @@ def within(box: Box, start: int, stop: int) -> Iterator[Box]:
 
     At most ``2 * dims - 1`` boxes, unless dimensions of the buffer overlap.
     """
-    order = sorted(range(len(box.sizes)), key=lambda d: -box.at_strides[d])
-    sizes, at_strides, to_strides = (
-        tuple(numbers[d] for d in order) for numbers in (box.sizes, box.at_strides, box.to_strides)
-    )
-    extents = [0] * (len(sizes) + 1)  # from the first element to the last, from this dimension inwards
-    for d in reversed(range(len(sizes))):
-        extents[d] = extents[d + 1] + (sizes[d] - 1) * at_strides[d]
 
-    def cut(dim: int, at: int, to: int) -> Iterator[Box]:
-        if at >= stop or at + extents[dim] < start:
+    def cut(box: Box) -> Iterator[Box]:
+        room = box.at_extent - 1
+        if box.at >= stop or box.at + room < start:
             return
-        if start <= at and at + extents[dim] < stop:
-            yield Box(sizes[dim:], at, at_strides[dim:], to, to_strides[dim:])
+        if start <= box.at and box.at + room < stop:
+            yield box
             return
         # The box does not fit, so it has a dimension here, and a stride: some rows fit, others are cut in turn.
-        size, stride, inner = sizes[dim], at_strides[dim], extents[dim + 1]
-        if stride == 0:
-            for row in range(size):
-                yield from cut(dim + 1, at, to + row * to_strides[dim])
-            return
-        first = min(size, max(0, -(-(start - at) // stride)))
-        last = max(first, min(size, (stop - 1 - inner - at) // stride + 1))
-        touching = max(0, (start - at - inner + stride - 1) // stride), min(size, (stop - 1 - at) // stride + 1)
-        for row in range(touching[0], min(first, touching[1])):
-            yield from cut(dim + 1, at + row * stride, to + row * to_strides[dim])
+        size, stride = box.sizes[0], box.at_strides[0]
+        inner = room - (size - 1) * stride
+        first = min(size, max(0, -(-(start - box.at) // stride)))
+        last = max(first, min(size, (stop - 1 - inner - box.at) // stride + 1))
+        first_touching = max(0, -(-(start - box.at - inner) // stride))
+        last_touching = min(size, (stop - 1 - box.at) // stride + 1)
+        for index in range(first_touching, min(first, last_touching)):
+            yield from cut(box.row(index))
         if first < last:
-            rows = (last - first, *sizes[dim + 1 :])
-            yield Box(rows, at + first * stride, at_strides[dim:], to + first * to_strides[dim], to_strides[dim:])
-        for row in range(max(last, touching[0]), touching[1]):
-            yield from cut(dim + 1, at + row * stride, to + row * to_strides[dim])
+            yield box.narrowed(0, first, last)
+        for index in range(max(last, first_touching), last_touching):
+            yield from cut(box.row(index))
 
-    if all(sizes):
-        yield from cut(0, box.at, box.to)
+    if all(box.sizes):
+        yield from cut(box.outermost_first())
 
 
 def place(box: Box, shape: Sequence[int]) -> Iterator[Placed]:
     """Express `box`, whose buffer is row-major of `shape`, in coordinates, cutting it only where it wraps around."""
     units = row_major_strides(tuple(shape))
-    index = _coordinates(box.at, shape, units)
+    index = tuple(box.at // unit % size if size else 0 for size, unit in zip(shape, units, strict=True))
     room = [size - 1 - begin for size, begin in zip(shape, index, strict=True)]  # steps left along each dimension
     axes: list[Axis] = []
-    dimensions = list(zip(box.sizes, box.at_strides, box.to_strides, strict=True))
     # Outer steps first, so that a dimension which wraps is cut into whole inner boxes.
-    for position in sorted(range(len(dimensions)), key=lambda d: -dimensions[d][1]):
-        size, stride, to_stride = dimensions[position]
+    box = box.outermost_first()
+    for position, (size, stride, to_stride) in enumerate(zip(box.sizes, box.at_strides, box.to_strides, strict=True)):
         if size == 1:
             continue
         if stride == 0:
@@ -176,52 +186,39 @@ def place(box: Box, shape: Sequence[int]) -> Iterator[Placed]:
         dim = next(d for d, unit in enumerate(units) if shape[d] > 1 and stride % unit == 0)
         step = stride // units[dim]
         if step * (size - 1) > room[dim]:
-            yield from _cut(box, position, shape, index[dim], shape[dim], step)
+            for part in _cut(box, position, index[dim], shape[dim], step):
+                yield from place(part, shape)
             return
         room[dim] -= step * (size - 1)
         axes.append(Axis(size, dim, step, to_stride))
-    yield Placed(tuple(index), tuple(axes), box.to)
+    yield Placed(index, tuple(axes), box.to)
 
 
-def _cut(box: Box, position: int, shape: Sequence[int], begin: int, length: int, step: int) -> Iterator[Placed]:
-    """Cut dimension `position` of `box`, which runs past the end of a dimension of `length`, where it wraps around."""
-    size = box.sizes[position]
-    if begin % step == 0 and length % step == 0 and size > (period := length // step) and period > 1:
-        head = (period - begin // step) % period
-        if head == 0:
-            # Whole turns become a dimension of their own; what is left over is shorter than a turn.
-            turns, rest = divmod(size, period)
-            stride, to_stride = box.at_strides[position], box.to_strides[position]
-            split = Box(
-                (*box.sizes[:position], turns, period, *box.sizes[position + 1 :]),
-                box.at,
-                (*box.at_strides[:position], stride * period, stride, *box.at_strides[position + 1 :]),
-                box.to,
-                (*box.to_strides[:position], to_stride * period, to_stride, *box.to_strides[position + 1 :]),
-            )
-            yield from place(split, shape)
-            if rest:
-                yield from place(_part(box, position, size - rest, size), shape)
-            return
+def _cut(box: Box, position: int, begin: int, length: int, step: int) -> Iterator[Box]:
+    """Cut dimension `position` of `box` where it wraps around: it begins at `begin` of a dimension of `length`."""
+    size, period = box.sizes[position], length // step
+    if begin == length % step == 0 and 1 < period < size:
+        # Whole turns become a dimension of their own; what is left over is shorter than a turn.
+        turns = size // period
+        yield Box(
+            (*box.sizes[:position], turns, period, *box.sizes[position + 1 :]),
+            box.at,
+            _with_turns(box.at_strides, position, period),
+            box.to,
+            _with_turns(box.to_strides, position, period),
+        )
+        cut = turns * period
     else:
-        head = -(-(length - begin) // step)  # steps until it wraps
-    head = max(1, min(head, size - 1))
-    yield from place(_part(box, position, 0, head), shape)
-    yield from place(_part(box, position, head, size), shape)
+        steps_to_end = -(-(length - begin) // step)
+        cut = max(1, min(steps_to_end, size - 1))
+        yield box.narrowed(position, 0, cut)
+    if cut < size:
+        yield box.narrowed(position, cut, size)
 
 
-def _part(box: Box, position: int, begin: int, end: int) -> Box:
-    """`box` with dimension `position` narrowed to ``[begin, end)``."""
-    sizes = (*box.sizes[:position], end - begin, *box.sizes[position + 1 :])
-    at = box.at + begin * box.at_strides[position]
-    to = box.to + begin * box.to_strides[position]
-    return Box(sizes, at, box.at_strides, to, box.to_strides)
+def _with_turns(strides: tuple[int, ...], position: int, period: int) -> tuple[int, ...]:
+    return (*strides[:position], strides[position] * period, *strides[position:])
 
 
-def extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a view with these sizes and strides, which must not be negative."""
+def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
-def _coordinates(position: int, shape: Sequence[int], units: Sequence[int]) -> list[int]:
-    return [position // unit % size if size else 0 for size, unit in zip(shape, units, strict=True)]

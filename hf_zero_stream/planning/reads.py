@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoint.nodes import FileTensor
-from .boxes import Box, extent
+from .boxes import Box
 from .regions import Region
 
 
@@ -86,15 +86,7 @@ def pieces_of_region(region: Region, target: int, request_bytes: int, seek_bytes
             run = Box((count,), 0, (1,), to, (1,))
             yield Piece(leaf.entry.shard, start, start + count * itemsize, target, run, leaf.dtype, region.casts)
         return
-    order = sorted(range(len(box.sizes)), key=lambda d: -box.at_strides[d])
-    box = Box(
-        tuple(box.sizes[d] for d in order),
-        box.at,
-        tuple(box.at_strides[d] for d in order),
-        box.to,
-        tuple(box.to_strides[d] for d in order),
-    )
-    for part in _parts(box, limit, seek_bytes // itemsize):
+    for part in _parts(box.outermost_first(), limit, seek_bytes // itemsize):
         start = leaf.entry.start + part.at * itemsize
         stop = start + part.at_extent * itemsize
         yield Piece(leaf.entry.shard, start, stop, target, part._replace(at=0), leaf.dtype, region.casts)
@@ -105,40 +97,24 @@ def _parts(box: Box, limit: int, hole: int) -> Iterator[Box]:
     if not box.sizes:
         yield box
         return
-    inner = extent(box.sizes[1:], box.at_strides[1:])
     size, stride = box.sizes[0], box.at_strides[0]
-    if stride - inner > hole or inner > limit:
-        count = 1  # row by row: the hole behind each row is dearer than a seek, or a row alone is too long
-    elif stride == 0:
-        count = size
+    row_extent = box.row(0).at_extent
+    count = size if stride == 0 else 1 + (limit - row_extent) // stride
+    if count <= 1 or row_extent > limit or _largest_hole(box) > hole:
+        for index in range(size):
+            yield from _parts(box.row(index), limit, hole)
     else:
-        count = min(size, max(1, 1 + (limit - inner) // stride))
-    for begin in range(0, size, count):
-        end = min(size, begin + count)
-        at, to = box.at + begin * stride, box.to + begin * box.to_strides[0]
-        if count == 1:
-            yield from _parts(Box(box.sizes[1:], at, box.at_strides[1:], to, box.to_strides[1:]), limit, hole)
-        else:
-            rows = Box((end - begin, *box.sizes[1:]), at, box.at_strides, to, box.to_strides)
-            yield from _gapless(rows, limit, hole)
+        for begin in range(0, size, count):
+            yield box.narrowed(0, begin, min(size, begin + count))
 
 
-def _gapless(box: Box, limit: int, hole: int) -> Iterator[Box]:
-    """`box`, unless one of its inner dimensions has holes dearer than a seek: then row by row."""
-    for d in range(1, len(box.sizes)):
-        inner = extent(box.sizes[d + 1 :], box.at_strides[d + 1 :])
-        if box.at_strides[d] - inner > hole:
-            for k in range(box.sizes[0]):
-                row = Box(
-                    box.sizes[1:],
-                    box.at + k * box.at_strides[0],
-                    box.at_strides[1:],
-                    box.to + k * box.to_strides[0],
-                    box.to_strides[1:],
-                )
-                yield from _parts(row, limit, hole)
-            return
-    yield box
+def _largest_hole(box: Box) -> int:
+    """Elements between two neighbours along one dimension of `box`, at most; cheaper to skip if there are many."""
+    rest, largest = box, 0
+    while rest.sizes:
+        stride, rest = rest.at_strides[0], rest.row(0)
+        largest = max(largest, stride - rest.at_extent)
+    return largest
 
 
 def merge_pieces(pieces: Iterable[Piece], request_bytes: int, seek_bytes: int) -> Iterator[Read]:
@@ -150,32 +126,33 @@ def merge_pieces(pieces: Iterable[Piece], request_bytes: int, seek_bytes: int) -
     ordered = sorted(pieces, key=lambda piece: (piece.shard, piece.start, piece.stop))
     hole = _affordable_hole(ordered, seek_bytes)
     group: list[Piece] = []
-    stop = 0
+    shard = start = stop = 0
     for piece in ordered:
-        if group:
-            first = group[0]
-            fits = max(stop, piece.stop) - first.start <= request_bytes
-            if piece.shard != first.shard or piece.start - stop > hole or not fits:
-                yield Read(first.shard, first.start, stop, tuple(group))
-                group = []
-        stop = max(stop, piece.stop) if group else piece.stop
+        fits = max(stop, piece.stop) - start <= request_bytes
+        if group and (piece.shard != shard or piece.start - stop > hole or not fits):
+            yield Read(shard, start, stop, tuple(group))
+            group = []
+        if not group:
+            shard, start, stop = piece.shard, piece.start, piece.stop
+        stop = max(stop, piece.stop)
         group.append(piece)
     if group:
-        yield Read(group[0].shard, group[0].start, stop, tuple(group))
+        yield Read(shard, start, stop, tuple(group))
 
 
 def _affordable_hole(ordered: Sequence[Piece], seek_bytes: int) -> int:
     holes: list[int] = []
     shard, stop = -1, 0
     for piece in ordered:
-        if piece.shard == shard and 0 < piece.start - stop <= seek_bytes:
+        if piece.shard != shard:
+            shard, stop = piece.shard, piece.start
+        if 0 < piece.start - stop <= seek_bytes:
             holes.append(piece.start - stop)
-        stop = max(stop, piece.stop) if piece.shard == shard else piece.stop
-        shard = piece.shard
+        stop = max(stop, piece.stop)
     budget = sum(piece.payload_bytes for piece in ordered) // 200
     affordable = 0
-    for size, same in groupby(sorted(holes)):
-        budget -= size * sum(1 for _ in same)
+    for size, alike in groupby(sorted(holes)):
+        budget -= sum(alike)
         if budget < 0:
             break
         affordable = size
