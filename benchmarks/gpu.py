@@ -129,7 +129,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu needs a CUDA device; for a CPU there is python -m benchmarks.bench")
 
-    from hf_zero_stream.engine.streams import choose_threads
+    from hf_zero_stream.engine.opened import choose_threads
     from hf_zero_stream.sources.base import Hints
 
     folder = CACHE / f"gpu-moe-{arguments.gigabytes:g}"

@@ -130,7 +130,7 @@ def convert(
     return Converted(
         tuple(shard.name for shard in shards),
         sum(len(shard.views) for shard in shards),
-        checkpoint.bytes_read,
+        checkpoint.source.bytes_read,
         written,
         memory.growth_peak,
     )

@@ -55,7 +55,7 @@ def test_a_checkpoint_in_memory(source: MemoryFiles) -> None:
             assert torch.equal(tensors[name].materialise(), expected)
         assert torch.equal(tensors["a"].T[3:5].contiguous().materialise(), TENSORS["a"].T[3:5])
         source.check_unchanged()
-    assert checkpoint.bytes_read == source.bytes_read > sum(tensor.nbytes for tensor in TENSORS.values())
+    assert source.bytes_read > sum(tensor.nbytes for tensor in TENSORS.values())
     checkpoint.close()
 
 

@@ -143,7 +143,7 @@ def test_folding_loses_nothing(seed: int) -> None:
     ]
     families = fold((name, ("bf16",)) for name in names)
     assert sorted(itertools.chain.from_iterable(unfolded(family.name) for family in families)) == sorted(names)
-    assert all(family.count == len(unfolded(family.name)) for family in families)
+    assert all(family.size == len(unfolded(family.name)) for family in families)
 
 
 def test_folding_is_thorough() -> None:

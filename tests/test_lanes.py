@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,34 @@ from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine import execute
 from hf_zero_stream.engine.execute import execute_reads
-from hf_zero_stream.engine.lanes import Copies, Lane
+from hf_zero_stream.engine.lanes import Lane
 from hf_zero_stream.planning.plan import BatchPlan, Target, plan_batch
 from hf_zero_stream.sources.local import LocalFiles
 
 
-class LateCopies:
+class LateLane(Lane):
     """As late as a stream may be: nothing is copied before somebody waits for it."""
 
     buffers = 2
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        super().__init__(device, nbytes)
         self.pending: list[Callable[[], None]] = []
         self.allocated = 0
         self.waits = 0
         self.done = 0
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
+    def _allocate(self, nbytes: int) -> torch.Tensor:
         self.allocated += 1
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def submit(self, copy: Callable[[], None]) -> None:
+    def _submit(self, copy: Callable[[], None]) -> None:
         self.pending.append(copy)
 
-    def mark(self) -> int:
+    def _mark(self) -> int:
         return self.done + len(self.pending)
 
-    def wait(self, mark: int) -> None:
+    def _wait(self, mark: int) -> None:
         self.waits += 1
         while self.done < mark:
             self.pending.pop(0)()
@@ -75,30 +75,27 @@ def test_late_copies_give_the_same_values(
     monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[BatchPlan, LocalFiles, list[torch.Tensor]], threads: int
 ) -> None:
     plan, files, expected = checkpoint
-    made: list[LateCopies] = []
-    lock = threading.Lock()
+    made: list[LateLane] = []
 
-    def late_lane(device: torch.device, nbytes: int) -> Lane:
-        copies: Copies = LateCopies()
-        with lock:
-            made.append(copies)  # type: ignore[arg-type]
-        return Lane(copies, nbytes)
+    def late_lane(device: torch.device, nbytes: int) -> LateLane:
+        lane = LateLane(device, nbytes)
+        made.append(lane)
+        return lane
 
-    monkeypatch.setattr(execute.Lane, "to", late_lane)
+    monkeypatch.setattr(execute, "lane_class", lambda device: late_lane)
     monkeypatch.setattr(execute, "_in_place", lambda *args: None)  # as for a destination on a device
     found = [torch.full((120,), float("nan"), dtype=target.dtype) for target in plan.targets]
     times = execute_reads(plan, found, files, threads=threads)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
-    assert not any(copies.pending for copies in made)
-    assert max(copies.allocated for copies in made) == 2
-    assert times.staging_bytes == REQUEST_BYTES * sum(copies.allocated for copies in made)
+    assert not any(lane.pending for lane in made)
+    assert max(lane.allocated for lane in made) == 2
+    assert times.staging_bytes == REQUEST_BYTES * sum(lane.allocated for lane in made)
     if threads == 1:
         # A buffer is waited for only when it comes round again, and once at the end.
         assert made[0].waits == len(plan.reads) - 2 + 1
 
 
 def test_lane_without_reads_has_no_buffer() -> None:
-    copies = LateCopies()
-    lane = Lane(copies, 64)
+    lane = LateLane(torch.device("cpu"), 64)
     lane.finish()
-    assert lane.allocated_bytes == copies.allocated == copies.waits == 0
+    assert lane.allocated_bytes == lane.allocated == lane.waits == 0

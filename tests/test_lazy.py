@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.lazy import LazyTensor
+from hf_zero_stream.checkpoint.nodes import Computed, Node, Stored, View
 from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine.compute import Evaluator
 from hf_zero_stream.engine.execute import execute_reads
@@ -222,3 +223,14 @@ def test_lazy_tensor_holds_no_memory(tmp_path: Path) -> None:
     bigger = big.expand(1000, 1000, 4, 4).reshape(4000, 4000)
     assert bigger.shape == (4000, 4000)
     assert torch.nn.Parameter(bigger).shape == (4000, 4000)
+
+
+class Unheard(Computed):
+    """Of a kind that is new."""
+
+
+@pytest.mark.parametrize("node", [Stored(3, torch.float32, "weight"), Unheard(3, torch.float32, (3,), print, (), {})])
+def test_a_node_that_the_engine_does_not_know_is_refused(node: Node) -> None:
+    evaluator = Evaluator(LocalFiles(), request_bytes=64, seek_bytes=0, staging_bytes=64)
+    with pytest.raises(TypeError, match=f"a {type(node).__name__} has no values to place"):
+        evaluator.materialise(View.whole(node, (3,)))

@@ -32,7 +32,7 @@ def load_dequantised(folder: Path, world_size: int, quantization_config: Any) ->
     ):
         assert result["differences"] == []
         assert result["info"] == result["plain_info"]
-        assert [rank["materialised"] for rank in result["report"]["ranks"]] == [[]] * world_size
+        assert [rank["materialised"] for rank in result["report"]["ranks"]] == [{}] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -25,5 +25,5 @@ def test_reads_of_all_checkpoints_count(tmp_path: Path) -> None:
         slices = checkpoint_slices(index, checkpoint.materialise, checkpoint.add(index.shards))
         read = slices["weight"][...].materialise()
         assert torch.equal(read, number * values)
-        assert (checkpoint.bytes_read, checkpoint.reads) == (number * values.nbytes, number)
+        assert (checkpoint.source.bytes_read, checkpoint.source.reads) == (number * values.nbytes, number)
     checkpoint.close()

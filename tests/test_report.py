@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_zero_stream.footprint.memory import EngineSettings, ParameterShape, memory_footprint
-from hf_zero_stream.reports.load import PHASES, LoadReport, Materialised, PhaseClock, RankReport, Verification
+from hf_zero_stream.reports.load import PHASES, LoadReport, PhaseClock, RankReport, Verification
 
 
 def rank_report(rank=0, **changes):
@@ -24,7 +24,7 @@ def rank_report(rank=0, **changes):
         staging_bytes=64 * 2**20,
         anonymous_growth_peak=2**40,
         device_peak=0,
-        materialised=(Materialised("model.layers.0.mlp.weight", "op ldexp"),),
+        materialised={"model.layers.0.mlp.weight": "op ldexp"},
     )
     return dataclasses.replace(report, **changes)
 
@@ -65,7 +65,7 @@ def test_json_structure():
                     "seconds": 0.0,
                     "digest": "",
                 },
-                "materialised": [{"name": "model.layers.0.mlp.weight", "reason": "op ldexp"}],
+                "materialised": {"model.layers.0.mlp.weight": "op ldexp"},
                 "footprint": None,
             }
         ],
@@ -133,10 +133,7 @@ def test_table_tells_of_retries_and_verification():
 
 
 def materialised_lines(*ranks):
-    reports = tuple(
-        rank_report(rank, materialised=tuple(Materialised(name, reason) for name, reason in entries))
-        for rank, entries in enumerate(ranks)
-    )
+    reports = tuple(rank_report(rank, materialised=dict(entries)) for rank, entries in enumerate(ranks))
     table = LoadReport(world_size=len(ranks), ranks=reports).table()
     assert "Materialised parameters" in table
     heading, *lines = table[table.index("Materialised parameters") :].splitlines()
@@ -165,7 +162,7 @@ def test_materialised_parameters_of_some_ranks_say_so():
 
 
 def test_nothing_materialised_is_not_mentioned():
-    assert "Materialised" not in load_report(2, materialised=()).table()
+    assert "Materialised" not in load_report(2, materialised={}).table()
 
 
 def test_recast_parameters_are_folded_and_survive_json():

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero_stream.engine import streams
-from hf_zero_stream.engine.streams import choose_request_bytes, choose_threads
+from hf_zero_stream.config import StreamingConfig
+from hf_zero_stream.engine import opened
+from hf_zero_stream.engine.opened import OpenCheckpoint, choose_threads
+from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.base import Hints
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.sources.mounts import is_on_network, kind_of_file_system
+from tests.memory_files import MemoryFiles
 
 
 MIB = 2**20
@@ -56,23 +59,29 @@ def hints_of(on_network: bool, monkeypatch: pytest.MonkeyPatch) -> Hints:
     return LocalFiles().hints(["/anywhere/model.safetensors"])
 
 
+def request_bytes_of(wanted: int, staging_bytes: int, hints: Hints) -> int:
+    """What is asked for at once from a source with these hints."""
+    settings = StreamingConfig(request_bytes=wanted, staging_bytes=staging_bytes)
+    return OpenCheckpoint(settings, Coordinator(0, 1, alone=True), MemoryFiles({}, hints=hints)).request_bytes
+
+
 @pytest.mark.parametrize(
     ("cores", "ranks", "on_network", "threads"),
     [(2, 2, False, 4), (64, 8, False, 8), (32, 8, False, 4), (64, 1, False, 8), (2, 1, True, 16), (64, 8, True, 4)],
 )
 def test_threads(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, on_network: bool, threads: int) -> None:
-    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(opened.os, "sched_getaffinity", lambda pid: set(range(cores)))
     hints = hints_of(on_network, monkeypatch)
-    request_bytes = choose_request_bytes(0, 64 * MIB, hints)
+    request_bytes = request_bytes_of(0, 64 * MIB, hints)
     assert request_bytes == (4 if on_network else 2) * MIB
     assert choose_threads(0, 64 * MIB // request_bytes, ranks, hints) == threads
 
 
 def test_settings_win_and_the_staging_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     local, remote = hints_of(False, monkeypatch), hints_of(True, monkeypatch)
-    assert choose_request_bytes(3 * MIB, 64 * MIB, remote) == 3 * MIB
-    assert choose_request_bytes(0, MIB, local) == MIB
-    assert choose_request_bytes(0, 64 * MIB, LocalFiles(direct_io=True).hints([])) == 8 * MIB
+    assert request_bytes_of(3 * MIB, 64 * MIB, remote) == 3 * MIB
+    assert request_bytes_of(0, MIB, local) == MIB
+    assert request_bytes_of(0, 64 * MIB, LocalFiles(direct_io=True).hints([])) == 8 * MIB
     assert choose_threads(7, 8, 1, local) == 7
     assert choose_threads(7, 2, 1, local) == 2
     assert choose_threads(0, 1, 8, remote) == 1

@@ -327,7 +327,7 @@ def test_conversions(converted: Any, name: str) -> None:
         assert found["info"] == found["plain_info"] and not any(found["info"].values())
         assert unequal(found["state"], expected) == []
         assert unequal(found["saved"], to_file(expected)) == []
-        assert found["materialised"] == []
+        assert found["materialised"] == {}
 
 
 def compare_converted(class_name: str, folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from .format import TensorEntry
 
@@ -173,6 +174,15 @@ class Computed(Node):
         arguments = (*self.args, *self.kwargs.values())
         items = (value if isinstance(value, (list, tuple)) else (value,) for value in arguments)
         return [item for item in chain.from_iterable(items) if isinstance(item, View)]
+
+    def result(self, value_of: Callable[[View], torch.Tensor]) -> Any:
+        """What `function` returns when `value_of` gives the values of the views among its arguments."""
+
+        def value(argument: Any) -> Any:
+            return value_of(argument) if isinstance(argument, View) else argument
+
+        args, kwargs = tree_map(value, (self.args, dict(self.kwargs)))
+        return self.function(*args, **kwargs)
 
 
 @dataclass(eq=False, slots=True)

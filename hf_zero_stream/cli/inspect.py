@@ -107,8 +107,8 @@ def _folded(rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[dict[
     folded = []
     for family in fold((name, tuple(kind)) for name, *kind in rows):
         dtype, shape, nbytes = family.kind
-        line = {"name": family.name, "count": family.count, "dtype": dtype, "shape": list(shape)}
-        folded.append({**line, "bytes": family.count * nbytes})
+        line = {"name": family.name, "count": family.size, "dtype": dtype, "shape": list(shape)}
+        folded.append({**line, "bytes": family.size * nbytes})
     return folded
 
 

@@ -126,7 +126,7 @@ def run(
         "rank": rank,
         "device": device,
         "shards": len(forecast.load.shards),
-        "load": asdict(forecast.load.cost),
+        "load": forecast.load.cost._asdict(),
         "memory": asdict(forecast.memory),
         "needs": needs,
         "stock": stock,

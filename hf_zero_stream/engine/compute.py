@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from math import ceil, floor, prod
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
-from ..checkpoint.nodes import Blockwise, Computed, HostTensor, Node, Opaque, Pointwise, View
+from ..checkpoint.nodes import Blockwise, HostTensor, Opaque, Pointwise, View
 from ..planning.boxes import Axis, Placed, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
-from ..planning.regions import Leaf, Region, box_of_view
+from ..planning.regions import Leaf, box_of_view
 from ..sources.base import ByteSource
 from .execute import execute_reads
 from .workers import run_in_threads
@@ -37,6 +35,9 @@ class Evaluator:
         request_bytes: largest single read.
         seek_bytes: a hole of at most this many bytes is read through.
         staging_bytes: bound of the memory that all threads use for pieces.
+        threads: how many work on functions that can be computed piece by piece; those that need whole inputs are
+            computed one at a time, and their inputs live only for their results.
+        on_bytes: called with the number of bytes after each read.
     """
 
     def __init__(
@@ -46,13 +47,16 @@ class Evaluator:
         request_bytes: int,
         seek_bytes: int,
         staging_bytes: int,
+        threads: int = 1,
+        on_bytes: Callable[[int], None] | None = None,
     ) -> None:
         self._source = source
         self._request_bytes = request_bytes
         self._seek_bytes = seek_bytes
-        self._staging_bytes = staging_bytes
-        self._on_bytes: Callable[[int], None] | None = None
-        self._last: tuple[Node, torch.Tensor] | None = None
+        self._threads = threads
+        self._piece_bytes = min(PIECE_BYTES, staging_bytes // threads // BUFFERS_PER_PIECE)
+        self._on_bytes = on_bytes
+        self._last_result: tuple[Opaque, torch.Tensor] | None = None
 
     def materialise(self, view: View) -> torch.Tensor:
         """The values of `view`, in a new contiguous host tensor of its sizes."""
@@ -61,89 +65,72 @@ class Evaluator:
         values = torch.empty(view.numel, dtype=view.node.dtype)
         execute_reads(plan, [values], self._source, threads=1, on_bytes=self._on_bytes)
         for placement in plan.placements:
-            self._place(_region(placement, leaves), values)
+            self._place(leaves[placement.leaf], placement, values)
         return values.view(view.sizes)
 
-    def place(
-        self,
-        plan: BatchPlan,
-        leaves: Sequence[Leaf],
-        destinations: Sequence[torch.Tensor],
-        threads: int = 1,
-        on_bytes: Callable[[int], None] | None = None,
-    ) -> None:
+    def place(self, plan: BatchPlan, leaves: Sequence[Leaf], destinations: Sequence[torch.Tensor]) -> None:
         """Carry out the placements of `plan`.
 
         Args:
             leaves: the sources that they refer to by number.
             destinations: one flat tensor for each target of the plan, as for :func:`.execute.execute_reads`.
-            threads: how many work on functions that can be computed piece by piece; those that need whole inputs are
-                computed one at a time, and their inputs live only for their results.
-            on_bytes: called with the number of bytes after each read.
         """
-        self._on_bytes = on_bytes
-        in_pieces: list[tuple[Region, torch.Tensor]] = []
+        shared: list[tuple[Pointwise | Blockwise, Placement]] = []
         for placement in plan.placements:
-            region, destination = _region(placement, leaves), destinations[placement.target]
-            if isinstance(region.leaf, Computed) and not materialise_reason(region.leaf):
-                in_pieces.append((region, destination))
+            leaf = leaves[placement.leaf]
+            if isinstance(leaf, (Pointwise, Blockwise)) and not materialise_reason(leaf):
+                shared.append((leaf, placement))
             else:
-                self._place(region, destination)
-        self._last = None
+                self._place(leaf, placement, destinations[placement.target])
+        self._last_result = None
 
-        def pieces() -> Iterator[tuple[Region, Placed, torch.Tensor]]:
-            for region, destination in in_pieces:
-                for part in _parts(region, self._staging_bytes // threads):
-                    yield region, part, destination
+        def work(parts: Iterator[tuple[Pointwise | Blockwise, Placement, Placed]]) -> None:
+            for leaf, placement, part in parts:
+                self._place_part(leaf, placement, part, destinations[placement.target])
 
-        def work(shared: Iterator[tuple[Region, Placed, torch.Tensor]]) -> None:
-            for region, part, destination in shared:
-                self._compute(region, part, destination)
+        if shared:
+            parts = ((leaf, placement, part) for leaf, placement in shared for part in self._parts(leaf, placement))
+            run_in_threads(parts, work, self._threads)
 
-        if in_pieces:
-            run_in_threads(pieces(), work, threads)
-        self._on_bytes = None
-
-    def _compute(self, region: Region, part: Placed, destination: torch.Tensor) -> None:
-        leaf = region.leaf
-        values = self._elementwise(leaf, part) if isinstance(leaf, Pointwise) else self._blockwise(leaf, part)
-        self._write(values, part.axes, part.to, region, destination)
-
-    def _place(self, region: Region, destination: torch.Tensor) -> None:
-        leaf, box = region.leaf, region.box
-        if isinstance(leaf, (Pointwise, Blockwise)):
-            for part in _parts(region, self._staging_bytes):
-                self._compute(region, part, destination)
-            return
-        buffer = leaf.tensor if isinstance(leaf, HostTensor) else self._opaque(leaf)
+    def _place(self, leaf: Leaf, placement: Placement, destination: torch.Tensor) -> None:
+        match leaf:
+            case Pointwise() | Blockwise():
+                for part in self._parts(leaf, placement):
+                    self._place_part(leaf, placement, part, destination)
+                return
+            case HostTensor():
+                buffer = leaf.tensor
+            case Opaque():
+                buffer = self._opaque(leaf)
+            case _:
+                raise TypeError(f"a {type(leaf).__name__} has no values to place")
+        box = placement.box
         values = buffer[box.at :].as_strided(box.sizes, box.at_strides)
-        axes = tuple(
-            Axis(size, 0, stride, to_stride)
-            for size, stride, to_stride in zip(box.sizes, box.at_strides, box.to_strides, strict=True)
-        )
-        self._write(values, axes, box.to, region, destination)
+        _copy(values, placement, destination[box.to :].as_strided(box.sizes, box.to_strides))
 
-    def _write(
-        self, values: torch.Tensor, axes: tuple[Axis, ...], to: int, region: Region, destination: torch.Tensor
+    def _place_part(
+        self, leaf: Pointwise | Blockwise, placement: Placement, part: Placed, destination: torch.Tensor
     ) -> None:
-        for dtype in region.casts[:-1]:
-            values = values.to(dtype)
-        sizes, strides = [axis.size for axis in axes], [axis.to_stride for axis in axes]
-        destination[to:].as_strided(sizes, strides).copy_(values)
+        values = self._elementwise(leaf, part) if isinstance(leaf, Pointwise) else self._blockwise(leaf, part)
+        sizes, strides = [axis.size for axis in part.axes], [axis.to_stride for axis in part.axes]
+        _copy(values, placement, destination[part.to :].as_strided(sizes, strides))
 
-    def _elementwise(self, node: Any, placed: Placed) -> torch.Tensor:
-        def value_of(argument: Any) -> Any:
-            if not isinstance(argument, View):
-                return argument
-            if not argument.sizes:
-                return self.materialise(argument)
-            box = box_of_view(argument, placed)
-            return self.materialise(View(argument.node, box.sizes, box.at_strides, box.at))
+    def _parts(self, leaf: Pointwise | Blockwise, placement: Placement) -> Iterator[Placed]:
+        """What is to be placed, in pieces that take their share of the memory to compute, as far as blocks allow."""
+        limit = max(1, self._piece_bytes // leaf.dtype.itemsize)
+        for placed in place(placement.box, leaf.sizes):
+            yield from _bounded(placed, leaf, limit)
 
-        args, kwargs = tree_map(value_of, (node.args, dict(node.kwargs)))
-        return node.function(*args, **kwargs)
+    def _elementwise(self, node: Pointwise, placed: Placed) -> torch.Tensor:
+        def value_of(view: View) -> torch.Tensor:
+            if not view.sizes:
+                return self.materialise(view)
+            box = box_of_view(view, placed)
+            return self.materialise(View(view.node, box.sizes, box.at_strides, box.at))
 
-    def _blockwise(self, node: Any, placed: Placed) -> torch.Tensor:
+        return node.result(value_of)
+
+    def _blockwise(self, node: Blockwise, placed: Placed) -> torch.Tensor:
         """The values of `placed`, computed from the blocks that it touches."""
         last = list(placed.at)
         for axis in placed.axes:
@@ -167,33 +154,21 @@ class Evaluator:
         )
         return values.as_strided(inside.sizes, inside.at_strides, inside.at)
 
-    def _opaque(self, node: Node) -> torch.Tensor:
-        assert isinstance(node, Opaque)
-        if self._last is None or self._last[0] is not node:
-            self._last = None  # free the one before first
-
-            def value_of(argument: Any) -> Any:
-                return self.materialise(argument) if isinstance(argument, View) else argument
-
-            args, kwargs = tree_map(value_of, (node.args, dict(node.kwargs)))
-            result = node.function(*args, **kwargs)
+    def _opaque(self, node: Opaque) -> torch.Tensor:
+        """All values of `node`, flat; kept until another one is computed, because placements come one by one."""
+        if self._last_result is None or self._last_result[0] is not node:
+            self._last_result = None  # free the one before first
+            result = node.result(self.materialise)
             if node.output is not None:
                 result = result[node.output]
-            self._last = (node, result.contiguous().view(-1))
-        return self._last[1]
+            self._last_result = (node, result.contiguous().view(-1))
+        return self._last_result[1]
 
 
-def _region(placement: Placement, leaves: Sequence[Leaf]) -> Region:
-    return Region(leaves[placement.leaf], placement.box, placement.casts)
-
-
-def _parts(region: Region, staging_bytes: int) -> Iterator[Placed]:
-    """A function's region in pieces whose computation takes at most `staging_bytes`, as far as its blocks allow."""
-    leaf = region.leaf
-    assert isinstance(leaf, (Pointwise, Blockwise))
-    limit = min(PIECE_BYTES, staging_bytes // BUFFERS_PER_PIECE) // leaf.dtype.itemsize
-    for placed in place(region.box, leaf.sizes):
-        yield from _bounded(placed, leaf, max(1, limit))
+def _copy(values: torch.Tensor, placement: Placement, destination: torch.Tensor) -> None:
+    for dtype in placement.casts[:-1]:
+        values = values.to(dtype)
+    destination.copy_(values)
 
 
 def _bounded(placed: Placed, node: Pointwise | Blockwise, limit: int) -> Iterator[Placed]:

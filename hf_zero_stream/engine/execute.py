@@ -8,11 +8,10 @@ see :mod:`read_ahead`, and why ``POSIX_FADV_WILLNEED`` is not the way there.
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
@@ -20,40 +19,27 @@ from ..planning.plan import BatchPlan
 from ..planning.reads import Read
 from ..sources.base import ByteSource
 from .huge_pages import HugePages
-from .lanes import Lane
+from .lanes import lane_class
 from .workers import run_in_threads
 
 
 __all__ = ["ReadTimes", "execute_reads"]
 
 
-@dataclass
-class ReadTimes:
-    """Wall seconds of the reads of a plan, shared out over what its threads did in them."""
+class ReadTimes(NamedTuple):
+    """Wall seconds of the reads of a plan, shared out over what its threads did in them.
 
-    read: float = 0.0
-    convert: float = 0.0
-    copy: float = 0.0
-    staging_bytes: int = 0
-    """Size of all staging buffers together."""
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    Attributes:
+        read: waiting for the source.
+        convert: copies out of staging buffers that cast.
+        copy: other copies out of them.
+        staging_bytes: size of all staging buffers together.
+    """
 
-    def add(self, read: float, convert: float, copy: float) -> None:
-        with self._lock:
-            self.read += read
-            self.convert += convert
-            self.copy += copy
-
-    def add_staging(self, nbytes: int) -> None:
-        with self._lock:
-            self.staging_bytes += nbytes
-
-    def scale_to(self, wall: float) -> None:
-        """Scale thread seconds so that they add up to `wall` seconds."""
-        total = self.read + self.convert + self.copy
-        if total:
-            factor = wall / total
-            self.read, self.convert, self.copy = self.read * factor, self.convert * factor, self.copy * factor
+    read: float
+    convert: float
+    copy: float
+    staging_bytes: int
 
 
 def execute_reads(
@@ -77,60 +63,50 @@ def execute_reads(
     Raises:
         ReadError: a shard could not be read; the other threads have stopped by then.
     """
-    times = ReadTimes()
     if not plan.reads:
-        return times
+        return ReadTimes(0.0, 0.0, 0.0, 0)
     first = int(begin * len(plan.reads))
-    in_turn = chain(plan.reads[first:], plan.reads[:first])
     device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))
     nbytes = max(read.length for read in plan.reads)
     writable = [_bytes_of(destination) for destination in destinations]
     pages = HugePages(destinations)
+    by_thread: list[ReadTimes] = []
 
     def work(reads: Iterator[Read]) -> None:
-        _work(reads, destinations, writable, source, Lane.to(device, nbytes), pages, times, on_bytes)
+        lane = lane_class(device)(device, nbytes)
+        reading = converting = copying = 0.0
+        for read in reads:
+            began = time.perf_counter()
+            _populate(read, destinations, pages)
+            buffers = _in_place(read, writable)
+            if buffers is not None:
+                source.read_into(read.shard, read.start, buffers)
+                reading += time.perf_counter() - began
+            else:
+                staging = lane.buffer(read.length)
+                source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
+                before = time.perf_counter()
+                reading += before - began
+                for piece in read.pieces:
+                    part = staging[piece.start - read.start : piece.stop - read.start]
+                    lane.copy(part, piece, destinations[piece.target])
+                    done = time.perf_counter()
+                    if piece.casts:
+                        converting += done - before
+                    else:
+                        copying += done - before
+                    before = done
+            if on_bytes is not None:
+                on_bytes(read.length)
+        lane.finish()
+        by_thread.append(ReadTimes(reading, converting, copying, lane.allocated_bytes))
 
     began = time.perf_counter()
-    run_in_threads(in_turn, work, threads)
-    times.scale_to(time.perf_counter() - began)
-    return times
-
-
-def _work(
-    reads: Iterable[Read],
-    destinations: Sequence[torch.Tensor],
-    writable: Sequence[memoryview | None],
-    source: ByteSource,
-    lane: Lane,
-    pages: HugePages,
-    times: ReadTimes,
-    on_bytes: Callable[[int], None] | None,
-) -> None:
-    for read in reads:
-        began = time.perf_counter()
-        _populate(read, destinations, pages)
-        buffers = _in_place(read, destinations, writable)
-        if buffers is not None:
-            source.read_into(read.shard, read.start, buffers)
-            times.add(time.perf_counter() - began, 0.0, 0.0)
-        else:
-            staging = lane.buffer(read.length)
-            source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
-            arrived = time.perf_counter()
-            converted = 0.0
-            for piece in read.pieces:
-                before = time.perf_counter()
-                lane.copy(
-                    staging[piece.start - read.start : piece.stop - read.start], piece, destinations[piece.target]
-                )
-                if piece.casts:
-                    converted += time.perf_counter() - before
-            done = time.perf_counter()
-            times.add(arrived - began, converted, done - arrived - converted)
-        if on_bytes is not None:
-            on_bytes(read.length)
-    lane.finish()
-    times.add_staging(lane.allocated_bytes)
+    run_in_threads(chain(plan.reads[first:], plan.reads[:first]), work, threads)
+    wall = time.perf_counter() - began
+    read, convert, copy, staging_bytes = map(sum, zip(*by_thread, strict=True))
+    factor = wall / ((read + convert + copy) or 1.0)
+    return ReadTimes(factor * read, factor * convert, factor * copy, staging_bytes)
 
 
 def _populate(read: Read, destinations: Sequence[torch.Tensor], pages: HugePages) -> None:
@@ -141,9 +117,7 @@ def _populate(read: Read, destinations: Sequence[torch.Tensor], pages: HugePages
             pages.populate(destination.data_ptr() + box.to * itemsize, box.numel * itemsize)
 
 
-def _in_place(
-    read: Read, destinations: Sequence[torch.Tensor], writable: Sequence[memoryview | None]
-) -> list[memoryview] | None:
+def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:
     """Where the bytes of `read` go without staging, or None if some piece needs a cast, a scatter or a device copy."""
     buffers: list[memoryview] = []
     position = read.start

@@ -10,10 +10,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from math import prod
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch.utils._pytree import tree_map
 
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.nodes import (
@@ -108,13 +107,10 @@ class Lookup:
         return values
 
     def _of_pointwise(self, node: Pointwise, at: Positions) -> torch.Tensor:
-        def value_of(argument: Any) -> Any:
-            if not isinstance(argument, View):
-                return argument
-            return self._of_view(argument, at) if argument.sizes else self._of_view(argument, range(1))[0]
+        def value_of(view: View) -> torch.Tensor:
+            return self._of_view(view, at) if view.sizes else self._of_view(view, range(1))[0]
 
-        args, kwargs = tree_map(value_of, (node.args, dict(node.kwargs)))
-        return node.function(*args, **kwargs)
+        return node.result(value_of)
 
     def _of_function(self, node: Node, at: Positions) -> torch.Tensor:
         begin, end = (at.start, at.stop) if isinstance(at, range) else (int(at.min()), int(at.max()) + 1)

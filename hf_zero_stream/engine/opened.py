@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
+import psutil
 import torch
 
 from ..checkpoint import safetensors
@@ -16,19 +17,17 @@ from ..checkpoint.nodes import View
 from ..config import StreamingConfig
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
-from ..reports.memory import total_memory_bytes
-from ..sources.base import ByteSource
+from ..sources.base import ByteSource, Hints
 from ..sources.local import LocalFiles
 from ..sources.read_ahead import ReadAhead
 from ..sources.relay import reader_and_clients, through_relay
 from ..sources.retries import Retries
 from .compute import Evaluator
-from .lanes import buffers_per_lane
-from .streams import choose_request_bytes, choose_threads
+from .lanes import lane_class
 from .workers import run_in_threads
 
 
-__all__ = ["OpenCheckpoint"]
+__all__ = ["OpenCheckpoint", "choose_threads"]
 
 SAMPLES = 8
 """Pieces of a file that are compared with those of its copy on another host."""
@@ -56,37 +55,27 @@ class OpenCheckpoint:
         coordinator: Coordinator,
         source: ByteSource | None = None,
         format: Format = safetensors,
-        device: torch.device | None = None,
+        device: torch.device = torch.device("cpu"),
     ) -> None:
         self._format = format
-        self.shards: tuple[Shard, ...] = ()
-        self.retries = Retries(config.read_retries)
         self._config = config
         self._coordinator = coordinator
-        self._device = device or torch.device("cpu")
+        self._device = device
+        self._is_relayed = False
         self._ahead: ReadAhead | None = None
         self._before = self._expected = 0
+        self.shards: tuple[Shard, ...] = ()
+        self.retries = Retries(config.read_retries)
         self.source = source or LocalFiles(
-            direct_io=config.direct_io, cache_bytes=total_memory_bytes(), retries=self.retries
+            direct_io=config.direct_io, cache_bytes=psutil.virtual_memory().total, retries=self.retries
         )
         """Where this rank reads from: another rank, once there are files, if that one reads for it."""
-        self._is_relayed = False
         self._use_hints()
 
     def close(self) -> None:
         """Release file handles."""
         self._stop_reading_ahead()
         self.source.close()
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes read so far, holes that were read through included; also what was read to verify."""
-        return self.source.bytes_read
-
-    @property
-    def reads(self) -> int:
-        """Positional reads so far."""
-        return self.source.reads
 
     # ------------------------------------------------------------------------------------------ reading ahead
 
@@ -102,7 +91,8 @@ class OpenCheckpoint:
             return
         with suppress(OSError, RuntimeError):  # ignored here: the reads themselves will raise
             # Files that do not fit would only push their own beginnings out of the page cache, and all else first.
-            if self.source.hints(paths).reads_ahead and sum(map(os.path.getsize, paths)) < total_memory_bytes():
+            fits = sum(map(os.path.getsize, paths)) < psutil.virtual_memory().total
+            if fits and self.source.hints(paths).reads_ahead:
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
     def expect(self, nbytes: int) -> None:
@@ -112,12 +102,12 @@ class OpenCheckpoint:
         """
         if self._ahead is not None and nbytes * self._coordinator.world_size < 0.9 * self._ahead.total_bytes:
             self._stop_reading_ahead()
-        self._before, self._expected = self.bytes_read, nbytes
+        self._before, self._expected = self.source.bytes_read, nbytes
 
     def note_progress(self) -> None:
         """Tell reading ahead how far the reads have come; called after each."""
         if self._ahead is not None:
-            self._ahead.reached((self.bytes_read - self._before) / max(1, self._expected))
+            self._ahead.reached((self.source.bytes_read - self._before) / max(1, self._expected))
 
     @property
     def first_read(self) -> float:
@@ -156,20 +146,24 @@ class OpenCheckpoint:
         Raises:
             ReadError: a file cannot be read.
         """
-        found: dict[int, bytes] = {}
+        found: dict[str, bytes] = {}
 
-        def sample(numbers: Iterator[int]) -> None:
-            for number in numbers:
-                found[number] = self.retries.call(
-                    partial(_sample, self.source, paths[number]), self.source.is_transient
-                )
+        def work(pending: Iterator[str]) -> None:
+            for path in pending:
+                try:
+                    found[path] = self.retries.call(partial(self._sample, path), self.source.is_transient)
+                except OSError as error:
+                    message = f"{path}: cannot read: {error.strerror or error}. Check the file system."
+                    raise ReadError(message) from error
 
-        try:
-            run_in_threads(range(len(paths)), sample, SAMPLING_THREADS)
-        except OSError as error:
-            path = paths[min(set(range(len(paths))) - found.keys())]
-            raise ReadError(f"{path}: cannot read: {error.strerror or error}. Check the file system.") from error
-        return [found[number] for number in range(len(paths))]
+        run_in_threads(paths, work, SAMPLING_THREADS)
+        return [found[path] for path in paths]
+
+    def _sample(self, path: str) -> bytes:
+        with self.source.open_file(path) as file:
+            starts = (file.size_bytes * (2 * piece + 1) // (2 * SAMPLES) for piece in range(SAMPLES))
+            pieces = (file.read(start, SAMPLE_BYTES) for start in starts)
+            return hashlib.blake2b(b"".join(pieces), digest_size=8).digest()
 
     def add(self, shards: tuple[Shard, ...]) -> int:
         """Read from `shards` too from now on; where one rank reads for others, all of them call it together.
@@ -182,25 +176,33 @@ class OpenCheckpoint:
         first = len(self.shards)
         self.shards = (*self.shards, *shards)
         self.source.add(shards)
-        if self.relays and self.shards:
-            if self._is_relayed:
-                self._coordinator.agree()  # nobody may ask for a shard that the reading rank does not know yet
-            else:
-                paths = [shard.path for shard in self.shards]
-                self.source = through_relay(self.source, paths, self._config, self._coordinator)
-                self._is_relayed = True
+        if self._is_relayed:
+            self._coordinator.agree()  # nobody may ask for a shard that the reading rank does not know yet
+        elif self.relays and self.shards:
+            self.source = through_relay(self.source, self._paths, self._config, self._coordinator)
+            self._is_relayed = True
         self._use_hints()
         return first
 
+    @property
+    def _paths(self) -> list[str]:
+        return [shard.path for shard in self.shards]
+
     def _use_hints(self) -> None:
-        self._hints = self.source.hints([shard.path for shard in self.shards])
-        self.request_bytes = choose_request_bytes(self._config.request_bytes, self._config.staging_bytes, self._hints)
+        self._hints = self.source.hints(self._paths)
+        self.request_bytes = self._config.request_bytes or min(self._config.staging_bytes, self._hints.request_bytes)
         """Largest single read."""
-        self.evaluator = Evaluator(
+        self._evaluator = self.evaluator()
+
+    def evaluator(self, threads: int = 1, on_bytes: Callable[[int], None] | None = None) -> Evaluator:
+        """What computes values from these files; see there."""
+        return Evaluator(
             self.source,
             request_bytes=self.request_bytes,
             seek_bytes=self._config.seek_bytes,
             staging_bytes=self._config.staging_bytes,
+            threads=threads,
+            on_bytes=on_bytes,
         )
 
     def materialise(self, view: View) -> torch.Tensor:
@@ -211,7 +213,7 @@ class OpenCheckpoint:
             PeerError: the rank that reads for this one died.
         """
         with self._coordinator.naming_dead_rank():
-            return self.evaluator.materialise(view)
+            return self._evaluator.materialise(view)
 
     @property
     def relays(self) -> bool:
@@ -246,21 +248,28 @@ class OpenCheckpoint:
                 self.source.finish()
         except BaseException:
             if not self.reads_itself:
-                self.source.finish()  # at once: the rank that reads for this one waits for it
+                self.source.finish()  # the rank that reads for this one waits for it
             raise
 
     def threads(self) -> int:
         """How many threads read at once."""
-        return choose_threads(
-            self._config.reader_threads,
-            self._config.staging_bytes // max(1, self.request_bytes * buffers_per_lane(self._device)),
-            self._coordinator.topology.sharing_cores,
-            self._hints,
-        )
+        buffers = self._config.staging_bytes // max(1, self.request_bytes * lane_class(self._device).buffers)
+        ranks = self._coordinator.topology.sharing_cores
+        return choose_threads(self._config.reader_threads, buffers, ranks, self._hints)
 
 
-def _sample(source: ByteSource, path: str) -> bytes:
-    with source.open_file(path) as file:
-        starts = (file.size_bytes * (2 * piece + 1) // (2 * SAMPLES) for piece in range(SAMPLES))
-        pieces = (file.read(start, SAMPLE_BYTES) for start in starts)
-        return hashlib.blake2b(b"".join(pieces), digest_size=8).digest()
+def choose_threads(wanted: int, buffers: int, ranks_on_host: int, hints: Hints) -> int:
+    """How many threads of a rank read at once: `wanted`, or if that is 0 by the source; at most one for each buffer.
+
+    From a local disk: the rank's share of the host's cores; at least 4, so that the disk has several requests at hand
+    while one copies or has fresh memory made; at most 8, because copies out of the page cache are bound by memory
+    bandwidth.
+    From another machine: the rank's share of the streams that use all of the bandwidth, at least 4, whatever the
+    cores: they wait.
+    """
+    if not wanted and hints.is_remote:
+        wanted = min(hints.streams_per_rank, max(4, hints.streams_per_host // ranks_on_host))
+    elif not wanted:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted = min(8, max(4, cores // ranks_on_host))
+    return max(1, min(wanted, buffers))

@@ -15,12 +15,14 @@ from ..reports.load import PhaseClock, Verification
 from ..reports.memory import AnonymousMemory
 from ..reports.progress import progress_bar
 from .execute import execute_reads
-from .lookup import Lookup
 from .opened import OpenCheckpoint
 from .verification import Verifier
 
 
 __all__ = ["Reader"]
+
+Filled = tuple[Sequence[Item], Sequence[torch.Tensor]]
+"""The items of a batch, and their memory."""
 
 
 class Reader:
@@ -44,17 +46,13 @@ class Reader:
     ) -> None:
         self.staging_bytes = 0
         """Most bytes of staging buffers that there were at one time."""
+        self.verification = Verification(how=config.verify)
+        """What was verified."""
         self._checkpoint = checkpoint
         self._config = config
         self._coordinator = coordinator
         self._clock = clock
         self._memory = memory
-        self._verifier: Verifier | None = None
-
-    @property
-    def verification(self) -> Verification:
-        """What was verified."""
-        return self._verifier.result if self._verifier else Verification(how=self._config.verify)
 
     def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, list[Sequence[Leaf]]]:
         """How this rank is going to fill `batches`; for each, the sources that its placements refer to by number."""
@@ -82,16 +80,30 @@ class Reader:
             LoadError: what was placed is not what the files hold.
             PeerError: another rank died.
         """
-        if self._config.verify in ("sample", "full"):
-            self._verifier = Verifier(self._config.verify, self._coordinator.rank, self._checkpoint.threads())
+        verifier = Verifier(
+            self._config.verify,
+            self._coordinator.rank,
+            self._checkpoint.threads(),
+            self._checkpoint.source,
+            self._checkpoint.evaluator().materialise,
+            self._coordinator.check,
+        )
         with self._checkpoint.reading():
-            self._fill(batches, plan, leaves)
+            kept = self._fill(batches, plan, leaves, verifier)
+            self._verify_kept(
+                kept, {name: tensor for batch in batches for name, tensor in batch.completes.items()}, verifier
+            )
+            if self._config.verify != "off":
+                self._checkpoint.source.check_unchanged()
+        self.verification = verifier.result
 
-    def _fill(self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]]) -> None:
-        threads = self._checkpoint.threads()
-        bytes_read = plan.cost.bytes_read
+    def _fill(
+        self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]], verifier: Verifier
+    ) -> list[Filled]:
+        """Fill all batches, and verify those that are temporary; the others are returned."""
+        threads, bytes_read = self._checkpoint.threads(), plan.cost.bytes_read
         self._checkpoint.expect(bytes_read if len(batches) == 1 else 0)
-        kept: list[tuple[Sequence[Item], Sequence[torch.Tensor]]] = []
+        kept: list[Filled] = []
         with progress_bar(bytes_read, "Streaming weights", self._config.progress) as bar:
 
             def on_bytes(nbytes: int) -> None:
@@ -99,12 +111,18 @@ class Reader:
                 self._checkpoint.note_progress()
                 self._coordinator.check()  # no need to read on for ranks that are not there any more
 
+            evaluator = self._checkpoint.evaluator(threads, on_bytes)
             for batch, of_batch, sources in zip(batches, plan.batches, leaves, strict=True):
                 error: BaseException | None = None
                 try:
-                    memory = self._carry_out(batch, of_batch, sources, threads, on_bytes)
+                    batch.begin()
+                    memory = [item.memory() for item in batch.items]
+                    self._read(of_batch, memory, threads, on_bytes)
+                    with self._clock("convert"):
+                        evaluator.place(of_batch, sources, memory)
+                    self._memory.sample()
                     if batch.is_temporary:
-                        self._verify(batch.items, memory)
+                        verifier.verify(batch.items, memory)
                     else:
                         kept.append((batch.items, memory))
                     del memory  # a batch that ends frees it
@@ -115,59 +133,32 @@ class Reader:
                 if batch.is_collective:
                     self._coordinator.agree(error)  # nobody may wait in a collective for a rank that gave up
                 batch.finish()
-        self._verify_kept(kept, {name: tensor for batch in batches for name, tensor in batch.completes.items()})
-        if self._config.verify != "off":
-            self._checkpoint.source.check_unchanged()
+        return kept
 
-    def _verify(self, items: Sequence[Item], memory: Sequence[torch.Tensor]) -> None:
-        if self._verifier is not None:
-            source = self._checkpoint.source
-            lookup = Lookup(source, self._checkpoint.evaluator.materialise)
-            self._verifier.verify(items, memory, lookup, lambda: source.bytes_read, self._coordinator.check)
-
-    def _verify_kept(
-        self, kept: Sequence[tuple[Sequence[Item], Sequence[torch.Tensor]]], completes: Mapping[str, torch.Tensor]
+    def _read(
+        self, plan: BatchPlan, memory: Sequence[torch.Tensor], threads: int, on_bytes: Callable[[int], None]
     ) -> None:
-        error: BaseException | None = None
-        try:
-            for items, memory in kept:
-                self._verify(items, memory)
-        except BaseException as caught:
-            error = caught
-            if not completes:
-                raise
-        if completes and self._config.verify == "full":
-            assert self._verifier is not None
-            mine = {name: part for name, part in self._verifier.parts.items() if name in completes}
-            self._verifier.verify_whole(completes, self._coordinator.all_gather(mine, error))
-        elif error is not None:
-            raise error
-
-    def _carry_out(
-        self,
-        batch: Batch,
-        plan: BatchPlan,
-        leaves: Sequence[Leaf],
-        threads: int,
-        on_bytes: Callable[[int], None],
-    ) -> list[torch.Tensor]:
-        """Begin `batch` and fill the memory of its items, which is returned."""
-        batch.begin()
-        memory = [item.memory() for item in batch.items]
+        first_read = self._checkpoint.first_read
         times = execute_reads(
-            plan,
-            memory,
-            self._checkpoint.source,
-            threads=threads,
-            begin=self._checkpoint.first_read,
-            on_bytes=on_bytes,
+            plan, memory, self._checkpoint.source, threads=threads, begin=first_read, on_bytes=on_bytes
         )
         self.staging_bytes = max(self.staging_bytes, times.staging_bytes)
         self._clock.add("read", times.read)
         self._clock.add("convert", times.convert)
         self._clock.add("copy", times.copy)
         self._memory.sample()
-        with self._clock("convert"):
-            self._checkpoint.evaluator.place(plan, leaves, memory, threads, on_bytes)
-        self._memory.sample()
-        return memory
+
+    def _verify_kept(self, kept: Sequence[Filled], completes: Mapping[str, torch.Tensor], verifier: Verifier) -> None:
+        error: BaseException | None = None
+        try:
+            for items, memory in kept:
+                verifier.verify(items, memory)
+        except BaseException as caught:
+            error = caught
+            if not completes:
+                raise
+        if completes and self._config.verify == "full":
+            mine = {name: part for name, part in verifier.parts.items() if name in completes}
+            verifier.verify_whole(completes, self._coordinator.all_gather(mine, error))
+        elif error is not None:
+            raise error

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from ..destinations.base import Item
 from ..errors import LoadError
 from ..planning.plan import Target, materialise_reason
 from ..reports.load import Verification
+from ..sources.base import ByteSource
 from .lookup import Lookup
 from .workers import run_in_threads
 
@@ -43,19 +45,43 @@ _WORD = 2**64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Chunk(NamedTuple):
+    """Elements ``[start, stop)`` of a target's view, and what was placed for them."""
+
+    target: Target
+    view: View
+    placed: torch.Tensor
+    start: int
+    stop: int
+
+
 class Verifier:
     """Compares what one rank placed with its files.
 
     Args:
-        how: `"sample"` or `"full"`.
+        how: as in `StreamingConfig.verify`; elements are compared if it is `"sample"` or `"full"`.
         rank: this rank.
         threads: how many compare at once.
+        source: where the shards are read again.
+        compute: gives the values of a view of a function's result, from inputs that are read again.
+        check: called now and then; may raise, to end it.
     """
 
-    def __init__(self, how: str, rank: int, threads: int) -> None:
+    def __init__(
+        self,
+        how: str,
+        rank: int,
+        threads: int,
+        source: ByteSource,
+        compute: Callable[[View], torch.Tensor],
+        check: Callable[[], None],
+    ) -> None:
         self._how = how
         self._rank = rank
         self._threads = threads
+        self._source = source
+        self._lookup = Lookup(source, compute)
+        self._check = check
         self._lock = threading.Lock()
         self._names: set[str] = set()
         self._left_out: set[str] = set()
@@ -79,45 +105,33 @@ class Verifier:
             digest=f"{self._digest:016x}" if self._how == "full" else "",
         )
 
-    def verify(
-        self,
-        items: Sequence[Item],
-        destinations: Sequence[torch.Tensor],
-        lookup: Lookup,
-        bytes_read: Callable[[], int],
-        check: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Compare `destinations` with what fills the targets of `items`.
-
-        Args:
-            items: what was to be filled, and from what.
-            destinations: the memory of each item.
-            lookup: looks elements up.
-            bytes_read: how many bytes `lookup` has read so far.
-            check: called now and then; may raise, to end it.
+    def verify(self, items: Sequence[Item], memory: Sequence[torch.Tensor]) -> None:
+        """Compare the `memory` of `items` with what fills their targets, if elements are compared at all.
 
         Raises:
             LoadError: an element differs; names the parameter, the rank and the elements.
             ReadError, CheckpointError: a shard could not be read again.
         """
-        began, read_before = time.perf_counter(), bytes_read()
+        if self._how not in ("sample", "full"):
+            return
+        began, read_before = time.perf_counter(), self._source.bytes_read
 
-        def chunks() -> Iterator[tuple[Target, View, torch.Tensor, int, int]]:
-            for (target, view, _), destination in zip(items, destinations, strict=True):
+        def chunks() -> Iterator[Chunk]:
+            for (target, view, _), placed in zip(items, memory, strict=True):
                 if self._how == "sample" and materialise_reason(view.node):
                     self._left_out.add(target.name)  # would read its sources whole
                     continue
                 self._names.add(target.name)
                 for start, stop in self._ranges(target):
-                    yield target, view, destination, start, stop
+                    yield Chunk(target, view, placed[start - target.start : stop - target.start], start, stop)
 
-        def work(shared: Iterator[tuple[Target, View, torch.Tensor, int, int]]) -> None:
-            for target, view, destination, start, stop in shared:
-                check()
-                self._compare(target, view, destination, start, stop, lookup)
+        def work(shared: Iterator[Chunk]) -> None:
+            for chunk in shared:
+                self._check()
+                self._compare(chunk)
 
         run_in_threads(chunks(), work, self._threads)
-        self._bytes_read += bytes_read() - read_before
+        self._bytes_read += self._source.bytes_read - read_before
         self._seconds += time.perf_counter() - began
 
     def verify_whole(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, int]]) -> None:
@@ -155,11 +169,9 @@ class Verifier:
         for offset in sorted({0, room, seed % room, seed // room % room}):
             yield target.start + offset, target.start + offset + SAMPLE
 
-    def _compare(
-        self, target: Target, view: View, destination: torch.Tensor, start: int, stop: int, lookup: Lookup
-    ) -> None:
-        placed = destination[start - target.start : stop - target.start]
-        expected = lookup.values(view, start, stop).to(placed.device).to(target.dtype)
+    def _compare(self, chunk: Chunk) -> None:
+        target, view, placed, start, stop = chunk
+        expected = self._lookup.values(view, start, stop).to(placed.device).to(target.dtype)
         bits, right = _bits(placed), _bits(expected)
         if not torch.equal(bits, right):
             wrong = (bits != right).nonzero().view(-1) * len(placed) // len(bits)
@@ -170,13 +182,9 @@ class Verifier:
                 f"{expected[first - start].item()!r}. The values are wrong; load again, and if it happens again, "
                 "report it with the model's config."
             )
+        digest = _digest_of(target, placed, start, stop) if self._how == "full" else 0
         with self._lock:
             self._elements += stop - start
-        if self._how == "full":
-            self._add(target, view, _digest_of(target, placed, start, stop))
-
-    def _add(self, target: Target, view: View, digest: int) -> None:
-        with self._lock:
             self.parts[target.name] = (self.parts.get(target.name, 0) + digest) % _WORD
             # What every rank has whole, a buffer, counts once.
             is_copy = target.is_copy if target.box else self._rank > 0 and target.stop - target.start == view.numel

@@ -30,7 +30,7 @@ from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..planning.regions import Leaf
 from ..ranks.coordinator import Coordinator
-from ..reports.load import LoadReport, Materialised, PhaseClock, RankReport
+from ..reports.load import LoadReport, PhaseClock, RankReport
 from ..reports.memory import AnonymousMemory
 from .sameness import description, refuse_differences, refuse_other_files, refuse_other_shards
 
@@ -275,15 +275,15 @@ class Load:
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
             bytes_needed=cost.bytes_needed,
-            bytes_read=self._checkpoint.bytes_read - self._reader.verification.bytes_read,
-            reads=self._checkpoint.reads,
+            bytes_read=self._checkpoint.source.bytes_read - self._reader.verification.bytes_read,
+            reads=self._checkpoint.source.reads,
             retries=self._checkpoint.retries.count,
             verification=self._reader.verification,
             partition_bytes=cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,
             anonymous_growth_peak=self.memory.growth_peak,
             device_peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
-            materialised=tuple(Materialised(name, reason) for name, reason in plan.materialised.items()),
+            materialised=plan.materialised,
             footprint=self.footprint,
         )
 

@@ -6,9 +6,9 @@ A plan can be pickled, printed and compared. What is no data (functions, values 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -85,8 +85,7 @@ class Placement(NamedTuple):
     casts: tuple[torch.dtype, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PlanCost:
+class PlanCost(NamedTuple):
     """What executing a plan costs this rank.
 
     Attributes:
@@ -148,11 +147,6 @@ class LoadPlan:
         return tuple(chain.from_iterable(batch.targets for batch in self.batches))
 
     @property
-    def reads(self) -> tuple[Read, ...]:
-        """Those of all batches, in this order."""
-        return tuple(self)
-
-    @property
     def materialised(self) -> dict[str, str]:
         """Parameter -> why it could not be planned by ranges alone."""
         return {name: reason for batch in self.batches for name, reason in batch.materialised.items()}
@@ -160,14 +154,10 @@ class LoadPlan:
     @property
     def cost(self) -> PlanCost:
         """The sum of what the batches take."""
-        costs = [astuple(batch.cost) for batch in self.batches]
-        return PlanCost(*map(sum, zip((0, 0, 0, 0, 0), *costs, strict=True)))
+        return PlanCost(*map(sum, zip(PlanCost(0, 0, 0, 0, 0), *(batch.cost for batch in self.batches), strict=True)))
 
     def __iter__(self) -> Iterator[Read]:
         return chain.from_iterable(batch.reads for batch in self.batches)
-
-    def __len__(self) -> int:
-        return sum(len(batch.reads) for batch in self.batches)
 
 
 def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int, int]:
@@ -192,7 +182,7 @@ def plan_batch(
     targets: list[Target] = []
     pieces: list[Piece] = []
     placements: list[Placement] = []
-    leaves: dict[int, tuple[int, Leaf]] = {}
+    leaves: dict[Leaf, int] = {}
     materialised: dict[str, str] = {}
     bytes_of_functions = 0
     for position, (target, view) in enumerate(views):
@@ -201,44 +191,33 @@ def plan_batch(
             if isinstance(region.leaf, FileTensor):
                 pieces.extend(pieces_of_region(region, position, request_bytes, seek_bytes))
             else:
-                number, _ = leaves.setdefault(id(region.leaf), (len(leaves), region.leaf))
+                number = leaves.setdefault(region.leaf, len(leaves))
                 placements.append(Placement(position, number, region.box, region.casts))
                 bytes_of_functions += _source_bytes(region)
-        reason = materialise_reason(view.node)
-        if reason:
+        if reason := materialise_reason(view.node):
             materialised[target.name] = reason
     reads = tuple(merge_pieces(pieces, request_bytes, seek_bytes))
     cost = PlanCost(
         bytes_needed=sum(piece.payload_bytes for piece in pieces) + bytes_of_functions,
         bytes_read=sum(read.length for read in reads) + bytes_of_functions,
         reads=len(reads),
-        seeks=_seeks(reads),
+        seeks=len(reads) - sum((a.shard, a.stop) == (b.shard, b.start) for a, b in pairwise(reads)),
         target_bytes=sum(target.nbytes for target in targets),
     )
-    plan = BatchPlan(tuple(targets), reads, tuple(placements), materialised, cost)
-    return plan, tuple(leaf for _, leaf in leaves.values())
-
-
-def _seeks(reads: Sequence[Read]) -> int:
-    seeks, before = 0, (-1, -1)
-    for read in reads:
-        seeks += before != (read.shard, read.start)
-        before = (read.shard, read.stop)
-    return seeks
+    return BatchPlan(tuple(targets), reads, tuple(placements), materialised, cost), tuple(leaves)
 
 
 def materialise_reason(node: Node) -> str:
     """Why a value that depends on `node` needs whole tensors in memory, or an empty string if it does not."""
-    pending, seen = [node], {id(node)}
+    pending, seen = [node], {node}
     while pending:
         current = pending.pop()
         if isinstance(current, (HostTensor, Opaque)) and current.reason:
             return current.reason
         for view in current.inputs():
-            inner = view.node
-            if not isinstance(inner, FileTensor) and id(inner) not in seen:
-                seen.add(id(inner))
-                pending.append(inner)
+            if not isinstance(view.node, FileTensor) and view.node not in seen:
+                seen.add(view.node)
+                pending.append(view.node)
     return ""
 
 

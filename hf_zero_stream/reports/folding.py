@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from math import prod
+from typing import Any, NamedTuple
 
 
 __all__ = ["Family", "fold", "folded_names"]
@@ -17,19 +18,18 @@ Choice = tuple[str, ...]
 """The values that one number takes."""
 
 
-@dataclass(frozen=True)
-class Family:
+class Family(NamedTuple):
     """Things of one kind whose names differ only in numbers, of which every combination is there.
 
     Attributes:
         name: such as ``layers.{0...47}.mlp.experts.{0...127}.up_proj.weight``.
         kind: what they have in common, such as dtype and shape; hashable.
-        count: how many there are.
+        size: how many there are.
     """
 
     name: str
     kind: tuple[Any, ...]
-    count: int
+    size: int
 
 
 def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[Family]:
@@ -44,12 +44,9 @@ def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[Family]:
     families = []
     for (kind, texts), numbers in rows.items():
         for choices in _products(numbers):
-            count = 1
-            name = texts[0]
-            for choice, text in zip(choices, texts[1:], strict=True):
-                count *= len(choice)
-                name += _choice_text(choice) + text
-            families.append(Family(name, kind, count))
+            numbered = zip(map(_choice_text, choices), texts[1:], strict=True)
+            name = texts[0] + "".join(chain.from_iterable(numbered))
+            families.append(Family(name, kind, prod(map(len, choices))))
     return families
 
 

@@ -7,27 +7,16 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..footprint.memory import MemoryFootprint
 
 
-__all__ = ["PHASES", "LoadReport", "Materialised", "PhaseClock", "RankReport", "Verification"]
+__all__ = ["PHASES", "LoadReport", "PhaseClock", "RankReport", "Verification"]
 
 PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
 """The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
-
-
-@dataclass(frozen=True)
-class Materialised:
-    """A parameter whose sources had to be read whole, because its conversion could not stay lazy."""
-
-    name: str
-    """The parameter's name in the model."""
-
-    reason: str
-    """What stood in the way, for example the name of the op."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +82,8 @@ class RankReport:
     verification: Verification = Verification(how="off")
     """What was compared with the files."""
 
-    materialised: tuple[Materialised, ...] = ()
-    """Parameters that did not stay lazy on this rank."""
+    materialised: Mapping[str, str] = field(default_factory=dict)
+    """Parameters whose sources had to be read whole, because their conversion could not stay lazy, and the reason."""
 
     footprint: MemoryFootprint | None = None
     """The memory that this rank needs, computed: partitions, the largest gather, what training adds."""

@@ -15,7 +15,7 @@ from .folding import folded_names
 from .load import PHASES, LoadReport, RankReport
 
 
-__all__ = ["render_table"]
+__all__ = ["bytes_text", "render_table"]
 
 _MOST_RANK_ROWS = 8
 
@@ -28,17 +28,18 @@ class _Column(NamedTuple):
 
 def render_table(report: LoadReport) -> str:
     """Returns the text that `LoadReport.table` promises: seconds, bytes, memory to come, and fall-backs."""
-    blocks = [_heading(report), _table(report, _seconds_columns()), _table(report, _bytes_columns())]
-    if checks := _check_lines(report):
-        blocks.append("\n".join(checks))
-    if footprint := _footprint_lines(report):
-        blocks.append("\n".join(footprint))
-    if fallbacks := _materialised_lines(report):
-        blocks.append("\n".join(fallbacks))
+    blocks = [
+        [_heading(report)],
+        _table(report, _SECONDS),
+        _table(report, _BYTES),
+        _check_lines(report),
+        _footprint_lines(report),
+        _materialised_lines(report),
+    ]
     if report.recast:
         heading = f"Recast parameters ({len(report.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
-        blocks.append("\n".join([heading, *(f"  {name}" for name in folded_names(report.recast))]))
-    return "\n\n".join(blocks)
+        blocks.append([heading, *(f"  {name}" for name in folded_names(report.recast))])
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 def _heading(report: LoadReport) -> str:
@@ -47,32 +48,13 @@ def _heading(report: LoadReport) -> str:
     return f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"
 
 
-def _seconds_columns() -> list[_Column]:
-    def column(phase: str) -> _Column:
-        return _Column(f"{phase.capitalize()} s", lambda rank: rank.seconds[phase], "{:.2f}".format)
-
-    return [column(phase) for phase in PHASES]
-
-
-def _bytes_columns() -> list[_Column]:
-    return [
-        _Column("Needed", lambda rank: rank.bytes_needed, bytes_text),
-        _Column("Read", lambda rank: rank.bytes_read, bytes_text),
-        _Column("Reads", lambda rank: rank.reads, "{:.0f}".format),
-        _Column("Throughput", _bytes_per_second, lambda value: f"{bytes_text(value)}/s"),
-        _Column("Partition", lambda rank: rank.partition_bytes, bytes_text),
-        _Column("Staging", lambda rank: rank.staging_bytes, bytes_text),
-        _Column("Host growth", lambda rank: rank.anonymous_growth_peak, bytes_text),
-        _Column("Device peak", lambda rank: rank.device_peak, bytes_text),
-    ]
-
-
 def _bytes_per_second(rank: RankReport) -> float:
     # A clock that did not advance between two looks gives no rate.
     return rank.bytes_read / rank.seconds["total"] if rank.seconds["total"] else 0.0
 
 
 def bytes_text(value: float) -> str:
+    """Bytes with a binary unit, such as 1.5 GiB."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         # 1023.96 KiB would be written as 1024.0 KiB.
@@ -82,7 +64,24 @@ def bytes_text(value: float) -> str:
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _table(report: LoadReport, columns: Sequence[_Column]) -> str:
+def _seconds_of(phase: str) -> _Column:
+    return _Column(f"{phase.capitalize()} s", lambda rank: rank.seconds[phase], "{:.2f}".format)
+
+
+_SECONDS = [*map(_seconds_of, PHASES)]
+_BYTES = [
+    _Column("Needed", lambda rank: rank.bytes_needed, bytes_text),
+    _Column("Read", lambda rank: rank.bytes_read, bytes_text),
+    _Column("Reads", lambda rank: rank.reads, "{:.0f}".format),
+    _Column("Throughput", _bytes_per_second, lambda value: f"{bytes_text(value)}/s"),
+    _Column("Partition", lambda rank: rank.partition_bytes, bytes_text),
+    _Column("Staging", lambda rank: rank.staging_bytes, bytes_text),
+    _Column("Host growth", lambda rank: rank.anonymous_growth_peak, bytes_text),
+    _Column("Device peak", lambda rank: rank.device_peak, bytes_text),
+]
+
+
+def _table(report: LoadReport, columns: Sequence[_Column]) -> list[str]:
     table = Table(box=MARKDOWN)
     for title in ("Rank", *(column.title for column in columns)):
         table.add_column(title, justify="right", no_wrap=True)
@@ -90,19 +89,15 @@ def _table(report: LoadReport, columns: Sequence[_Column]) -> str:
         for rank in report.ranks:
             table.add_row(str(rank.rank), *(column.text(column.value(rank)) for column in columns))
     else:
-        summaries: list[tuple[str, Callable[[Iterable[float]], float]]] = [
-            ("min", min),
-            ("median", median),
-            ("max", max),
-        ]
-        for name, summary in summaries:
+        summaries: dict[str, Callable[[Iterable[float]], float]] = {"min": min, "median": median, "max": max}
+        for name, summary in summaries.items():
             table.add_row(name, *(column.text(summary(map(column.value, report.ranks))) for column in columns))
 
     # The width is the table's own: a log file has no terminal, and a table folded to fit one cannot be read. A
     # notebook, which rich detects, would display the table instead of writing it to the file.
     text = io.StringIO()
     Console(file=text, width=1000, color_system=None, force_terminal=False, force_jupyter=False).print(table)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines() if line.strip())
+    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
 
 
 def _check_lines(report: LoadReport) -> list[str]:
@@ -155,18 +150,16 @@ def _places_text(places: Mapping[str, int]) -> str:
 def _materialised_lines(report: LoadReport) -> list[str]:
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for rank in report.ranks:
-        for entry in rank.materialised:
-            ranks_of.setdefault((entry.reason, entry.name), []).append(rank.rank)
+        for name, reason in rank.materialised.items():
+            ranks_of.setdefault((name, reason), []).append(rank.rank)
+    if not ranks_of:
+        return []
     # Layers of one kind fall back for one reason, so what is left after folding is a few lines.
     names_of: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for (reason, name), ranks in ranks_of.items():
+    for (name, reason), ranks in ranks_of.items():
         names_of.setdefault((reason, tuple(ranks)), []).append(name)
-
-    lines = []
+    lines = [f"Materialised parameters ({len({name for name, _ in ranks_of})}), whose sources were read whole:"]
     for (reason, on_ranks), names in names_of.items():
         where = "" if len(on_ranks) == len(report.ranks) else f" (on {len(on_ranks)} of {len(report.ranks)} ranks)"
         lines += [f"  {name}: {reason}{where}" for name in folded_names(names)]
-    if lines:
-        count = len({name for _, name in ranks_of})
-        lines.insert(0, f"Materialised parameters ({count}), whose sources were read whole:")
     return lines

@@ -103,7 +103,7 @@ def _ours(case: dict[str, Any], folder: Path, dtype: torch.dtype) -> dict[str, A
             found += [f"Auto class: {what}" for what in _info_differences(info, plain_info)]
             found += [f"Auto class: {what}" for what in differences(streamed, plain, dtype)]
         del streamed
-    materialised = {entry["name"]: entry["reason"] for rank in report["ranks"] for entry in rank["materialised"]}
+    materialised = {name: why for rank in report["ranks"] for name, why in rank["materialised"].items()}
     return {
         "differences": found,
         "ops": sorted(ops),
