@@ -41,15 +41,14 @@ ARMS: dict[str, tuple[str, int, float | None]] = {
 
 def build(arm: str, nbytes: int, config: dict[str, Any], device: str) -> nn.Module:
     """A model of about `nbytes` bytes in bf16, each parameter filled with a number of its own."""
-    from hf_zero_stream.destinations.deepspeed.flat.allocate import allocate_flat
+    from hf_zero_stream.destinations.deepspeed.flat.replicas import allocate_flat
 
     layers = max(1, round(nbytes / (2 * WIDTH * WIDTH)))
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(layers)))
-    described = [(name, param.shape, param.dtype, True) for name, param in model.named_parameters()]
     # No flat buffer for stage 0: storages of their own, as stock's loading makes them.
     found = config if arm == "ours" else {}
-    tensors = allocate_flat(described, found, torch.distributed.get_world_size(), device).tensors
+    tensors = allocate_flat(dict(model.named_parameters()), found, torch.distributed.get_world_size(), device)
     for index, (name, tensor) in enumerate(tensors.items()):
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(tensor.fill_(index + 1)))

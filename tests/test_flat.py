@@ -16,8 +16,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_zero_stream.destinations.deepspeed.flat import flatten_hook
-from hf_zero_stream.destinations.deepspeed.flat.allocate import FlatParameters, allocate_flat, separate_reason
 from hf_zero_stream.destinations.deepspeed.flat.layout import WAITING, FlatLayout
+from hf_zero_stream.destinations.deepspeed.flat.replicas import allocate_flat, separate_reason
 from tests.cluster import run_ranks
 from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO
@@ -35,16 +35,17 @@ def load(folder: Path, dtype: torch.dtype, frozen: Sequence[str] = ()) -> nn.Mod
     return model
 
 
-def move_into_flat(model: nn.Module, config: dict[str, Any]) -> FlatParameters:
-    """What a loader does: ask for storage, fill it, make it the parameters'."""
-    described = [(name, param.shape, param.dtype, param.requires_grad) for name, param in model.named_parameters()]
-    flat = allocate_flat(described, config, dist.get_world_size(), "cpu")
-    if flat.buffer is not None:
-        flat.buffer.fill_(float("nan"))  # what a loader leaves in the padding must not survive
+def move_into_flat(model: nn.Module, config: dict[str, Any]) -> torch.Tensor:
+    """What a loader does: ask for storage, fill it, make it the parameters'. The flat buffer."""
+    tensors = allocate_flat(dict(model.named_parameters()), config, dist.get_world_size(), "cpu")
+    known = next(found for found in map(WAITING.find, tensors.values()) if found is not None)
+    buffer = known.tensor()
+    assert buffer is not None
+    buffer.fill_(float("nan"))  # what a loader leaves in the padding must not survive
     for name, param in model.named_parameters():
-        flat.tensors[name].copy_(param.data)
-        param.data = flat.tensors[name]
-    return flat
+        tensors[name].copy_(param.data)
+        param.data = tensors[name]
+    return buffer
 
 
 def start(model: nn.Module, config: dict[str, Any], groups: bool = False) -> Any:
@@ -80,25 +81,27 @@ def stock_and_recognised(folder: Path, dtype: torch.dtype, zero: dict[str, Any])
     stock_losses = three_losses(stock, ZOO[NAME].inputs)
 
     model = load(folder, dtype)
-    flat = move_into_flat(model, config)
-    assert flat.buffer is not None and flat.layout is not None, flat.reason
+    buffer = move_into_flat(model, config)
+    known = WAITING.find(buffer)
+    assert known is not None
+    layout = known.layout
     engine = start(model, config)
     taken = engine.optimizer.bit16_groups_flat
-    places = {name: param.data_ptr() - flat.buffer.data_ptr() for name, param in model.named_parameters()}
-    itemsize = flat.buffer.element_size()
+    places = sorted(
+        ((param.data_ptr() - buffer.data_ptr()) // buffer.element_size(), param.numel())
+        for param in model.parameters()
+    )
     return {
         "how": engine.optimizer.hf_zero_stream_flatten,
-        "same_buffer": len(taken) == 1 and taken[0].data_ptr() == flat.buffer.data_ptr(),
-        "same_numel": taken[0].numel() == flat.layout.numel,
-        "padding": flat.layout.numel - sum(param.numel() for param in model.parameters()),
-        "places": all(
-            places[name] == offset * itemsize for name, (offset, _) in zip(flat.names, flat.layout.places, strict=True)
-        ),
+        "same_buffer": len(taken) == 1 and taken[0].data_ptr() == buffer.data_ptr(),
+        "same_numel": taken[0].numel() == layout.numel,
+        "padding": layout.numel - sum(param.numel() for param in model.parameters()),
+        "places": places == list(layout.places),
         "same_state": same_bits(flat_state(engine), stock_state),
         "losses": three_losses(engine, ZOO[NAME].inputs),
         "stock_losses": stock_losses,
         "still_same_buffer": all(
-            param.untyped_storage().data_ptr() == flat.buffer.data_ptr() for param in model.parameters()
+            param.untyped_storage().data_ptr() == buffer.data_ptr() for param in model.parameters()
         ),
         "waiting": len(WAITING),
     }
@@ -168,12 +171,11 @@ def stock_and_moved(
     stock_losses = three_losses(stock, ZOO[NAME].inputs)
 
     model = load(folder, BF16, frozen)
-    flat = move_into_flat(model, config)
-    assert flat.buffer is not None, flat.reason
+    buffer = move_into_flat(model, config)
     for name, param in model.named_parameters():
         param.requires_grad_(not any(part in name for part in (*frozen, *frozen_later)))
-    nbytes, alive = flat.buffer.nbytes, StorageWeakRef(flat.buffer.untyped_storage())
-    del flat
+    nbytes, alive = buffer.nbytes, StorageWeakRef(buffer.untyped_storage())
+    del buffer
     flatten_hook.free_device_bytes = lambda: int(free[dist.get_rank()] * nbytes)  # type: ignore[assignment]
     engine = start(model, config, groups)
     pointers = {flat.untyped_storage().data_ptr() for flat in engine.optimizer.bit16_groups_flat}
@@ -264,8 +266,7 @@ def others_beside(folder: Path) -> dict[str, Any]:
     config = ds_config(BF16, stage=2)
     alone = three_losses(start(load(folder, BF16), config), ZOO[NAME].inputs)
     ours = load(folder, BF16)
-    flat = move_into_flat(ours, config)
-    assert flat.buffer is not None
+    buffer = move_into_flat(ours, config)
     installed = vars(DeepSpeedZeroOptimizer)["__init__"] is not original
     beside = start(load(folder, BF16), config)
     first = start(ours, config)
@@ -276,8 +277,8 @@ def others_beside(folder: Path) -> dict[str, Any]:
         "removed": removed,
         "untouched": not hasattr(beside.optimizer, "hf_zero_stream_flatten"),
         "losses": three_losses(beside, ZOO[NAME].inputs) == alone,
-        "first": first.optimizer.bit16_groups_flat[0].data_ptr() == flat.buffer.data_ptr(),
-        "second": second.optimizer.bit16_groups_flat[0].data_ptr() != flat.buffer.data_ptr(),
+        "first": first.optimizer.bit16_groups_flat[0].data_ptr() == buffer.data_ptr(),
+        "second": second.optimizer.bit16_groups_flat[0].data_ptr() != buffer.data_ptr(),
     }
 
 
@@ -325,13 +326,18 @@ def test_saves_as_ever_before_the_engine(cluster: None, zoo_checkpoint: Callable
 )
 def test_separate_storages(config: dict[str, Any], dtypes: list[torch.dtype], part: str) -> None:
     assert part in separate_reason(config, dtypes)
-    described = [(f"p{index}", (3, 5), dtype, True) for index, dtype in enumerate(dtypes)]
-    flat = allocate_flat([*described, ("frozen", (2,), FP32, False)], config, 2, "cpu")
-    assert flat.buffer is None and flat.layout is None and not flat.names
-    assert len({tensor.untyped_storage().data_ptr() for tensor in flat.tensors.values()}) == len(dtypes) + 1
-    assert [(flat.tensors[name].shape, flat.tensors[name].dtype) for name, *_ in described] == [
-        (torch.Size(shape), dtype) for _, shape, dtype, _ in described
-    ]
+    described = {f"p{index}": parameter((3, 5), dtype) for index, dtype in enumerate(dtypes)}
+    described["frozen"] = parameter((2,), FP32, trained=False)
+    tensors = allocate_flat(described, config, 2, "cpu")
+    assert all(WAITING.find(tensor) is None for tensor in tensors.values())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == len(dtypes) + 1
+    assert all(
+        (tensors[name].shape, tensors[name].dtype) == (param.shape, param.dtype) for name, param in described.items()
+    )
+
+
+def parameter(shape: tuple[int, ...], dtype: torch.dtype, *, trained: bool = True) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=trained)
 
 
 def test_layout() -> None:
@@ -342,12 +348,16 @@ def test_layout() -> None:
 
 
 def test_buffers_are_remembered_without_being_kept() -> None:
-    parameters = [("a", (3, 5), FP32, True), ("empty", (0, 4), FP32, True), ("frozen", (2,), FP32, False)]
-    flat = allocate_flat(parameters, {"zero_optimization": {"stage": 1}}, 4, "cpu")
-    assert flat.names == ("a",) and flat.layout == FlatLayout(((0, 15),), 16)
-    param = nn.Parameter(flat.tensors["a"])
-    assert WAITING.layout_of(param) == flat.layout
-    assert WAITING.layout_of(flat.tensors["frozen"]) is None and WAITING.layout_of(flat.tensors["empty"]) is None
+    parameters = {
+        "a": parameter((3, 5), FP32),
+        "empty": parameter((0, 4), FP32),
+        "frozen": parameter((2,), FP32, trained=False),
+    }
+    tensors = allocate_flat(parameters, {"zero_optimization": {"stage": 1}}, 4, "cpu")
+    param = nn.Parameter(tensors["a"])
+    known = WAITING.find(param)
+    assert known is not None and known.layout == FlatLayout(((0, 15),), 16)
+    assert WAITING.find(tensors["frozen"]) is None and WAITING.find(tensors["empty"]) is None
     before = len(WAITING)
-    del flat, param
+    del tensors, param
     assert len(WAITING) == before - 1

@@ -57,7 +57,7 @@ def handle(folder: Path, out: Path, stage: int) -> dict[str, Any]:
     expected = plain.state_dict()
     model = load(folder, config_of(stage))
     found: dict[str, Any] = {"loaded": differing(model.state_dict(), expected)}
-    found["laid out"] = all(WAITING.layout_of(param) is not None for param in model.parameters())
+    found["laid out"] = all(WAITING.find(param) is not None for param in model.parameters())
     pairs = list(zip([*model.parameters(), *model.buffers()], [*plain.parameters(), *plain.buffers()], strict=True))
     found["storages"] = sum(
         mine.untyped_storage().nbytes() != other.untyped_storage().nbytes() for mine, other in pairs
@@ -150,7 +150,7 @@ def test_on_the_device(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
         replicas = FlatReplicas(config_of(stage), Coordinator(0, 2, alone=True), 2**20, on_device=on_device)
         (_, batch) = replicas.batches(model, set(), set())
         assert [item.memory().device.type for item in batch.items] == [model.weight.device.type]
-        return model.weight.device.type, WAITING.layout_of(model.weight) is not None
+        return model.weight.device.type, WAITING.find(model.weight) is not None
 
     assert devices(False) == ("cpu", False)
     assert devices(True) == ("meta", False)  # no address, so no buffer is recognised

@@ -22,14 +22,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def allocating(what: str | Callable[[], str], nbytes: int, device: torch.device | str, rank: int) -> Iterator[None]:
-    """Says what memory was wanted for, if there is not enough of it inside.
+    """Raise a LoadError that says what `nbytes` bytes were wanted for, if there is not enough memory inside.
 
-    Args:
-        what: for whom, for instance a parameter's name; a function is called only then.
-        nbytes: how much.
-
-    Raises:
-        LoadError: there is not enough memory.
+    `what` is, for instance, a parameter's name, or a function that finds it only then.
     """
     try:
         yield

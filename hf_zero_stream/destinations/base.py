@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -53,10 +53,6 @@ class Item(NamedTuple):
     memory: Callable[[], torch.Tensor]
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class Batch:
     """Targets that have memory at the same time.
@@ -71,8 +67,8 @@ class Batch:
     """
 
     items: Sequence[Item]
-    begin: Callable[[], object] = _nothing
-    finish: Callable[[], None] = _nothing
+    begin: Callable[[], object] = lambda: None
+    finish: Callable[[], None] = lambda: None
     is_collective: bool = False
     is_temporary: bool = False
     completes: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -238,13 +234,7 @@ def flat_items(tensors: Sources) -> list[Item]:
 
 
 class Replaced(NamedTuple):
-    """What took the place of lazy tensors.
-
-    Attributes:
-        parameters: those that have a source.
-        buffers: likewise; flat.
-        recast: names of parameters whose dtype is not that of the lazy one.
-    """
+    """What took the place of lazy tensors: parameters and flat buffers that have a source; names with a new dtype."""
 
     parameters: dict[str, Sourced]
     buffers: dict[str, Sourced]
@@ -253,7 +243,7 @@ class Replaced(NamedTuple):
 
 def replace_lazy(
     model: nn.Module,
-    missing: Iterable[str],
+    missing: set[str],
     tied: set[str],
     *,
     parameter: Callable[[str, torch.Tensor], nn.Parameter | None],
@@ -264,11 +254,10 @@ def replace_lazy(
     Args:
         missing: names that no checkpoint fills.
         tied: names that are left alone.
-        parameter: what takes the place of a lazy or missing parameter, of this name; None leaves it to transformers.
+        parameter: makes what takes the place of a parameter of this name; None leaves it to transformers.
         buffer: the same for a buffer.
     """
     found = Replaced({}, {}, [])
-    missing = set(missing)
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for key, param in list(module._parameters.items()):

@@ -5,9 +5,10 @@ From disk that is 1/N of what plain loading reads on every rank; over the interc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -35,13 +36,13 @@ ALIGNMENT = 16
 
 
 class Part(NamedTuple):
-    """What this rank brings of one tensor to one exchange.
+    """What this rank brings of one tensor to one exchange. Numbers are elements, but for the last one.
 
     Attributes:
         tensor: which of the tensors.
-        share: elements of each rank's share of the tensor, the last one's padding included.
+        share: length of each rank's share of the tensor, the last one's padding included.
         first: first element within the share.
-        length: elements, the same on every rank.
+        length: the same on every rank.
         start: first element that this rank reads; counted from the tensor's beginning.
         stop: one past the last; less than ``start + length`` where the share ends in padding.
         offset: where the part begins in a rank's buffer, in bytes.
@@ -56,73 +57,45 @@ class Part(NamedTuple):
     offset: int
 
 
+@dataclass(frozen=True)
 class Exchange:
     """One all-gather of what every rank has read of the same parts.
 
-    Args:
+    Attributes:
         tensors: the flat tensors that are filled, in host memory or on the device.
         parts: what this rank brings.
         rank_bytes: length of one rank's buffer, in bytes.
-        buffers: memory for one rank's buffer and for those of all ranks, shared by exchanges one after the other.
+        buffer: gives memory for so many ranks' buffers, shared by exchanges one after the other.
+        world_size: number of ranks.
         wait: returns when an asynchronous collective is done, or raises.
     """
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], parts: Sequence[Part], rank_bytes: int, buffers: _Buffers, wait: Wait
-    ) -> None:
-        self.parts = parts
-        self._tensors = tensors
-        self._rank_bytes = rank_bytes
-        self._buffers = buffers
-        self._wait = wait
+    tensors: Sequence[torch.Tensor]
+    parts: Sequence[Part]
+    rank_bytes: int
+    buffer: Callable[[int], torch.Tensor]
+    world_size: int
+    wait: Wait
 
     def memory(self, part: Part) -> torch.Tensor:
         """Where this rank puts what it reads of a part."""
-        return self._view(self._buffers.mine(), part)
+        return self._view(self.buffer(1), part)
 
     def finish(self) -> None:
         """Exchange the parts and put them into the tensors; all ranks must call it."""
-        ranks = self._buffers.world_size
-        everyone = self._buffers.everyone()[: ranks * self._rank_bytes]
-        self._wait(all_gather(everyone, self._buffers.mine()[: self._rank_bytes], async_op=True))
-        for rank in range(ranks):
-            of_rank = everyone[rank * self._rank_bytes : (rank + 1) * self._rank_bytes]
+        everyone = self.buffer(self.world_size)[: self.world_size * self.rank_bytes]
+        self.wait(all_gather(everyone, self.buffer(1)[: self.rank_bytes], async_op=True))
+        for rank, of_rank in enumerate(everyone.split(self.rank_bytes)):
             for part in self.parts:
-                tensor = self._tensors[part.tensor]
+                tensor = self.tensors[part.tensor]
                 start = rank * part.share + part.first
                 stop = min(start + part.length, (rank + 1) * part.share, tensor.numel())
                 if start < stop:
                     tensor[start:stop].copy_(self._view(of_rank, part)[: stop - start])
 
     def _view(self, buffer: torch.Tensor, part: Part) -> torch.Tensor:
-        dtype = self._tensors[part.tensor].dtype
+        dtype = self.tensors[part.tensor].dtype
         return buffer[part.offset : part.offset + part.length * dtype.itemsize].view(dtype)
-
-
-class _Buffers:
-    """One rank's buffer and all ranks' together, made at first use."""
-
-    def __init__(self, rank_bytes: int, world_size: int, device: torch.device) -> None:
-        self.world_size = world_size
-        self._rank_bytes = rank_bytes
-        self._device = device
-        self._mine: torch.Tensor | None = None
-        self._everyone: torch.Tensor | None = None
-
-    def mine(self) -> torch.Tensor:
-        if self._mine is None:
-            self._mine = self._empty(self._rank_bytes)
-        return self._mine
-
-    def everyone(self) -> torch.Tensor:
-        if self._everyone is None:
-            self._everyone = self._empty(self._rank_bytes * self.world_size)
-        return self._everyone
-
-    def _empty(self, nbytes: int) -> torch.Tensor:
-        """On the device where the default group's collectives want their tensors."""
-        device = torch.device("cpu") if "gloo" in dist.get_backend() else self._device
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 def exchanges(
@@ -142,7 +115,12 @@ def exchanges(
         device: the device that this rank trains on.
     """
     limit = max(ALIGNMENT, chunk_bytes // world_size // ALIGNMENT * ALIGNMENT)
-    buffers = _Buffers(limit, world_size, device)
+
+    @cache
+    def buffer(ranks: int) -> torch.Tensor:
+        # On the device where the default group's collectives want their tensors.
+        return torch.empty(limit * ranks, dtype=torch.uint8, device=HOST if "gloo" in dist.get_backend() else device)
+
     parts: list[Part] = []
     used = 0
     for number, tensor in enumerate(tensors):
@@ -152,7 +130,7 @@ def exchanges(
         while first < share:
             length = min(share - first, (limit - used) // itemsize)
             if length == 0:
-                yield Exchange(tensors, parts, used, buffers, wait)
+                yield Exchange(tensors, parts, used, buffer, world_size, wait)
                 parts, used = [], 0
                 continue
             start = min(tensor.numel(), rank * share + first)
@@ -161,7 +139,7 @@ def exchanges(
             used = min(limit, -(-(used + length * itemsize) // ALIGNMENT) * ALIGNMENT)
             first += length
     if parts:
-        yield Exchange(tensors, parts, used, buffers, wait)
+        yield Exchange(tensors, parts, used, buffer, world_size, wait)
 
 
 def exchange_batches(
@@ -241,7 +219,7 @@ class Replicated(Destination):
         return [Batch(flat_items(buffers)), *exchanged]
 
     def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
-        """Memory for lazy parameters that shall not have one of their own, by their ``id``."""
+        """Memory of a subclass's own for lazy parameters, by their ``id``."""
         return {}
 
     @classmethod

@@ -71,7 +71,7 @@ def load_into(
 
 def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwargs: Mapping[str, Any]) -> LoadReport:
     live_model = _inside(model)
-    if original_experts.is_converted(live_model):
+    if original_experts.converted_layers(live_model):
         raise UnsupportedError(
             "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load it "
             "anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."

@@ -241,7 +241,7 @@ def lazy_state_dict(
         return _in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
 
     entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
-    return with_original_experts(model, entries, parameters)
+    return with_original_experts(model, entries)
 
 
 def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

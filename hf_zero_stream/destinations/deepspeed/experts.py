@@ -16,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from ... import patching
 from ...errors import ConfigError, LoadError, UnsupportedError
 from ...planning.parameter_box import Cut, ParameterBox
 from ...versions import refuse_unknown_version
-from .original_experts import Origin, note_origin
+from .original_experts import Origin, converted_layers
 
 
 try:
@@ -75,18 +74,13 @@ def convert(
 ) -> None:
     """Replace the mixture-of-experts blocks of a lazy model by DeepSpeed's, with this rank's experts only.
 
-    All ranks raise the same errors.
-
     Args:
         model: its loaded parameters are lazy tensors, its other ones on the meta device.
         ds_config: the DeepSpeed config, with ``expert_parallel`` enabled.
         missing: names of parameters and buffers that are not in the checkpoint.
-        rank: this rank.
-        world_size: number of ranks.
-        make_groups: make the process groups of the experts too (a collective); without them the model can be planned
-            for, and no more.
+        make_groups: make the experts' process groups too (all ranks); without them the model can only be planned.
 
-    Raises:
+    Raises (the same on all ranks):
         ConfigError: ``autoep_size`` divides neither the ranks nor the experts, or another value is wrong.
         UnsupportedError: AutoEP does not know this model, or cannot be combined with another section.
         LoadError: a router or its experts are not in the checkpoint, so that there is nothing to convert.
@@ -105,9 +99,8 @@ def convert(
     for spec in specs:
         _refuse_missing(spec, missing)
 
-    place = _Place.of(config.autoep_size, rank, world_size, get_expert_data_topo_config(ds_config))
-    if make_groups:
-        place = place.with_group()
+    parts_lie_together = get_expert_data_topo_config(ds_config)
+    place = _place(config.autoep_size, rank, world_size, parts_lie_together, make_groups)
     with torch.no_grad():
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
@@ -117,51 +110,45 @@ def convert(
         for spec, taken, of_block in zip(specs, values, shapes, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
             _give_values(layer, taken, place)
-            note_origin(layer, Origin(spec, of_block))
+            layer._hf_zero_stream_origin = Origin(spec, of_block)
     if make_groups:
         _PREEMPTION.acquire()  # for good: nobody says when the model is initialised, or how often
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Which experts a rank holds, and where it stands among the ranks that hold the same."""
+class _Place(NamedTuple):
+    """Which experts a rank holds, and where it stands among the ranks that hold the same.
+
+    Attributes:
+        parts: the experts of a layer are cut into so many parts: DeepSpeed's expert-parallel size.
+        part: this rank holds this one.
+        rank: its rank among the ranks that hold the same part, which is partitioned over them.
+        ranks: their number.
+        group: their process group; None if the model is only planned for.
+    """
 
     parts: int
-    """The experts of a layer are cut into so many parts: DeepSpeed's expert-parallel size."""
-
     part: int
-    """This rank holds this one."""
-
     rank: int
-    """Its rank among the ranks that hold the same part, which is partitioned over them."""
-
     ranks: int
-    """Their number."""
-
-    parts_lie_together: bool
-    """Whether ranks with the same part follow each other (DeepSpeed's use_data_before_expert_parallelism)."""
-
     group: dist.ProcessGroup | None = None
-    """Their process group."""
 
-    @classmethod
-    def of(cls, parts: int, rank: int, world_size: int, parts_lie_together: bool) -> _Place:
+
+def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool) -> _Place:
+    """This rank's place; `make_groups` has all ranks make DeepSpeed's process groups too.
+
+    Args:
+        parts_lie_together: ranks with the same part follow each other (use_data_before_expert_parallelism).
+    """
+    if not make_groups:
         ranks = world_size // parts
         part, own = divmod(rank, ranks) if parts_lie_together else reversed(divmod(rank, parts))
-        return cls(parts, part, own, ranks, parts_lie_together)
-
-    def with_group(self) -> _Place:
-        """The same with DeepSpeed's process groups made, by all ranks."""
-        groups._create_expert_and_data_parallel(
-            self.parts,
-            mp_size=1,
-            pp_size=1,
-            mp_mode="sp",
-            use_data_before_expert_parallel_=self.parts_lie_together,
-        )
-        name = f"ep_size_{self.parts}"
-        part, group = groups._get_expert_parallel_rank(name), groups._get_expert_data_parallel_group(name)
-        return replace(self, part=part, rank=dist.get_rank(group), ranks=dist.get_world_size(group), group=group)
+        return _Place(parts, part, own, ranks)
+    groups._create_expert_and_data_parallel(
+        parts, mp_size=1, pp_size=1, mp_mode="sp", use_data_before_expert_parallel_=parts_lie_together
+    )
+    name = f"ep_size_{parts}"
+    part, group = groups._get_expert_parallel_rank(name), groups._get_expert_data_parallel_group(name)
+    return _Place(parts, part, dist.get_rank(group), dist.get_world_size(group), group)
 
 
 def _check(config: Any, ds_config: Mapping[str, Any], world_size: int) -> None:
@@ -232,7 +219,6 @@ def _take_values(block: nn.Module, spec: MoELayerSpec, place: _Place) -> dict[st
 
 def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], place: _Place) -> None:
     """Put lazy values into a replacement that was built on the meta device, with all that DeepSpeed noted on it."""
-    layer._hf_zero_stream_converted = True
     for path, value in values.items():
         prefix, _, key = path.rpartition(".")
         module = layer.get_submodule(prefix)
@@ -263,7 +249,7 @@ def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], plac
 
 def _find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
     """What ``deepspeed.initialize`` gets as the layers to convert: none, if they were converted when loading."""
-    sizes = {m.ep_size for m in auto_ep.model.modules() if getattr(m, "_hf_zero_stream_converted", False)}
+    sizes = {auto_ep.model.get_submodule(name).ep_size for name in converted_layers(auto_ep.model)}
     if not sizes:
         return original(auto_ep)
     if sizes != {auto_ep.config.autoep_size}:

@@ -1,19 +1,35 @@
-"""Parameters that a user's ``deepspeed.zero.GatheredParameters`` holds in full at the moment."""
+"""ZeRO-3 parameters in full: those that a user's ``GatheredParameters`` holds, and those that initialisation touches.
+
+A model's own initialisation code looks at values: it must meet real tensors. But it runs over every module, and
+gathering each of them would move the whole model over the wire for nothing, since code that finds a parameter loaded
+leaves it alone. So a module is first tried with its parameters as they are. The first touch of one that is partitioned
+stops the attempt; that parameter and the module's own are gathered and the module is run again from the start, with
+the same random numbers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
-__all__ = ["gather_again", "gathered", "not_in_full"]
+__all__ = ["gather_again", "gathered", "not_in_full", "run_gathering_what_is_touched"]
 
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
+
+# Properties that say the same of a partitioned parameter as of a full one.
+_HARMLESS_NAMES = ("dtype", "device", "requires_grad", "is_meta", "is_leaf", "grad_fn")
+_HARMLESS = {getattr(torch.Tensor, name).__get__ for name in _HARMLESS_NAMES}
 
 
 def gathered(params: Iterable[Any]) -> list[Any]:
@@ -37,8 +53,78 @@ def not_in_full(model: nn.Module) -> list[str]:
     ]
 
 
-def gather_again(params: Iterable[Any]) -> None:
-    """Gather `params`, whose partitions have been written to, for the context that they are in; for all ranks."""
-    wanted = list(params)
-    if wanted:
-        wanted[0].all_gather(param_list=wanted)
+def gather_again(params: Sequence[Any]) -> None:
+    """Gather `params`, whose partitions have been written to, for the context that they are in (all ranks)."""
+    if params:
+        params[0].all_gather(param_list=list(params))
+
+
+def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module) -> None:
+    """Call `initialise` for `module` with what it touches gathered; what it writes ends up on every rank.
+
+    All ranks must call it for the same modules in the same order: gathering is a collective.
+    """
+    cpu_state = torch.get_rng_state()
+    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    needed: list[Any] = []
+    while True:
+        try:
+            with _gathering(needed), _TouchGuard():
+                initialise()
+            return
+        except _Touched as touched:
+            # Its other uninitialised parameters will be touched next; fetching them now saves an attempt.
+            own = [p for p in module.parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)]
+            needed = [*needed, *filter(_is_partitioned, own), *touched.params]
+            torch.set_rng_state(cpu_state)
+            if cuda_state is not None:
+                torch.cuda.set_rng_state(cuda_state)
+
+
+class _Touched(BaseException):
+    """Initialisation code used a partitioned parameter; a BaseException, so that no model's `except` hides it."""
+
+    def __init__(self, params: list[Any]) -> None:
+        self.params = params
+
+
+class _TouchGuard(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _HARMLESS:
+            touched = [value for value in tree_leaves((args, kwargs)) if _is_partitioned(value)]
+            if touched:
+                raise _Touched(touched)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_partitioned(value: Any) -> bool:
+    """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
+    return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
+
+
+@contextmanager
+def _gathering(params: Sequence[Any]) -> Iterator[None]:
+    """Gather `params` in full for code that writes to them; rank 0's values become everyone's.
+
+    After an exception the partitions are as they were before.
+    ``deepspeed.zero.GatheredParameters(modifier_rank=0)`` does the same, but fails on 0-dimensional parameters.
+    """
+    params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
+    # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order: another
+    # one could still write over the new values.
+    for param in params:
+        param.all_gather(param_list=[param])
+    try:
+        yield
+    except BaseException:
+        if params:
+            params[0].partition(param_list=params, has_been_updated=False)
+        raise
+    for param in params:
+        if dist.get_world_size(param.ds_process_group) > 1:
+            values = param.data.contiguous().view(-1)
+            source = dist.get_global_rank(param.ds_process_group, 0)
+            dist.broadcast(values.view(torch.uint8), source, param.ds_process_group)
+            param.data = values.view(param.ds_shape)
+    if params:
+        params[0].partition(param_list=params, has_been_updated=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -77,9 +77,15 @@ class LiveModel(Destination):
         return self._batches(parameters, buffers)
 
     def allocate(self) -> None:
-        """Free what would be old afterwards."""
+        """Free full values (small parameters that the engine keeps gathered, hpZ's copies), old once this is done.
+
+        DeepSpeed gathers them again when a module needs them.
+        """
         self._in_context = gathered(self._params)
-        _step_back(param for param in self._params if is_zero_param(param))
+        for param in filter(is_zero_param, self._params):
+            if param.ds_status == ZeroParamStatus.AVAILABLE:
+                param.partition()
+            param.ds_secondary_tensor = None
 
     def finish(self) -> None:
         """Gather again what a ``GatheredParameters`` around the load holds."""
@@ -139,8 +145,7 @@ class LiveModel(Destination):
         batches = [Batch(direct, finish=finish)]
         if in_swap_files:
             buffers_free = in_swap_files[0].nvme_swapper.available_swap_in_buffers()
-            waves = nvme.swap_waves(in_swap_files, buffers_free)
-            batches.extend(nvme.swap_batch(wave, sources, partitions) for wave in waves)
+            batches.extend(nvme.swap_batches(in_swap_files, buffers_free, sources, partitions))
         batches.extend(exchange_batches(replicated, self._coordinator, self._chunk_bytes, self.device))
 
         def copy_all() -> None:
@@ -158,12 +163,12 @@ class LiveModel(Destination):
         direct: list[Item],
         copies: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Say how a parameter that every rank has whole is filled, and what an optimizer trains in its place.
+        """Add a parameter that every rank has whole, and what an optimizer trains in its place.
 
         Args:
-            replicated: gets what the ranks fill together.
-            direct: gets what this rank reads for itself.
-            copies: gets what is copied at the end, (to, from).
+            replicated: what the ranks fill together.
+            direct: what this rank reads for itself.
+            copies: what is copied at the end, (to, from).
         """
         masters = self.masters.get(id(param), ())
         shared = next((master.values for master in masters if master.is_whole), param)
@@ -252,17 +257,6 @@ def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
 def _shape_of(param: Any) -> torch.Size:
     """The full shape of a parameter, partitioned or not."""
     return torch.Size(param.ds_shape) if is_zero_param(param) else param.shape
-
-
-def _step_back(params: Iterable[Any]) -> None:
-    """Free full values that are in memory now (small parameters that the engine keeps gathered, hpZ's copies).
-
-    They would be old once the partitions are new. DeepSpeed gathers them again when a module needs them.
-    """
-    for param in params:
-        if param.ds_status == ZeroParamStatus.AVAILABLE:
-            param.partition()
-        param.ds_secondary_tensor = None
 
 
 def is_trained_apart(param: Any) -> bool:

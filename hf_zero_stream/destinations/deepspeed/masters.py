@@ -37,13 +37,9 @@ ZENFLOW = (
 )
 """Why its optimizers are refused."""
 
+_STAGES_1_2 = ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "real_dp_process_group")
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
-    DeepSpeedZeroOptimizer: (
-        "bit16_groups",
-        "bit16_groups_flat",
-        "single_partition_of_fp32_groups",
-        "real_dp_process_group",
-    ),
+    DeepSpeedZeroOptimizer: _STAGES_1_2,
     BF16_Optimizer: ("bf16_groups", "bf16_groups_flat", "fp32_groups_flat_partition", "real_dp_process_group"),
     FP16_Optimizer: ("fp16_groups", "fp16_groups_flat", "fp32_groups_flat"),
     FP16_UnfusedOptimizer: ("fp16_groups", "fp32_groups"),
@@ -54,13 +50,9 @@ it, and the ranks that share it. FP16_UnfusedOptimizer has no flat buffers, but 
 
 
 class Master(NamedTuple):
-    """What an optimizer trains in place of a parameter.
+    """Flat values that an optimizer trains in place of elements ``[start, stop)`` of a parameter.
 
-    Attributes:
-        values: flat, of the optimizer's dtype, on its device.
-        start: the parameter's first element that they stand for.
-        stop: one past the last.
-        is_whole: every rank has all of them; otherwise this rank has its fragment.
+    `is_whole` says that every rank has all of them; otherwise this rank has its fragment.
     """
 
     values: torch.Tensor
@@ -144,12 +136,10 @@ def _instances(kinds: list[type]) -> list[Any]:
     if was_frozen:  # the collector would not look at what gc.freeze() took out
         gc.unfreeze()
     try:
-        found = [referrer for referrer in gc.get_referrers(*kinds) if type(referrer) in kinds]
-        if found:
-            del found
-            gc.collect()  # an engine that was dropped lives on until then, with values that nobody trains any more
-            found = [referrer for referrer in gc.get_referrers(*kinds) if type(referrer) in kinds]
-        return found
+        if not any(type(referrer) in kinds for referrer in gc.get_referrers(*kinds)):
+            return []
+        gc.collect()  # an engine that was dropped lives on until then, with values that nobody trains any more
+        return [referrer for referrer in gc.get_referrers(*kinds) if type(referrer) in kinds]
     finally:
         if was_frozen:
             gc.freeze()

@@ -28,7 +28,6 @@ from ..base import Batch, Item
 
 
 __all__ = [
-    "SwapWave",
     "expect_swap",
     "free_buffers",
     "goes_to_swap_file",
@@ -36,9 +35,8 @@ __all__ = [
     "refuse_wrong_settings",
     "share_swapper",
     "shared_swapper",
-    "swap_batch",
+    "swap_batches",
     "swap_from_bytes",
-    "swap_waves",
     "uses_nvme",
 ]
 
@@ -93,7 +91,7 @@ def goes_to_swap_file(
 ) -> bool:
     """Whether a partition of `numel` elements will go to a swap file; known before there is a swapper.
 
-    See :func:`expect_swap`, which asks a swapper. Its dtype is `swapped_dtype`, the config's.
+    See :func:`expect_swap`, which asks the swapper. `swapped_dtype` is the swapper's dtype, the config's.
     """
     is_large = numel * dtype.itemsize >= swap_from_bytes(ds_config)
     return uses_nvme(ds_config) and is_large and dtype == swapped_dtype
@@ -136,64 +134,42 @@ def expect_swap(param: Any, numel: int, swapper: AsyncPartitionedParameterSwappe
     return True
 
 
-class SwapWave:
-    """Partitions that are in the swapper's buffers at the same time.
+def swap_batches(
+    params: Sequence[Any], buffers: int, items: Mapping[int, Item], ready: Mapping[int, torch.Tensor] | None = None
+) -> list[Batch]:
+    """Batches that fill swap files, each with as many partitions as fit into half of the swapper's free `buffers`.
 
     Args:
-        params: parameters for which :func:`goes_to_swap_file` is true; ZeRO-3's by the time that the wave begins.
-        is_last: no wave follows.
+        params: parameters for which :func:`goes_to_swap_file` is true; ZeRO-3's by the time that a batch begins.
+        items: how a partition is filled, by the ``id`` of its parameter.
+        ready: values of partitions that have no item; what has neither becomes zero.
     """
-
-    def __init__(self, params: Sequence[Any], *, is_last: bool) -> None:
-        self.params = params
-        self._is_last = is_last
-
-    @property
-    def _swapper(self) -> AsyncPartitionedParameterSwapper:
-        return self.params[0].nvme_swapper
-
-    def begin(self) -> None:
-        """Give the partitions buffers; these are zero."""
-        if self._swapper.available_swap_in_buffers() < len(self.params):
-            self._swapper.synchronize_writes()
-        for param in self.params:
-            param.ds_tensor.data = self._swapper.get_buffer(param, param.ds_tensor.ds_numel).zero_().data
-            param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-
-    def finish(self) -> None:
-        """Begin to write the partitions to their files, once those of the wave before are there.
-
-        The last wave waits until its own are there.
-        """
-        self._swapper.synchronize_writes()
-        self._swapper.swap_out_and_release(list(self.params), async_op=True, force_buffer_release=True)
-        if self._is_last:
-            self._swapper.synchronize_writes()
-
-
-def swap_waves(params: Sequence[Any], buffers: int) -> list[SwapWave]:
-    """`params` in waves of half of so many buffers."""
     size = max(1, buffers // 2)
-    return [
-        SwapWave(params[begin : begin + size], is_last=begin + size >= len(params))
-        for begin in range(0, len(params), size)
-    ]
+    waves = [params[begin : begin + size] for begin in range(0, len(params), size)]
+    return [_swap_batch(wave, items, ready or {}, is_last=wave is waves[-1]) for wave in waves]
 
 
-def swap_batch(wave: SwapWave, items: Mapping[int, Item], ready: Mapping[int, torch.Tensor] | None = None) -> Batch:
-    """The batch of those parameters of `wave` that have an item, by their ``id``.
-
-    Others get the values that are `ready` for them, or become zero in their swap files.
-    """
-
+def _swap_batch(
+    params: Sequence[Any], items: Mapping[int, Item], ready: Mapping[int, torch.Tensor], *, is_last: bool
+) -> Batch:
     def begin() -> None:
-        wave.begin()
-        for param in wave.params:
-            if ready and id(param) in ready:
+        swapper = params[0].nvme_swapper
+        if swapper.available_swap_in_buffers() < len(params):
+            swapper.synchronize_writes()
+        for param in params:
+            param.ds_tensor.data = swapper.get_buffer(param, param.ds_tensor.ds_numel).zero_().data
+            param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
+            if id(param) in ready:
                 param.ds_tensor.copy_(ready[id(param)])
 
-    sourced = [items[id(param)] for param in wave.params if id(param) in items]
-    return Batch(sourced, begin, wave.finish, is_temporary=True)
+    def finish() -> None:
+        swapper = params[0].nvme_swapper
+        swapper.synchronize_writes()  # of the batch before
+        swapper.swap_out_and_release(list(params), async_op=True, force_buffer_release=True)
+        if is_last:
+            swapper.synchronize_writes()
+
+    return Batch([items[id(param)] for param in params if id(param) in items], begin, finish, is_temporary=True)
 
 
 @contextmanager

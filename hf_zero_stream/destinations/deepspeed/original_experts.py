@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,58 +11,35 @@ from torch import nn
 from ...errors import UnsupportedError
 
 
-__all__ = ["Origin", "is_converted", "note_origin", "with_original_experts"]
+__all__ = ["Origin", "converted_layers", "with_original_experts"]
 
 
-@dataclass(frozen=True)
-class Origin:
-    """What a converted layer was.
-
-    Attributes:
-        spec: DeepSpeed's description of the block (``MoELayerSpec``).
-        shapes: the entries of the block's state dict, by name and in order.
-    """
+class Origin(NamedTuple):
+    """What a converted layer was: DeepSpeed's ``MoELayerSpec``, and the entries of its state dict, in order."""
 
     spec: Any
     shapes: Mapping[str, torch.Size]
 
 
-def note_origin(layer: nn.Module, origin: Origin) -> None:
-    """Have a converted layer remember what it was."""
-    layer._hf_zero_stream_origin = origin
+def converted_layers(model: nn.Module) -> dict[str, Origin]:
+    """What the converted layers of `model` were, by name."""
+    origins = {name: getattr(layer, "_hf_zero_stream_origin", None) for name, layer in model.named_modules()}
+    return {name: origin for name, origin in origins.items() if origin is not None}
 
 
-def is_converted(model: nn.Module) -> bool:
-    """Whether `model` has converted layers."""
-    return any(True for _ in _converted(model))
-
-
-def _converted(model: nn.Module) -> Iterator[tuple[str, Any, Origin]]:
-    for name, layer in model.named_modules():
-        origin = getattr(layer, "_hf_zero_stream_origin", None)
-        if origin is not None:
-            yield name, layer, origin
-
-
-def with_original_experts(
-    model: nn.Module, entries: Mapping[str, Any], parameters: Mapping[str, torch.Tensor]
-) -> dict[str, Any]:
+def with_original_experts(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict's `entries` with those of converted layers replaced by those of the blocks that they were.
 
     Args:
-        parameters: values of all experts of each layer, by the name of the parameter that has this rank's.
+        entries: with the values of all ranks' experts under the name of the parameter that has this rank's.
 
     Raises:
         UnsupportedError: a block had an entry that its replacement has not.
     """
     result = dict(entries)
-    for prefix, _, origin in _converted(model):
-
-        def experts(key: str, prefix: str = prefix) -> torch.Tensor:
-            return parameters[f"{prefix}.experts.{key}"]
-
+    for prefix, origin in converted_layers(model).items():
         mine = {name.removeprefix(f"{prefix}."): result[name] for name in result if name.startswith(f"{prefix}.")}
-        original = _original_entries(origin.spec, origin.shapes, mine, experts)
+        original = _original_entries(origin.spec, origin.shapes, mine)
         missing = origin.shapes.keys() - original.keys()
         if missing:
             raise UnsupportedError(
@@ -80,9 +56,7 @@ def with_original_experts(
     return result
 
 
-def _original_entries(
-    spec: Any, shapes: Mapping[str, torch.Size], mine: Mapping[str, Any], experts: Callable[[str], torch.Tensor]
-) -> dict[str, Any]:
+def _original_entries(spec: Any, shapes: Mapping[str, torch.Size], mine: Mapping[str, Any]) -> dict[str, Any]:
     """A block's entries, by name, from those of its replacement."""
     found: dict[str, Any] = {}
     renamed = {"router.gate.": f"{spec.router_name}."}
@@ -99,25 +73,23 @@ def _original_entries(
         key = f"{owner}.e_score_correction_bias" if owner else "e_score_correction_bias"
         found[key] = mine["router.e_score_correction_bias"]
     if spec.expert_storage == "fused_3d":
-        found |= _fused(spec, shapes, experts)
+        found |= _fused(spec, shapes, mine)
     else:
         for key, name in (("w1", spec.expert_w1_name), ("w2", spec.expert_w2_name), ("w3", spec.expert_w3_name)):
             if name is not None:
-                for number, expert in enumerate(experts(key)):
+                for number, expert in enumerate(mine[f"experts.{key}"]):
                     weight = f"{spec.experts_name}.{number}.{name}"
                     found[weight if weight in shapes else f"{weight}.weight"] = expert
     return found
 
 
-def _fused(
-    spec: Any, shapes: Mapping[str, torch.Size], experts: Callable[[str], torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def _fused(spec: Any, shapes: Mapping[str, torch.Size], mine: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The reverse of DeepSpeed's ``ep_repack._repack_fused_3d``."""
     first, second = (f"{spec.experts_name}.{name}" for name in (spec.expert_w1_name, spec.expert_w2_name))
     if spec.expert_w3_name is not None:
         third = f"{spec.experts_name}.{spec.expert_w3_name}"
-        return {first: experts("w1"), second: experts("w2"), third: experts("w3")}
-    gate_up, down = torch.cat([experts("w1"), experts("w3")], dim=1), experts("w2")
+        return {first: mine["experts.w1"], second: mine["experts.w2"], third: mine["experts.w3"]}
+    gate_up, down = torch.cat([mine["experts.w1"], mine["experts.w3"]], dim=1), mine["experts.w2"]
     if shapes[second] != down.shape or shapes[first] != gate_up.shape:
         gate_up, down = gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
     return {first: gate_up, second: down}

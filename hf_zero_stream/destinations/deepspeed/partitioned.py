@@ -19,8 +19,7 @@ from ...versions import refuse_unknown_version
 from ..base import Batch, Destination, Holding, Item, flat_items, replace_lazy
 from ..replicated import open_flat
 from . import engine_memory, nvme, zero3
-from .gathered import gathered
-from .initialise import run_gathering_what_is_touched
+from .gathered import gathered, run_gathering_what_is_touched
 
 
 __all__ = ["Partitioned"]
@@ -74,8 +73,8 @@ class Partitioned(Destination):
         ]
         swapped = set(map(id, self._swapped))
         direct = [item for key, item in items.items() if key not in swapped]
-        waves = nvme.swap_waves(self._swapped, nvme.free_buffers(self._ds_config)) if swapped else []
-        return [Batch([*direct, *flat_items(buffers)]), *(nvme.swap_batch(wave, items) for wave in waves)]
+        buffers_free = nvme.free_buffers(self._ds_config) if swapped else 0
+        return [Batch([*direct, *flat_items(buffers)]), *nvme.swap_batches(self._swapped, buffers_free, items)]
 
     def _share(self, param: Any) -> tuple[int, int, int]:
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)

@@ -21,7 +21,6 @@ from deepspeed.runtime.zero.partition_parameters import (
     CUDAQuantizer,
     Init,
     PartitionedParamStatus,
-    ZeroParamStatus,
     free_param,
     is_zero_param,
 )
@@ -40,10 +39,8 @@ from . import nvme
 __all__ = [
     "PartitionedInit",
     "box_of",
-    "gathered",
     "init_distributed",
     "is_enabled",
-    "is_partitioned",
     "is_placeholder",
     "local_device",
     "outside_zero_init",
@@ -183,11 +180,6 @@ def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
     return getattr(param, "ds_zero_partition_rank", rank), getattr(param, "ds_zero_partition_world_size", world_size)
 
 
-def is_partitioned(value: Any) -> bool:
-    """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
-    return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
-
-
 @contextmanager
 def outside_zero_init() -> Iterator[None]:
     """Suspend a ``with deepspeed.zero.Init()`` that the caller is in, as ``deepspeed.initialize`` does.
@@ -199,32 +191,6 @@ def outside_zero_init() -> Iterator[None]:
         yield
     finally:
         partition_parameters.restore_init_context()
-
-
-@contextmanager
-def gathered(params: Sequence[Any]) -> Iterator[None]:
-    """Gather `params` in full for code that writes to them; rank 0's values become everyone's.
-
-    After an exception the partitions are as they were before.
-    ``deepspeed.zero.GatheredParameters(modifier_rank=0)`` does the same, but fails on 0-dimensional parameters.
-    """
-    params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
-    # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order: another
-    # one could still write over the new values.
-    for param in params:
-        param.all_gather(param_list=[param])
-    try:
-        yield
-    except BaseException:
-        params[0].partition(param_list=params, has_been_updated=False)
-        raise
-    for param in params:
-        if dist.get_world_size(param.ds_process_group) > 1:
-            values = param.data.contiguous().view(-1)
-            source = dist.get_global_rank(param.ds_process_group, 0)
-            dist.broadcast(values.view(torch.uint8), source, param.ds_process_group)
-            param.data = values.view(param.ds_shape)
-    params[0].partition(param_list=params, has_been_updated=True)
 
 
 def partitions_equal(first: Any, second: Any) -> bool:

@@ -87,7 +87,7 @@ def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     arguments = _INIT.bind(self, *args, **kwargs).arguments
     param_groups = [list(group["params"]) for group in arguments["init_optimizer"].param_groups]
     optimized = [param for params in param_groups for param in params]
-    if not any(WAITING.layout_of(param) is not None for param in optimized):
+    if not any(WAITING.find(param) is not None for param in optimized):
         original(self, *args, **kwargs)
         return
     everything = [*optimized, *(param for param in arguments["param_names"] or () if isinstance(param, nn.Parameter))]

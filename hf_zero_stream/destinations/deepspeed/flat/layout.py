@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-__all__ = ["WAITING", "FlatBuffers", "FlatLayout", "find_buffer", "own_storage", "zero_padding"]
+__all__ = ["WAITING", "FlatBuffers", "FlatLayout", "WaitingBuffer", "find_buffer", "zero_padding"]
 
 # DeepSpeed's nccl_start_alignment_factor: every rank's part of the buffer begins at a multiple of 4 bytes.
 _PART_ALIGNMENT = 2
@@ -65,13 +65,26 @@ class FlatLayout:
         return cls.padded(numels, paddings, _PART_ALIGNMENT * world_size)
 
 
-def own_storage(part: Tensor) -> Tensor:
-    """`part`, a piece of a larger tensor, with a storage of its own over the same memory.
+@dataclass(frozen=True)
+class WaitingBuffer:
+    """A buffer that parameters were laid out in; it keeps no memory alive."""
 
-    So whatever looks at storages sees the piece alone: ``torch.save`` writes no more than its bytes, and two pieces of
-    a tensor do not count as shared. The memory lives as long as any of them. Such a storage cannot be resized.
-    """
-    return torch.from_dlpack(part) if part.numel() else torch.empty_like(part)
+    reference: StorageWeakRef
+    start: int
+    """The address of its first byte."""
+
+    nbytes: int
+    device: torch.device
+    dtype: torch.dtype
+    layout: FlatLayout
+
+    def tensor(self) -> Tensor | None:
+        """All of it, or None once it is freed."""
+        storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
+        if storage is None:
+            return None
+        buffer = torch.empty(0, dtype=self.dtype, device=self.device)
+        return buffer.set_(storage, 0, (self.nbytes // self.dtype.itemsize,), (1,))
 
 
 class FlatBuffers:
@@ -83,83 +96,43 @@ class FlatBuffers:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: list[_Known] = []
+        self._known: list[WaitingBuffer] = []
 
     def add(self, buffer: Tensor, layout: FlatLayout) -> None:
         """Remember that parameters lie in `buffer` as `layout` says."""
         storage = buffer.untyped_storage()
-        start = storage.data_ptr()
-        known = _Known(StorageWeakRef(storage), start, start + storage.nbytes(), buffer.device, buffer.dtype, layout)
+        known = WaitingBuffer(
+            StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), buffer.device, buffer.dtype, layout
+        )
         with self._lock:
             self._known.append(known)
 
-    def layout_of(self, tensor: Tensor) -> FlatLayout | None:
-        """The layout of the buffer that `tensor` lies in, or None if that is no buffer of ours."""
-        known = self._find(tensor)
-        return None if known is None else known.layout
-
-    def buffer_of(self, tensor: Tensor) -> Tensor | None:
+    def find(self, tensor: Tensor) -> WaitingBuffer | None:
         """The buffer that `tensor` lies in, or None if that is no buffer of ours."""
-        known = self._find(tensor)
-        storage = None if known is None else known.storage()
-        if known is None or storage is None:
-            return None
-        buffer = torch.empty(0, dtype=known.dtype, device=known.device)
-        return buffer.set_(storage, 0, (storage.nbytes() // known.dtype.itemsize,), (1,))
-
-    def memory_of(self, tensor: Tensor) -> tuple[int | None, int]:
-        """(address, bytes) of the memory that is freed with `tensor`: a whole buffer's, or its storage's."""
-        known = self._find(tensor)
-        if known is not None:
-            return known.start, known.stop - known.start
         if not torch._C._has_storage(tensor):  # sparse tensors, wrappers
-            return None, 0
-        storage = tensor.untyped_storage()
-        return storage.data_ptr(), storage.nbytes()
+            return None
+        address = tensor.data_ptr()
+        for known in self._alive():
+            if known.start <= address < known.start + known.nbytes and known.device == tensor.device:
+                return known
+        return None
 
     def forget(self, tensors: Sequence[Tensor]) -> None:
         """Forget the buffers that `tensors` lie in."""
-        starts = {known.start for known in map(self._find, tensors) if known is not None}
+        starts = {known.start for known in map(self.find, tensors) if known is not None}
         with self._lock:
             self._known = [known for known in self._known if known.start not in starts]
 
     def __len__(self) -> int:
         """Buffers that are still alive."""
+        return len(self._alive())
+
+    def _alive(self) -> list[WaitingBuffer]:
+        """Buffers that are not freed: the addresses of others may be those of other memory by now."""
         with self._lock:
-            self._drop_freed()
-            return len(self._known)
-
-    def _find(self, tensor: Tensor) -> _Known | None:
-        if not torch._C._has_storage(tensor):
-            return None
-        address = tensor.data_ptr()
-        with self._lock:
-            self._drop_freed()  # their addresses may be those of other memory by now
-            for known in self._known:
-                if known.start <= address < known.stop and known.device == tensor.device:
-                    return known
-        return None
-
-    def _drop_freed(self) -> None:
-        if any(known.reference.expired() for known in self._known):
-            self._known = [known for known in self._known if not known.reference.expired()]
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A buffer: a weak reference to its storage, its addresses, what it holds."""
-
-    reference: StorageWeakRef
-    start: int
-    stop: int
-    device: torch.device
-    dtype: torch.dtype
-    layout: FlatLayout
-
-    def storage(self) -> torch.UntypedStorage | None:
-        """Its storage, or None once it is freed."""
-        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
-        return storage
+            if any(known.reference.expired() for known in self._known):
+                self._known = [known for known in self._known if not known.reference.expired()]
+            return self._known
 
 
 WAITING = FlatBuffers()
@@ -173,11 +146,11 @@ def find_buffer(tensors: Sequence[Tensor], layout: FlatLayout) -> Tensor | None:
     """
     if not tensors:
         return None
-    known = WAITING.layout_of(tensors[0])
+    known = WAITING.find(tensors[0])
     # The same places as when the buffer was made: so no other parameter can be where padding is expected.
-    if known is None or known.places != layout.places or known.numel < layout.numel:
+    if known is None or known.layout.places != layout.places or known.layout.numel < layout.numel:
         return None
-    buffer = WAITING.buffer_of(tensors[0])
+    buffer = known.tensor()
     if buffer is None:
         return None
     for tensor, (offset, numel) in zip(tensors, layout.places, strict=True):

@@ -16,8 +16,7 @@ Ranks choose together (one small collective), because 3 needs all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,25 +31,26 @@ from .layout import WAITING, FlatLayout, find_buffer
 __all__ = ["Group", "lay_out"]
 
 
-@dataclass(frozen=True)
 class Group:
     """One optimizer group: its trainable, non-empty parameters in the order of DeepSpeed's flat buffer."""
 
-    params: Sequence[nn.Parameter]
-    layout: FlatLayout
-
-    @property
-    def nbytes(self) -> int:
+    def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
+        self.params = params
+        self.layout = layout
+        self.shapes = [param.shape for param in params]
+        self.dtype, self.device = params[0].dtype, params[0].device
+        self.nbytes = layout.numel * self.dtype.itemsize
         """Bytes of the flat buffer."""
-        return self.layout.numel * self.params[0].element_size()
 
-    def empty_buffer(self) -> Tensor:
-        """A new buffer, to be filled."""
-        return torch.empty(self.layout.numel, dtype=self.params[0].dtype, device=self.params[0].device)
+    def empty(self, numel: int) -> Tensor:
+        """Memory for so many elements of the buffer."""
+        return torch.empty(numel, dtype=self.dtype, device=self.device)
 
-    def move_to(self, buffer: Tensor, shapes: Sequence[torch.Size]) -> None:
-        """Make the parameters views of `buffer`, which holds their values."""
-        for param, shape, (offset, numel) in zip(self.params, shapes, self.layout.places, strict=True):
+    def move_to(self, buffer: Tensor, values: Iterable[Tensor] = ()) -> None:
+        """Make the parameters views of `buffer`, which holds their values, or gets these."""
+        for value, (offset, numel) in zip(values, self.layout.places, strict=False):
+            buffer.narrow(0, offset, numel).copy_(value.reshape(-1))
+        for param, shape, (offset, numel) in zip(self.params, self.shapes, self.layout.places, strict=True):
             param.data = buffer.narrow(0, offset, numel).view(shape)
         WAITING.add(buffer, self.layout)
 
@@ -82,10 +82,7 @@ def lay_out(
     if how == "device":
         _separate(sharing)
         for group in moving:
-            buffer = group.empty_buffer()
-            for param, (offset, numel) in zip(group.params, group.layout.places, strict=True):
-                buffer.narrow(0, offset, numel).copy_(param.reshape(-1))
-            group.move_to(buffer, [param.shape for param in group.params])
+            group.move_to(group.empty(group.layout.numel), group.params)
     elif how == "distributed":
         _separate(sharing)
         _distribute(moving, process_group)
@@ -121,24 +118,21 @@ def _agree(how: str, can_distribute: bool, wanted: Sequence[int], process_group:
 
 def _distribute(moving: Sequence[Group], process_group: Any) -> None:
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    parts, shapes = [], []
+    parts = []
     for group in moving:
-        part = torch.zeros(
-            group.layout.numel // world_size, dtype=group.params[0].dtype, device=group.params[0].device
-        )
+        part = group.empty(group.layout.numel // world_size).zero_()
         first = rank * part.numel()
         for param, (offset, numel) in zip(group.params, group.layout.places, strict=True):
             start, stop = max(offset, first), min(offset + numel, first + part.numel())
             if start < stop:
                 part[start - first : stop - first].copy_(param.reshape(-1)[start - offset : stop - offset])
         parts.append(part)
-        shapes.append([param.shape for param in group.params])
     _free(moving)
-    for group, old_shapes in zip(moving, shapes, strict=True):
-        buffer = group.empty_buffer()
+    for group in moving:
+        buffer = group.empty(group.layout.numel)
         # As bytes: not every backend knows every dtype.
         all_gather(buffer.view(torch.uint8), parts.pop(0).view(torch.uint8), group=process_group)
-        group.move_to(buffer, old_shapes)
+        group.move_to(buffer)
 
 
 def _through_host(moving: Sequence[Group], sharing: Sequence[nn.Parameter]) -> None:
@@ -148,10 +142,7 @@ def _through_host(moving: Sequence[Group], sharing: Sequence[nn.Parameter]) -> N
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     _free(moving)
     for group, values in zip(moving, on_host, strict=True):
-        buffer = group.empty_buffer()
-        for value, (offset, numel) in zip(values, group.layout.places, strict=True):
-            buffer.narrow(0, offset, numel).copy_(value.reshape(-1))
-        group.move_to(buffer, [value.shape for value in values])
+        group.move_to(group.empty(group.layout.numel), values)
     for param, value in zip(sharing, separate, strict=True):
         # On a CPU "the host" is the same memory, and the value still lies in the shared buffer.
         param.data = value.clone() if param.device == value.device else value.to(param.device)
@@ -177,10 +168,21 @@ def _vacated(moving: Sequence[Group], frozen: Sequence[nn.Parameter]) -> tuple[i
     storages: dict[int | None, int] = {}
     leaving: dict[int | None, int] = {}
     for param in (param for group in moving for param in group.params):
-        key, storages[key] = WAITING.memory_of(param)
+        key, storages[key] = _memory_of(param)
         leaving[key] = leaving.get(key, 0) + param.nbytes
     staying: dict[int | None, list[nn.Parameter]] = {key: [] for key in storages}
     for param in frozen:
-        staying.get(WAITING.memory_of(param)[0], []).append(param)
+        staying.get(_memory_of(param)[0], []).append(param)
     vacated = [key for key in storages if sum(param.nbytes for param in staying[key]) <= leaving[key]]
     return sum(storages[key] for key in vacated), [param for key in vacated for param in staying[key]]
+
+
+def _memory_of(tensor: Tensor) -> tuple[int | None, int]:
+    """(address, bytes) of the memory that is freed with `tensor`: a whole buffer's, or its storage's."""
+    known = WAITING.find(tensor)
+    if known is not None:
+        return known.start, known.nbytes
+    if not torch._C._has_storage(tensor):  # sparse tensors, wrappers
+        return None, 0
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.nbytes()
