@@ -82,11 +82,13 @@ class Holding:
 
     Attributes:
         box: the box, of which other ranks may hold other elements. A ZeRO partition is a range of the whole parameter.
+            It may be empty.
         dtype: dtype of the values that are held.
         start: first element of the box that this rank gives.
         stop: one past the last; equal to `start` where it gives none.
         open: a context with the flat values that are held, from element :attr:`first` on.
-        is_whole: this rank holds all elements of the box, also those that it is not to give.
+        is_whole: this rank holds all elements of the box, as other ranks do, also those that it is not to give. Values
+            that are held so are compared between ranks.
         is_swapped: the values come out of a swap file each time they are opened.
         is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
     """

@@ -117,7 +117,6 @@ class LiveModel(Destination):
         direct = flat_items(buffers)
         partitions: dict[int, torch.Tensor] = {}
         sources: dict[int, Item] = {}
-        in_memory: list[Any] = []
         in_swap_files: list[Any] = []
         replicated: dict[str, Sourced] = {}
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -126,23 +125,22 @@ class LiveModel(Destination):
                 self._replicate(name, param, view, replicated, direct, copies)
                 continue
             swapped = getattr(param.ds_tensor, "final_location", None) == "nvme"
-            (in_swap_files if swapped else in_memory).append(param)
-            target = zero3.partition_target(name, param)
+            if swapped:
+                in_swap_files.append(param)
+            target = Target(name, param.dtype, *zero3.own_range(param))
             master = _master_partition(param)
             if master is not None:
-                partitions[id(param)] = master
                 direct.append(item_of(replace(target, dtype=master.dtype), view, master))
+                if swapped:
+                    partitions[id(param)] = master
+                else:
+                    copies.append((param.ds_tensor, master))
             elif swapped:
                 sources[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
             else:
                 direct.append(item_of(target, view, param.ds_tensor))
 
-        def finish() -> None:
-            for param in in_memory:
-                if id(param) in partitions:
-                    param.ds_tensor.data.copy_(partitions[id(param)])
-
-        batches = [Batch(direct, finish=finish)]
+        batches = [Batch(direct)]
         if in_swap_files:
             buffers_free = in_swap_files[0].nvme_swapper.available_swap_in_buffers()
             batches.extend(nvme.swap_batches(in_swap_files, buffers_free, sources, partitions))
@@ -150,7 +148,7 @@ class LiveModel(Destination):
 
         def copy_all() -> None:
             for to, values in copies:
-                to.copy_(values)
+                to.data.copy_(values)
 
         return [*batches, Batch([], finish=copy_all)] if copies else batches
 

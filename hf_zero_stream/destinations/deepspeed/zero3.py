@@ -29,7 +29,7 @@ from torch import nn
 
 from ...errors import UnsupportedError
 from ...planning.parameter_box import ParameterBox
-from ...planning.plan import Target, partition_range
+from ...planning.plan import partition_range
 from ...ranks.launchers import announced_local_rank
 from ...versions import refuse_unknown_version
 from ..allocation import allocating
@@ -46,7 +46,6 @@ __all__ = [
     "outside_zero_init",
     "own_range",
     "partition_dtype",
-    "partition_target",
     "partitions_equal",
     "place_in_group",
     "placeholder",
@@ -65,8 +64,8 @@ class PartitionedInit(Init):
     """``deepspeed.zero.Init`` over a module whose parameters are placeholders (see :func:`placeholder`).
 
     After construction each placeholder is a ZeRO-3 parameter in the partitioned state; its partition,
-    ``param.ds_tensor``, has the right size and device, but its elements are still to be filled (see
-    :func:`partition_target` for which). The padding is zero; stock leaves it uninitialised.
+    ``param.ds_tensor``, has the right size and device, but its elements (see :func:`own_range`) are still to be
+    filled. The padding is zero; stock leaves it uninitialised.
 
     Args:
         module: the model; parameters that are not placeholders are treated as stock does.
@@ -107,25 +106,23 @@ class PartitionedInit(Init):
 
     def _allocate_partition(self, param: Any) -> None:
         """The allocation that ``_partition_param`` would make, without the full parameter it would copy from."""
-        aligned = param.aligned_size()
         part, start, stop = own_range(param)
-        param.ds_numel_aligned = aligned
+        param.ds_numel_aligned = param.aligned_size()
         if self.param_swapper is not None and nvme.expect_swap(param, part, self.param_swapper):
             self.swapped.add(id(param))
             return
         remote = "cpu" if self.param_swapper is not None else self.remote_device
         device = self.local_device if param.ds_persist else torch.device(remote)
-        pinned = device.type == "cpu" and self.pin_memory
         with allocating(lambda: self._name_of(param), part * param.dtype.itemsize, device, dist.get_rank()):
             partition = torch.empty(part, dtype=param.dtype, device=device)
-            if pinned:
+            if device.type == "cpu" and self.pin_memory:
                 partition = get_accelerator().pin_memory(partition)
         partition[stop - start :].zero_()
         partition.requires_grad = False
+        partition.ds_numel = part
+        partition.status = PartitionedParamStatus.AVAILABLE
+        partition.final_location = None
         param.ds_tensor = partition
-        param.ds_tensor.ds_numel = part
-        param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-        param.ds_tensor.final_location = None
 
     def _name_of(self, param: Any) -> str:
         named = self._converting.named_parameters() if self._converting is not None else ()
@@ -149,12 +146,6 @@ def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device, 
 def is_placeholder(param: torch.Tensor) -> bool:
     """Whether :func:`placeholder` made `param`."""
     return getattr(param, "_hf_zero_stream_placeholder", False)
-
-
-def partition_target(name: str, param: Any) -> Target:
-    """The range of parameter `name` that belongs in this rank's ``param.ds_tensor``."""
-    part, start, stop = own_range(param)
-    return Target(name, param.dtype, part, start, stop)
 
 
 def own_range(param: Any) -> tuple[int, int, int]:
@@ -197,8 +188,8 @@ def partitions_equal(first: Any, second: Any) -> bool:
     """Whether two partitioned parameters hold the same values on every rank; nothing is gathered."""
     same = first.ds_shape == second.ds_shape
     if same:
-        target = partition_target("", first)
-        count = target.stop - target.start
+        _, start, stop = own_range(first)
+        count = stop - start
         with nvme.partitions_in_memory([first, second]):
             same = torch.equal(first.ds_tensor[:count], second.ds_tensor[:count].to(first.ds_tensor.dtype))
     verdict = torch.tensor(int(same), device=local_device())

@@ -21,7 +21,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -38,7 +38,7 @@ from .layout import WAITING, FlatLayout, find_buffer, zero_padding
 from .relayout import Group, lay_out
 
 
-__all__ = ["buffer_order", "free_device_bytes", "watch"]
+__all__ = ["free_device_bytes", "in_buffer_order", "watch"]
 
 _SIGNATURES = {
     "__init__": ("init_optimizer", "param_names", "dp_process_group", "round_robin_gradients", "has_moe_layers"),
@@ -67,10 +67,24 @@ def watch(buffer: Tensor, layout: FlatLayout) -> None:
     _install_or_remove()
 
 
-def buffer_order(count: int, world_size: int, round_robin: bool) -> list[int]:
-    """Which of a group's `count` parameters comes first in DeepSpeed's flat buffer, which second, and so on."""
-    indices = list(range(count))
-    return DeepSpeedZeroOptimizer._round_robin_reorder(None, indices, world_size)[0] if round_robin else indices
+def in_buffer_order(
+    params: Sequence[Tensor], world_size: int, settings: Mapping[str, Any]
+) -> tuple[list[Tensor], FlatLayout]:
+    """A group's parameters in the order of DeepSpeed's flat buffer, and where they lie in it.
+
+    Args:
+        settings: `round_robin_gradients` and `parameter_alignment` are looked at.
+    """
+    order = list(range(len(params)))
+    if settings.get("round_robin_gradients") is True:
+        order = DeepSpeedZeroOptimizer._round_robin_reorder(None, order, world_size)[0]
+    ordered = [params[index] for index in order]
+    return ordered, FlatLayout.of_group(
+        [param.numel() for param in ordered],
+        params[0].dtype.itemsize,
+        world_size,
+        parameter_alignment=settings.get("parameter_alignment") is True,
+    )
 
 
 def free_device_bytes() -> int:
@@ -114,17 +128,9 @@ def _prepare(arguments: dict[str, Any], param_groups: Sequence[Any], everything:
     groups: list[Group] = []
     moved: set[int] = set()
     for params in param_groups:
-        params = [param for param in params if _is_flattened(param)]
-        order = buffer_order(len(params), world_size, arguments.get("round_robin_gradients", False))
-        params = [params[index] for index in order]
-        layout = FlatLayout.of_group(
-            [param.numel() for param in params],
-            params[0].element_size(),
-            world_size,
-            parameter_alignment=arguments.get("parameter_alignment", False),
-        )
-        groups.append(Group(params, layout))
-        moved.update(map(id, params))
+        flattened = [param for param in params if _is_flattened(param)]
+        groups.append(Group(*in_buffer_order(flattened, world_size, arguments)))
+        moved.update(map(id, flattened))
     others = {id(param): param for param in everything if id(param) not in moved}
     how = lay_out(groups, list(others.values()), process_group, free_device_bytes)
     if dist.get_rank(process_group) == 0:

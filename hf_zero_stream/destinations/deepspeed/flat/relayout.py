@@ -34,7 +34,7 @@ __all__ = ["Group", "lay_out"]
 class Group:
     """One optimizer group: its trainable, non-empty parameters in the order of DeepSpeed's flat buffer."""
 
-    def __init__(self, params: Sequence[nn.Parameter], layout: FlatLayout) -> None:
+    def __init__(self, params: Sequence[Tensor], layout: FlatLayout) -> None:
         self.params = params
         self.layout = layout
         self.shapes = [param.shape for param in params]

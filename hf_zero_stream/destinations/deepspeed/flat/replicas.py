@@ -22,8 +22,7 @@ from ....checkpoint.lazy import LazyTensor
 from ....ranks.coordinator import Coordinator
 from ...replicated import Replicated
 from .. import zero3
-from .flatten_hook import buffer_order, watch
-from .layout import FlatLayout
+from .flatten_hook import in_buffer_order, watch
 
 
 __all__ = ["FlatReplicas", "allocate_flat", "separate_reason"]
@@ -73,28 +72,20 @@ def allocate_flat(
     Returns:
         Contiguous tensors, by name. They keep the buffer from being freed.
     """
-    trained = [name for name, param in parameters.items() if param.requires_grad and param.numel()]
-    if separate_reason(ds_config, [parameters[name].dtype for name in trained]):
-        trained = []
+    trained = {id(param): name for name, param in parameters.items() if param.requires_grad and param.numel()}
+    if separate_reason(ds_config, [parameters[name].dtype for name in trained.values()]):
+        trained = {}
     tensors: dict[str, Tensor] = {}
     # Parameters that are written later, by other threads or by training, must not be inference tensors.
     with torch.inference_mode(False), torch.no_grad():
         if trained:
-            zero = ds_config["zero_optimization"]
-            order = buffer_order(len(trained), world_size, zero.get("round_robin_gradients") is True)
-            in_order = [(trained[index], parameters[trained[index]]) for index in order]
-            dtype = in_order[0][1].dtype
-            layout = FlatLayout.of_group(
-                [param.numel() for _, param in in_order],
-                dtype.itemsize,
-                world_size,
-                parameter_alignment=zero.get("parameter_alignment") is True,
-            )
-            buffer = torch.empty(layout.numel, dtype=dtype, device=device)
+            group = [parameters[name] for name in trained.values()]
+            group, layout = in_buffer_order(group, world_size, ds_config["zero_optimization"])
+            buffer = torch.empty(layout.numel, dtype=group[0].dtype, device=device)
             watch(buffer, layout)
-            for (name, param), place in zip(in_order, layout.places, strict=True):
+            for param, place in zip(group, layout.places, strict=True):
                 # A storage of its own over this part, which cannot be resized.
-                tensors[name] = torch.from_dlpack(buffer.narrow(0, *place)).view(param.shape)
+                tensors[trained[id(param)]] = torch.from_dlpack(buffer.narrow(0, *place)).view(param.shape)
         for name, param in parameters.items():
             if name not in tensors:
                 tensors[name] = torch.empty(param.shape, dtype=param.dtype, device=device)
