@@ -3,7 +3,7 @@
 While its optimizer is constructed, DeepSpeed (``runtime/zero/stage_1_and_2.py``, 0.18.9 and 0.19.8) flattens one group
 after the other: on the device if ``available_memory()`` says that a second copy fits, else each parameter goes to the
 host, is concatenated there and comes back. Three attributes are replaced, from the moment when parameters have been
-laid out (see ``flat.py``) until an engine has taken them over, or they are gone when the next are laid out:
+laid out (see ``replicas.py``) until an engine has taken them over, or they are gone when the next are laid out:
 
 - the optimizer's constructor: for an optimizer of such parameters, everything is first moved to where its groups ask
   for it (see ``relayout.py``), which is nothing in the usual case of one group of all trainable parameters;
