@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import transformers
 
 import hf_zero_stream
 from tests.cluster import run_ranks
+from tests.disk import disk, failing
 from tests.parity import ds_config
 
 
@@ -52,22 +52,6 @@ def caught(work: Callable[[], Any]) -> Chain | None:
     return None
 
 
-@contextlib.contextmanager
-def failing_disk() -> Iterator[None]:
-    """Reads and writes fail on rank 1."""
-    real = os.preadv, os.pwritev
-
-    def fails(*_: Any) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    if dist.get_rank() == 1:
-        os.preadv = os.pwritev = fails
-    try:
-        yield
-    finally:
-        os.preadv, os.pwritev = real
-
-
 def errors_of_all_calls(checkpoint: Path, folder: Path) -> dict[str, Chain | None]:
     config = ds_config()
 
@@ -80,7 +64,8 @@ def errors_of_all_calls(checkpoint: Path, folder: Path) -> dict[str, Chain | Non
         "cause": caught(lambda: load(WithCause)),
         "context": caught(lambda: load(WithContext)),
     }
-    with failing_disk():
+    fault = failing(errno.EIO)
+    with disk(fault, fault) if dist.get_rank() == 1 else contextlib.nullcontext():
         found["read"] = caught(load)
         found["live read"] = caught(lambda: hf_zero_stream.load_into(model, str(checkpoint)))
         found["write"] = caught(lambda: hf_zero_stream.save_pretrained(model, folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from tests.cluster import Outcome, run_ranks, run_ranks_expecting_errors
+from tests.disk import failing, replace_reads
 from tests.parity import ds_config
 
 
@@ -149,22 +151,17 @@ def test_wrong_shape(cluster: None, zoo_checkpoint: Callable[..., Path], world_s
 def load_with_fault_on_one_rank(folder: Path, faulty_rank: int, fault: str) -> Any:
     """Load where one rank sees another disk than the others."""
     if torch.distributed.get_rank() == faulty_rank:
-        real_open, real_read = os.open, os.preadv
+        real_open = os.open
 
         def failing_open(path: Any, *args: Any, **kwargs: Any) -> int:
             if str(path).endswith(".safetensors"):
                 raise PermissionError(13, "Permission denied", str(path))
             return real_open(path, *args, **kwargs)
 
-        def failing_read(handle: int, *args: Any) -> int:
-            if fault == "eio":
-                raise OSError(5, "Input/output error")
-            return real_read(handle, *args) if fault != "short" else 0
-
         if fault == "unreadable":
             os.open = failing_open
         else:
-            os.preadv = failing_read
+            replace_reads(failing(errno.EIO) if fault == "eio" else lambda *args: 0)
     return load(folder)
 
 

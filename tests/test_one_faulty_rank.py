@@ -19,6 +19,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.cluster import run_ranks
+from tests.disk import disk, failing, replace_reads
 from tests.parity import ds_config
 
 
@@ -38,16 +39,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def in_a_read(folder: Path, happens: Callable[[], int | None], number: int = 2) -> Any:
     """`happens` at the read with this number; where it returns a number, the read does too."""
-    real, lock, count = os.preadv, threading.Lock(), [0]
+    lock, count = threading.Lock(), [0]
 
-    def read(*args: Any) -> int:
+    def read(real: Callable[..., int], *args: Any) -> int:
         with lock:
             count[0] += 1
             at = count[0]
         found = happens() if at >= number else None
         return real(*args) if found is None else found
 
-    return replaced(os, "preadv", read)
+    return disk(read)
 
 
 def raising(error: BaseException) -> Callable[[], None]:
@@ -247,17 +248,13 @@ def test_ctrl_c_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path], 
 def stop_reading(folder: Path, own: Path) -> tuple[str, int]:
     """Rank 1 fails at once; the others, whose reads are slow, have seconds of them to go."""
     reads: list[int] = []
-    real = os.preadv
 
-    def slow(*args: Any) -> int:
+    def slow(real: Callable[..., int], *args: Any) -> int:
         reads.append(1)
         time.sleep(0.2)
         return real(*args)
 
-    def failing(*args: Any) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    os.preadv = failing if dist.get_rank() == 1 else slow
+    replace_reads(failing(errno.EINVAL) if dist.get_rank() == 1 else slow)
     try:
         load(folder)
     except OSError as error:

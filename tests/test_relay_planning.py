@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from hf_zero_stream import StreamingConfig
 from hf_zero_stream.sources.relay import ServingFiles
 from tests import odd_models
 from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.disk import failing, replace_reads
 from tests.parity import differences, ds_config, unequal
 from tests.quantised_checkpoints import compressed_tensors, fp8, mxfp4
 from tests.test_odd_parameters import Normalises, ThroughNumpy
@@ -213,11 +215,7 @@ def load_extra_state(folder: Path, how: str) -> None:
 
         dist.new_group = lost
     elif dist.get_rank() == 0 and how == "fails":
-
-        def failing_read(*args: Any) -> int:
-            raise OSError(5, "Input/output error")
-
-        os.preadv = failing_read
+        replace_reads(failing(errno.EIO))
     elif dist.get_rank() == 0:
         ServingFiles._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with relayed():

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_zero_stream.sources.base import SourceFile
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.sources.retries import Retries
 from tests.cluster import run_ranks
+from tests.disk import disk, failing, replace_reads
 from tests.parity import ds_config
 
 
@@ -40,19 +42,6 @@ def shard(tmp_path: Path) -> SourceFile:
     return SourceFile(str(path), SIZE)
 
 
-def failing(function: Callable[..., Any], times: int, number: int) -> Callable[..., Any]:
-    """`function`, which fails so many times first."""
-    left = [times]
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if left[0]:
-            left[0] -= 1
-            raise OSError(number, os.strerror(number))
-        return function(*args, **kwargs)
-
-    return call
-
-
 def read(files: LocalFiles, start: int = 3, length: int = 100) -> bytes:
     buffer = bytearray(length)
     files.read_into(0, start, [memoryview(buffer)])
@@ -64,11 +53,10 @@ def read(files: LocalFiles, start: int = 3, length: int = 100) -> bytes:
 def test_a_fault_that_passes(
     shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int, direct_io: bool
 ) -> None:
-    monkeypatch.setattr(os, "preadv", failing(os.preadv, 3, number))
-    monkeypatch.setattr(os, "open", failing(os.open, 1, number))
+    monkeypatch.setattr(os, "open", partial(failing(number, 1), os.open))
     before = len(os.listdir("/proc/self/fd"))
     retries = Retries(4)
-    with closing(LocalFiles([shard], direct_io=direct_io, retries=retries)) as files:
+    with closing(LocalFiles([shard], direct_io=direct_io, retries=retries)) as files, disk(failing(number, 3)):
         assert read(files) == Path(shard.path).read_bytes()[3:103]
         assert retries.count == 4
         assert pauses == [0.1, 0.1, 0.2, 0.4], "each call begins anew, and waits twice as long each time"
@@ -76,24 +64,20 @@ def test_a_fault_that_passes(
     assert len(os.listdir("/proc/self/fd")) == before, "stale handles are closed too"
 
 
-def test_the_number_is_bounded(shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "preadv", failing(os.preadv, 99, errno.EIO))
-    with (
-        closing(LocalFiles([shard], retries=Retries(2))) as files,
-        pytest.raises(ReadError, match="Input/output error"),
-    ):
-        read(files)
-    assert len(pauses) == 2
-    with closing(LocalFiles([shard])) as files, pytest.raises(ReadError, match="Input/output error"):
-        read(files)
-    assert len(pauses) == 2, "none without retries"
+def test_the_number_is_bounded(shard: SourceFile, pauses: list[float]) -> None:
+    for limit in (2, 0):
+        with closing(LocalFiles([shard], retries=Retries(limit))) as files, disk(failing(errno.EIO)):
+            with pytest.raises(ReadError, match="Input/output error"):
+                read(files)
+        assert len(pauses) == limit
+        pauses.clear()
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EINVAL])
 def test_a_fault_that_stays(
     shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    monkeypatch.setattr(os, "open", failing(os.open, 1, number))
+    monkeypatch.setattr(os, "open", partial(failing(number, 1), os.open))
     with closing(LocalFiles([shard], retries=Retries(4))) as files, pytest.raises(ReadError, match="cannot open"):
         read(files)
     assert pauses == []
@@ -156,14 +140,11 @@ def test_a_file_that_changed_since_its_header_was_read(shard: SourceFile) -> Non
             read(files)
 
 
-def test_a_stale_handle_to_a_replaced_file(
-    shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stale_handle_to_a_replaced_file(shard: SourceFile, pauses: list[float]) -> None:
     with closing(LocalFiles([shard], retries=Retries(4))) as files:
         read(files)
         replace(Path(shard.path))
-        monkeypatch.setattr(os, "preadv", failing(os.preadv, 1, errno.ESTALE))
-        with pytest.raises(CheckpointError, match="was replaced"):
+        with disk(failing(errno.ESTALE, 1)), pytest.raises(CheckpointError, match="was replaced"):
             read(files)
 
 
@@ -174,17 +155,17 @@ def load_through_faults(folder: Path) -> dict[str, Any]:
     """Rank 1 has a file system with hiccups; rank 0's first open, of a header, fails once."""
     import hf_zero_stream
 
-    real = os.preadv, os.open
+    real_open = os.open
     if dist.get_rank() == 1:
-        os.preadv = failing(os.preadv, 2, errno.EIO)
+        replace_reads(failing(errno.EIO, 2))
     else:
-        real_open = failing(os.open, 3, errno.ESTALE)  # reading ahead leaves what fails to the reads
-        os.open = lambda path, *args, **kwargs: (real_open if str(path).endswith(".safetensors") else real[1])(
+        failing_open = partial(failing(errno.ESTALE, 3), real_open)  # reading ahead leaves what fails to the reads
+        os.open = lambda path, *args, **kwargs: (failing_open if str(path).endswith(".safetensors") else real_open)(
             path, *args, **kwargs
         )
     config = {**ds_config(), "hf_zero_stream": {"read_retries": 3}}
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
-    os.preadv, os.open = real
+    os.open = real_open
     report = model.streaming_report
     return {"retries": [rank.retries for rank in report.ranks], "table": report.table()}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hf_zero_stream.errors import CheckpointError, ReadError
 from hf_zero_stream.sources import local as source
 from hf_zero_stream.sources.base import SourceFile
 from hf_zero_stream.sources.local import LocalFiles
+from tests.disk import disk
 
 
 SIZE = 50_001
@@ -69,12 +71,14 @@ def test_direct_io_falls_back(shard: SourceFile, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("direct_io", [False, True])
-def test_short_reads_go_on(shard: SourceFile, monkeypatch: pytest.MonkeyPatch, direct_io: bool) -> None:
+def test_short_reads_go_on(shard: SourceFile, direct_io: bool) -> None:
     """A kernel may return less than was asked for."""
-    real_read = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda handle, buffers, at: real_read(handle, [buffers[0][:8192]], at))
+
+    def read_little(real: Callable[..., int], handle: int, buffers: list[memoryview], position: int) -> int:
+        return real(handle, [buffers[0][:8192]], position)
+
     buffers = [memoryview(bytearray(20_000)), memoryview(bytearray(20_000))]
-    with closing(LocalFiles([shard], direct_io=direct_io)) as files:
+    with closing(LocalFiles([shard], direct_io=direct_io)) as files, disk(read_little):
         files.read_into(0, 123, buffers)
     assert b"".join(buffers) == Path(shard.path).read_bytes()[123:40_123]
 
