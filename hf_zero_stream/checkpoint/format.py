@@ -1,4 +1,4 @@
-"""What a checkpoint's files hold, whatever their format: entries and shards; and what a format must be able to do."""
+"""What a checkpoint's files hold, whatever their format, and what a format must be able to do."""
 
 from __future__ import annotations
 
@@ -15,15 +15,9 @@ __all__ = ["Format", "Shard", "ShardHeader", "TensorEntry"]
 
 
 class TensorEntry(NamedTuple):
-    """One tensor of a shard.
+    """One tensor of a shard: bytes ``[start, stop)`` of the file, row-major and little-endian.
 
-    Attributes:
-        name: its key in the checkpoint.
-        shard: position of its shard in :attr:`.index.CheckpointIndex.shards`.
-        dtype: dtype of its elements, which lie in the file one behind the other, row-major and little-endian.
-        shape: its sizes.
-        start: first byte in the file (absolute).
-        stop: one past the last byte in the file (absolute).
+    `shard` is the position of its shard in :attr:`.index.CheckpointIndex.shards`.
     """
 
     name: str
@@ -36,11 +30,9 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """The raw header of one shard, or what stands for one: what one rank reads and all ranks share.
+    """What one rank reads of a shard and all ranks share: the file's size, and the header or what stands for one.
 
-    Attributes:
-        size_bytes: size of the whole file.
-        text: what the format made of it, not yet believed; equal for equal shards.
+    `text` has not been checked; it is equal for equal shards.
     """
 
     size_bytes: int
@@ -49,11 +41,7 @@ class ShardHeader:
 
 @dataclass(frozen=True, slots=True)
 class Shard(SourceFile):
-    """One file whose header has been checked.
-
-    Attributes:
-        metadata: what the file says of itself.
-    """
+    """One file whose header has been checked; `metadata` is what the file says of itself."""
 
     metadata: Mapping[str, str]
 
@@ -66,7 +54,7 @@ class Format(Protocol):
     """
 
     def read_header(self, source: ByteSource, path: str) -> ShardHeader:
-        """Read what says which tensors are in a file; at a bounded cost, whatever the file is.
+        """Read what says which tensors are in a file, at a bounded cost whatever the file is.
 
         Raises:
             ReadError: the file is missing or cannot be read; its cause is the source's error.

@@ -40,13 +40,12 @@ class CheckpointIndex:
 
         Raises:
             ReadError: a file is missing or cannot be read.
-            CheckpointError: a header is not valid, or two shards hold the same tensor and
-                `weight_map` does not say which of them counts.
+            CheckpointError: a header is not valid, or two shards hold the same tensor and `weight_map` does not say
+                which of them counts.
         """
         source = LocalFiles()
-        return cls.from_headers(
-            paths, [safetensors.read_header(source, os.fspath(path)) for path in paths], weight_map
-        )
+        headers = [safetensors.read_header(source, os.fspath(path)) for path in paths]
+        return cls.from_headers(paths, headers, weight_map)
 
     @classmethod
     def from_headers(
@@ -59,9 +58,7 @@ class CheckpointIndex:
     ) -> CheckpointIndex:
         """Check `headers`, which some rank read, for the files `paths` as this rank sees them.
 
-        Args:
-            weight_map: a tensor's name -> its shard's name, as ``model.safetensors.index.json`` has them.
-            format: of the files.
+        `weight_map`, as ``model.safetensors.index.json`` has it: a tensor's name -> its shard's name.
         """
         weight_map = weight_map or {}
         shards: list[Shard] = []
@@ -100,11 +97,7 @@ class CheckpointIndex:
         return cls(tuple(shards), tensors, absent, tuple(notes))
 
     def refuse_absent(self, wanted: Iterable[str]) -> None:
-        """Raise if any of the tensors `wanted` is in no shard, although the index promises it.
-
-        Raises:
-            CheckpointError: names the first of them, and the file that should hold it.
-        """
+        """Raise a CheckpointError if any of the tensors `wanted` is in no shard, although the index promises it."""
         names = sorted(set(wanted) & self.absent.keys())
         if names:
             more = f" ({len(names)} such tensors in all)" if len(names) > 1 else ""

@@ -89,7 +89,7 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class FileTensor(Node):
-    """A tensor of a shard, as it lies there (row-major)."""
+    """A tensor of a shard, as it lies there: row-major."""
 
     entry: TensorEntry
 

@@ -63,18 +63,11 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
-
-
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """Read the header of the safetensors file at `path`; costs at most :data:`MAX_HEADER_BYTES`.
-
-    Raises:
-        ReadError: the file is missing or cannot be read.
-        CheckpointError: it is not a regular file, or too short for the header that it announces.
-    """
+    """See :meth:`.format.Format.read_header`; reads at most :data:`MAX_HEADER_BYTES`."""
     try:
         with source.open_file(path) as file:
             prefix = file.read(0, 8)
@@ -111,11 +104,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
-    """The tensors of the file at `path`, in order of its header.
-
-    Raises:
-        CheckpointError: the header is not a valid safetensors header.
-    """
+    """See :meth:`.format.Format.parse_header`; the entries come in order of the header."""
     fields = parse_object(header.text, f"{path}: header")
     metadata = fields.pop("__metadata__", None)
     if metadata is None:  # absent, or null, as the library has it
@@ -124,9 +113,8 @@ def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, li
         raise CheckpointError(f"{path}: header field '__metadata__': expected a map of strings to strings.")
 
     data_start = 8 + len(header.text)
-    data_bytes = header.size_bytes - data_start
     entries = [_parse_entry(path, number, data_start, name, field) for name, field in fields.items()]
-    _check_coverage(path, data_start, data_bytes, entries)
+    _check_coverage(path, data_start, header.size_bytes, entries)
     return Shard(path, header.size_bytes, metadata), entries
 
 
@@ -177,20 +165,20 @@ def _are_sizes(values: list[Any]) -> bool:
     return True
 
 
-def _check_coverage(path: str, data_start: int, data_bytes: int, entries: Iterable[TensorEntry]) -> None:
+def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterable[TensorEntry]) -> None:
     """The tensors must cover the data from end to end: no hole, no overlap, nothing past the end of the file."""
     covered = data_start
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != covered:
             fault = "overlaps the tensor before it" if entry.start < covered else "leaves a hole before it"
-            raise CheckpointError(
-                f"{path}: tensor {excerpt(entry.name)}: data_offsets: expected to begin at {covered - data_start}, "
-                f"found {entry.start - data_start}, which {fault}."
+            begin, expected = entry.start - data_start, covered - data_start
+            raise _faulty(
+                path, entry.name, f"data_offsets: expected to begin at {expected}, found {begin}, which {fault}"
             )
         covered = entry.stop
-    if covered != data_start + data_bytes:
-        fault = "is truncated" if covered > data_start + data_bytes else "has bytes that belong to no tensor"
+    if covered != size_bytes:
+        fault = "is truncated" if covered > size_bytes else "has bytes that belong to no tensor"
         raise CheckpointError(
-            f"{path}: the tensors end at byte {covered}, but the file has {data_start + data_bytes} bytes: "
-            f"it {fault}. Download or save it again."
+            f"{path}: the tensors end at byte {covered}, but the file has {size_bytes} bytes: it {fault}. "
+            "Download or save it again."
         )

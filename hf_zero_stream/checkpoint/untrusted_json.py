@@ -32,13 +32,10 @@ def excerpt(value: Any) -> str:
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """The JSON object that `text` is, at a cost in time and memory that is linear in ``len(text)``.
+    """The JSON object that `text`, in UTF-8, is; time and memory are linear in ``len(text)``.
 
-    Objects come out as dicts, whole numbers as ints of at most 4300 digits (the interpreter's own limit).
-
-    Args:
-        text: UTF-8.
-        where: the file, and what of it this is, for error messages.
+    Objects come out as dicts, whole numbers as ints of at most 4300 digits (the interpreter's own limit). `where` is
+    the file, and what of it this is, for error messages.
 
     Raises:
         CheckpointError: it is not one JSON object that begins at the first byte; a key occurs twice in an object; a

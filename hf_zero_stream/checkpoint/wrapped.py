@@ -33,15 +33,9 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, instead: str) -> None:
-    """Refuse wrapper tensors: their own bytes are not their values.
+    """Raise an UnsupportedError that names the first wrapper tensor: its own bytes are not its values.
 
-    Args:
-        tensors: with their names.
-        doing: begins the message.
-        instead: ends it.
-
-    Raises:
-        UnsupportedError: names the first wrapper.
+    The message begins with `doing` and ends with `instead`.
     """
     for name, tensor in tensors:
         if hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, LazyTensor):

@@ -13,12 +13,7 @@ __all__ = ["ByteSource", "Hints", "ReadableFile", "SourceFile"]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file whose size is known.
-
-    Attributes:
-        path: its name in the source.
-        size_bytes: its size when its header was read, which may have been on another rank.
-    """
+    """A file, by its name in the source, and the size that it had when its header was read on this or another rank."""
 
     path: str
     size_bytes: int

@@ -24,9 +24,8 @@ like have no answer of their own and count as local.
 def kind_of_file_system(path: str, mounts: Iterable[Sequence[str]] | None = None) -> str:
     """The type of the file system that `path` lies on, such as ``"ext4"`` or ``"lustre"``; ``""`` if not known.
 
-    Args:
-        path: a file or folder; symbolic links are followed, since the hub's cache is made of them.
-        mounts: (mount point, type) of each file system; default: those of this host.
+    Symbolic links are followed, since the hub's cache is made of them. `mounts` has (mount point, type) of each file
+    system; default: those of this host.
     """
     if mounts is None:
         mounts = [(mount.mountpoint, mount.fstype) for mount in psutil.disk_partitions(all=True)]

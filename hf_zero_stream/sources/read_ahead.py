@@ -38,10 +38,8 @@ class ReadAhead:
     All of it is advice. An error here (a file cut short, a system without ``MADV_POPULATE_READ``) ends the thread and
     is ignored: the read itself will raise.
 
-    Args:
-        paths: the files, in the order in which they will be read.
-        share: which share is this rank's, below `shares`: every `shares`-th window.
-        shares: number of ranks that read ahead together.
+    The files `paths` come in the order in which they will be read; this rank takes every `shares`-th window, from
+    number `share` on.
     """
 
     def __init__(self, paths: Sequence[str], share: int, shares: int) -> None:

@@ -37,16 +37,9 @@ _DONE = -1
 def through_relay(
     source: ByteSource, paths: Sequence[str], config: StreamingConfig, coordinator: Coordinator
 ) -> ByteSource:
-    """The source that this rank reads from, where ranks read for others (all ranks).
+    """The source that this rank reads from, where ranks read for others (all ranks; a PeerError if one died).
 
-    Args:
-        source: what a rank that reads itself would read from.
-        paths: of the files that have been added to it.
-        config: says which ranks read (`read_from`).
-        coordinator: the ranks that load together.
-
-    Raises:
-        PeerError: another rank died.
+    `source`, to which files with these `paths` have been added, is what a rank that reads itself reads from.
     """
     reader, *clients = reader_and_clients(config, coordinator)
     with coordinator.naming_dead_rank():
@@ -83,14 +76,10 @@ class _Wrapped:
 
 
 class RelayedFiles(_Wrapped):
-    """The files of a checkpoint as another rank reads them (see :class:`.base.ByteSource`).
+    """The files of a checkpoint as rank `reader` reads them (see :class:`.base.ByteSource`).
 
-    Args:
-        source: for headers and hints; nothing else is read from it.
-        paths: of the files that have been added.
-        reader: the rank that reads.
-        group: a gloo group with all ranks; destroyed by :meth:`close`.
-        chunk_bytes: largest piece that is asked for at once.
+    `source` is for headers and hints. `group`, a gloo group with all ranks, is destroyed by :meth:`close`. At most
+    `chunk_bytes` are asked for at once.
     """
 
     def __init__(
@@ -159,13 +148,8 @@ class ServingFiles(_Wrapped):
     """The files of a checkpoint, which this rank reads for others too (see :class:`.base.ByteSource`).
 
     Each client has a thread that listens to it alone: listening to all at once, gloo does not notice when one of them
-    dies. They are answered one at a time, until each has finished.
-
-    Args:
-        source: where this rank reads from.
-        clients: the ranks that ask.
-        group: a gloo group with all ranks; destroyed once no rank asks any more.
-        chunk_bytes: largest piece that is sent at once.
+    dies. They are answered one at a time, until each has finished; then `group`, a gloo group with all ranks, is
+    destroyed. At most `chunk_bytes` are sent at once.
     """
 
     def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
