@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from ..errors import CheckpointError, ReadError
 from .base import Hints, SourceFile
@@ -80,22 +80,6 @@ def advance(pending: list[memoryview], count: int) -> None:
         pending[0] = pending[0][count:]
 
 
-class _Identity(NamedTuple):
-    """What changes when a file is written to, cut short or replaced by another.
-
-    It is compared with what the same host saw before: two hosts may see times of different precision.
-    """
-
-    device: int
-    inode: int
-    size_bytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> _Identity:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-
-
 @dataclass
 class _HeaderFile:
     """One open file, for reading its header."""
@@ -132,7 +116,7 @@ class LocalFiles:
     ) -> None:
         self._files: tuple[SourceFile, ...] = ()
         self._retries = retries or Retries()
-        self._seen: dict[str, _Identity] = {}
+        self._seen: dict[str, os.stat_result] = {}
         self._direct_io = direct_io and hasattr(os, "O_DIRECT")
         self._cache_bytes = cache_bytes
         self._handles: dict[int, int] = {}
@@ -147,7 +131,7 @@ class LocalFiles:
     def open_file(self, path: str) -> Iterator[_HeaderFile]:
         with open(path, "rb", opener=open_nonblocking) as file:
             status = status_of_regular(path, file.fileno())
-            self._seen.setdefault(path, _Identity.of(status))
+            self._seen.setdefault(path, status)
             yield _HeaderFile(status.st_size, file)
 
     def is_transient(self, error: BaseException | None) -> bool:
@@ -191,7 +175,7 @@ class LocalFiles:
             raise
         except (OSError, EOFError) as error:
             if isinstance(error, EOFError):
-                self._check_identity(number, os.fstat(self._handle(number)))
+                self._check_identity(self._files[number].path, os.fstat(self._handle(number)))
             raise ReadError(
                 f"{self._files[number].path}: cannot read bytes {start} to {start + length}: "
                 f"{getattr(error, 'strerror', None) or error}. Check the file system, then load again."
@@ -203,14 +187,14 @@ class LocalFiles:
         with self._lock:
             handles = dict(self._handles)
         for number, handle in handles.items():
-            self._check_identity(number, os.fstat(handle))
             path = self._files[number].path
+            self._check_identity(path, os.fstat(handle))
             try:
-                by_name = _Identity.of(os.stat(path))
+                by_name = os.stat(path)
             except FileNotFoundError:
-                raise _change(path, "removed") from None
-            if by_name != self._seen[path]:
-                raise _change(path, "replaced")
+                raise _changed(path, "removed") from None
+            if _change_between(self._seen[path], by_name):
+                raise _changed(path, "replaced")
 
     def finish(self) -> None:
         pass
@@ -311,23 +295,29 @@ class LocalFiles:
                     f"{file.path}: expected {file.size_bytes} bytes as when its header was read, found "
                     f"{status.st_size}. The file is truncated here or was replaced; make it the same on every node."
                 )
-            self._check_identity(number, status)
+            self._check_identity(file.path, status)
         except BaseException:
             os.close(handle)
             raise
         return handle
 
-    def _check_identity(self, number: int, status: os.stat_result) -> None:
+    def _check_identity(self, path: str, status: os.stat_result) -> None:
         """Compare an open file with what it was when this rank saw it for the first time."""
-        path, found = self._files[number].path, _Identity.of(status)
-        before = self._seen.setdefault(path, found)
-        if found.size_bytes < before.size_bytes:
-            raise _change(path, "truncated")
-        if found != before:
-            raise _change(path, "replaced" if found[:2] != before[:2] else "written to")
+        change = _change_between(self._seen.setdefault(path, status), status)
+        if change:
+            raise _changed(path, change)
 
 
-def _change(path: str, what: str) -> CheckpointError:
+def _change_between(before: os.stat_result, now: os.stat_result) -> str:
+    """What was done to a file; "" if nothing. Both are of this host: others may see times of another precision."""
+    if now.st_size < before.st_size:
+        return "truncated"
+    if not os.path.samestat(before, now):
+        return "replaced"
+    return "" if (now.st_size, now.st_mtime_ns) == (before.st_size, before.st_mtime_ns) else "written to"
+
+
+def _changed(path: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: was {what} while it was being loaded, so that the model may hold parts of two versions. Wait until "
         "whoever writes it is done, then load again."
