@@ -18,8 +18,7 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target, partition_range
-from ..ranks.coordinator import Coordinator
-from ..ranks.messages import Wait
+from ..ranks.coordinator import Coordinator, Wait
 from .allocation import allocating
 from .base import Batch, Destination, Holding, Item, Sources, flat_items, replace_lazy
 

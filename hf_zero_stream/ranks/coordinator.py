@@ -7,26 +7,30 @@ collective that never comes. If a rank dies, the others raise, too.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, PeerError
 from .liveness import Watch, peer_error
-from .messages import broadcast_object, gather_objects
 from .presence import Presence, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round
 from .store import pauses
 from .topology import Topology
 
 
-__all__ = ["Coordinator", "expected_at"]
+__all__ = ["Coordinator", "Wait", "collective_device", "expected_at"]
 
 T = TypeVar("T")
+
+Wait = Callable[[Any], None]
+"""Returns when a ``torch.distributed.Work`` is done, or raises."""
 
 
 class Coordinator:
@@ -72,16 +76,12 @@ class Coordinator:
         """Return on every rank if no rank brings an `error`, else raise on every rank.
 
         A rank that failed raises its own error. The others raise one of the same class if it is ours, and
-        :class:`PeerError` if not; both name the rank.
+        :class:`PeerError` if not, or if a rank is dead; all name the rank.
         """
         self.all_gather(None, error)
 
     def all_gather(self, value: T, error: BaseException | None = None) -> list[T]:
-        """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`) as well.
-
-        Raises:
-            PeerError: another rank is dead, or its connection is lost.
-        """
+        """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`) as well."""
         if error is not None and (self.is_alone or self._reported):
             self._reported = True
             _raise_again(error)
@@ -94,7 +94,7 @@ class Coordinator:
         mine = None if error is None else (type(error).__name__, str(error))
         try:
             watch.meet()
-            everyone = gather_objects((value, mine), self.wait)
+            everyone = self._gather((value, mine))
         except PeerError:
             self._reported = True
             if error is None:
@@ -109,11 +109,20 @@ class Coordinator:
         watch.check()  # raises the error that began it, where rank 0 of `failures` may only have heard of it
         raise peer_error(*failures[0])
 
-    def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
-        """Return on every rank if all have the same `what` and no rank brings an `error`; an agreement.
+    def _gather(self, value: Any) -> list[Any]:
+        """As ``dist.all_gather_object``, which could not be left when a rank dies."""
+        mine = _pickled(value)
+        lengths = [torch.empty(1, dtype=torch.int64, device=mine.device) for _ in range(self.world_size)]
+        self.wait(dist.all_gather(lengths, torch.tensor([mine.numel()], device=mine.device), async_op=True))
+        counts = [int(length) for length in lengths]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=mine.device)
+        padded[: mine.numel()] = mine
+        everyone = [torch.empty_like(padded) for _ in counts]
+        self.wait(dist.all_gather(everyone, padded, async_op=True))
+        return [_unpickled(data[:count]) for data, count in zip(everyone, counts, strict=True)]
 
-        Returns:
-            Every rank's `beside`, which may differ, in order of rank.
+    def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
+        """Every rank's `beside`, if all ranks have the same `what` and none brings an `error`; an agreement.
 
         Raises:
             DisagreementError: on all ranks, if `what` differs between ranks.
@@ -129,17 +138,24 @@ class Coordinator:
         return [each for _, each in everyone]
 
     def broadcast(self, produce: Callable[[], T]) -> T:
-        """Run `produce` on rank 0 and return what it returned there on every rank; an agreement as well."""
+        """Run `produce` on rank 0, and return its result on every rank; an agreement as well."""
         if self.is_alone:
             return produce()
-        return broadcast_object(self.run_on_main(produce), 0, self.wait)
+        value: Any = self.run_on_main(produce)
+        data = _pickled(value)
+        length = torch.tensor([data.numel()], device=data.device)
+        self.wait(dist.broadcast(length, 0, async_op=True))
+        if not self.is_main:
+            data = torch.empty(int(length), dtype=torch.uint8, device=data.device)
+        self.wait(dist.broadcast(data, 0, async_op=True))
+        return value if self.is_main else _unpickled(data)
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
-        """Run `work` on rank 0 alone. Returns its result there and None elsewhere; an agreement as well."""
+        """Run `work` on rank 0. Returns its result there, None elsewhere; an agreement as well."""
         return self.run_on_all(lambda: work() if self.is_main else None)
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank. Returns its result here once it has succeeded on all; an agreement as well."""
+        """Run `work` on every rank, and return its result here once it has succeeded on all; an agreement as well."""
         error: BaseException | None = None
         try:
             result = work()
@@ -171,11 +187,11 @@ class Coordinator:
     def watched(self, occasion: Occasion = LOAD, subject: str = "") -> Iterator[None]:
         """Inside, all ranks are there and watch each other: agreements and :meth:`wait` raise if one dies.
 
-        If an error that the other ranks do not know of leaves the context, they are told that this rank has given up.
+        If an error leaves it that the other ranks have not heard of, they are told that this rank has given up.
 
         Args:
             occasion: what the ranks come together for.
-            subject: what this rank would load; only for an occasion where it may do so alone.
+            subject: what this rank would load; only if it may do so alone.
 
         Raises:
             Apart: the ranks do not come together, and need not.
@@ -217,20 +233,12 @@ class Coordinator:
             self._watch.timeout_s = seconds
 
     def check(self) -> None:
-        """Raise if a rank is known to be dead or to have failed; cheap, and no collective.
-
-        Raises:
-            HfZeroStreamError: what the next agreement is going to raise.
-        """
+        """Raise what the next agreement will raise, if a rank is known to be dead or to have failed; costs nothing."""
         if self._watch is not None:
             self._watch.check()
 
     def wait(self, work: Any) -> None:
-        """Wait for an asynchronous collective of the default group.
-
-        Raises:
-            PeerError: a rank is dead, or the connection to it is lost.
-        """
+        """Wait for an asynchronous collective; raises :class:`PeerError` if a rank is dead."""
         with self.naming_dead_rank():
             if self._watch is not None:
                 for _ in pauses(0.005, share=0.1):
@@ -254,6 +262,22 @@ class Coordinator:
             if verdict is not None:
                 raise verdict.error() from error
             raise PeerError(f"The connection to another rank is lost, so this rank gives up too: {error}") from error
+
+
+def collective_device() -> torch.device:
+    """Where the default group's collectives want their tensors."""
+    if "gloo" in dist.get_backend():
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator()
+    return torch.device("cpu" if accelerator is None else accelerator.type, torch.accelerator.current_device_index())
+
+
+def _pickled(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(collective_device())
+
+
+def _unpickled(data: torch.Tensor) -> Any:
+    return pickle.loads(data.cpu().numpy().tobytes())
 
 
 def _raise_again(error: BaseException) -> NoReturn:

@@ -22,8 +22,7 @@ from ..engine.compute import Evaluator
 from ..engine.workers import run_in_threads
 from ..errors import SaveError
 from ..planning.parameter_box import Interval, ParameterBox
-from ..ranks.coordinator import Coordinator
-from ..ranks.messages import collective_device
+from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
 from .digest import digest
 from .plan import Share, view_of

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from ..engine.workers import run_in_threads
 from ..errors import PeerError
 from ..planning.boxes import Box
-from ..ranks.coordinator import Coordinator
-from ..ranks.messages import collective_device
+from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import IOV_MAX
 from .parameters import Opened, Parameters, opened
 from .plan import Part, Round, Run, SavePlan, Segment
