@@ -26,17 +26,15 @@ _ADDED_SENTENCE = (
 
 def _target(cls: type, streaming_class: type, parent: type) -> Any:
     # transformers looks `cls.__name__` up in the `auto_map` of checkpoints with their own code, and writes it there
-    # when such a model is saved: what runs must be called "AutoModel...". A user's subclass keeps its own name and
-    # mapping, as a subclass of the parent would.
+    # when such a model is saved, so the class that runs must be called "AutoModel...". A user's subclass keeps its own
+    # name and mapping, as a subclass of the parent would.
     return parent if cls is streaming_class else super(streaming_class, cls)
 
 
 def _make_streaming_class(parent: Any) -> type:
-    """Makes the streaming subclass of one Auto class."""
-
     @functools.wraps(parent.from_pretrained.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
-        # It brings in DeepSpeed, which looking at the classes must not do.
+        # This imports DeepSpeed, which `import hf_zero_stream.auto` must not do.
         from .loading.integration import streaming
 
         with streaming():

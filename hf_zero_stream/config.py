@@ -88,7 +88,7 @@ class StreamingConfig:
     chunk_bytes: int = 8 * 2**20
     """Largest piece that a reading rank sends at once, in bytes; bounds the memory that it needs for the others.
 
-    DeepSpeed's `zero_optimization.stage3_partition_stream_chunk_size` (in elements) sets it too.
+    DeepSpeed's `zero_optimization.stage3_partition_stream_chunk_size`, in elements, sets it too.
     """
 
     direct_io: bool = False
@@ -100,8 +100,8 @@ class StreamingConfig:
     share_reads: bool = True
     """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
 
-    That is where all ranks make the same load at the same time. Where they do not come together within 5 s, each loads
-    alone, as transformers does, and says so. False leaves such loads to transformers.
+    If they do not all come to the same load within 5 s, each loads alone, as transformers does, and says so. False
+    leaves such loads to transformers.
     """
 
     replicas_on: Literal["cpu", "device"] = "cpu"
@@ -119,10 +119,10 @@ class StreamingConfig:
     """
 
     verify: Literal["off", "sizes", "sample", "full"] = "sizes"
-    """What is checked beyond structure: `"off"`, `"sizes"`, `"sample"` or `"full"`.
+    """What is checked beyond structure: `"sizes"`, that no shard changed while it was read, which is free.
 
-    `"sizes"`: no shard changed while it was read; free. `"sample"`: besides, some chunks of every parameter are read
-    again and compared with what was placed. `"full"`: all of them, which costs one more pass over this rank's bytes.
+    `"sample"`: besides, some chunks of every parameter are read again and compared with what was placed. `"full"`: all
+    of them, which costs one more pass over this rank's bytes. `"off"`: nothing.
     """
 
     write_from: WriteFrom = "auto"
@@ -181,9 +181,9 @@ class StreamingConfig:
         ds_config: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> StreamingConfig:
-        """Finds the settings of a load.
+        """The settings of a load or save.
 
-        An explicit object wins entirely. Else each field comes from the environment variable
+        Settings made in code (`explicit`) win entirely. Else each field comes from the environment variable
         `HF_ZERO_STREAM_<FIELD>`, or from the section `"hf_zero_stream"` of the DeepSpeed config, or is the default, in
         that order.
 
@@ -191,17 +191,11 @@ class StreamingConfig:
         are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024, in small letters or capitals (`"64MiB"`,
         `"1.5 GB"`). Booleans accept 1, 0, true, false, yes, no.
 
-        Args:
-            explicit: settings made in code.
-            ds_config: a DeepSpeed config.
-            environ: environment variables.
-
         Raises:
             ConfigError: a name is not known, or a value cannot be understood or lies outside its range.
         """
         if explicit is not None:
             return explicit
-
         section = {} if ds_config is None else ds_config.get(SECTION, {})
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{SECTION}" in the DeepSpeed config: expected a mapping; got {section!r}')
@@ -210,7 +204,6 @@ class StreamingConfig:
         for name, value in section.items():
             _check_known(name, defaults, f'key of "{SECTION}" in the DeepSpeed config')
             values[name] = _parse(name, value, defaults[name], f'"{SECTION}.{name}" in the DeepSpeed config')
-
         variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in defaults}
         for variable, text in environ.items():
             if variable.startswith(ENVIRONMENT_PREFIX):
@@ -221,12 +214,12 @@ class StreamingConfig:
 
 
 def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a shallow copy of a DeepSpeed config without our section, for readers that refuse unknown keys."""
+    """A shallow copy of a DeepSpeed config without our section, for readers that refuse unknown keys."""
     return {key: value for key, value in ds_config.items() if key != SECTION}
 
 
 def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a DeepSpeed config without what is ``"auto"``: DeepSpeed reads that as if it were not there.
+    """A copy of a DeepSpeed config without the keys that are ``"auto"``, which DeepSpeed takes for absent.
 
     `reduce_bucket_size` stays, because transformers and accelerate fill it in from the model, by a known rule.
     """
@@ -238,14 +231,9 @@ def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
-    """Move `zero_optimization.stage3_partition_stream_chunk_size` into our section, in place.
+    """Move :data:`CHUNK_ALIAS` of a DeepSpeed config into our section, in place; `itemsize` is in bytes per element.
 
-    It is DeepSpeed PR #8103's name for `chunk_bytes`, counted in elements; a DeepSpeed without that PR refuses it, so
-    it must be gone before DeepSpeed reads this config.
-
-    Args:
-        ds_config: the DeepSpeed config that is in force.
-        itemsize: bytes of one element of a parameter.
+    A DeepSpeed without that PR refuses the key, so it must be gone before DeepSpeed reads this config.
     """
     elements = ds_config.get("zero_optimization", {}).pop(CHUNK_ALIAS, 0)
     if elements and elements != "auto":
@@ -262,26 +250,23 @@ def _check_known(name: str, known: Iterable[str], kind: str) -> None:
 
 
 def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
-    """Turns a value of a JSON file or of an environment variable into one of the field's type."""
+    """A value of a JSON file or of an environment variable, as one of the type of the field `name`."""
     if isinstance(default, str):
         return value
     parsed: int | None
     if isinstance(default, bool):
-        parsed = _BOOLEANS.get(str(value).strip().lower())
-        expected = "a boolean (1, 0, true, false, yes, no)"
+        parsed, expected = _BOOLEANS.get(str(value).strip().lower()), "a boolean (1, 0, true, false, yes, no)"
     elif name.endswith("_bytes"):
-        parsed = parse_size(value)
-        expected = 'a whole number of bytes, or a size such as "64MiB" or "64MB"'
+        parsed, expected = parse_size(value), 'a whole number of bytes, or a size such as "64MiB" or "64MB"'
     else:
-        parsed = parse_size(value, units=False)
-        expected = "a whole number"
+        parsed, expected = parse_size(value, units=False), "a whole number"
     if parsed is None:
         raise ConfigError(f"{origin}: expected {expected}; got {value!r}")
     return parsed
 
 
 def parse_size(value: Any, units: bool = True) -> int | None:
-    """Returns the number, or None if it is none. `5e8` counts: JSON reads it as a float, and DeepSpeed accepts it."""
+    """The number, or None if it is none. `5e8` counts: JSON reads it as a float, and DeepSpeed accepts it."""
     if isinstance(value, bool):
         return None
     match = _SIZE.fullmatch(str(value).strip().lower().replace("e+", "e"))
@@ -295,7 +280,7 @@ def buildable(ds_config: Any) -> Any:
     """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it.
 
     Raises:
-        ConfigError: the stage is a string, for which transformers would find no ZeRO-3, without a word.
+        ConfigError: the stage is a string, in which transformers would not see ZeRO-3, and not say so.
     """
     if not isinstance(ds_config, Mapping):
         with open(ds_config, encoding="utf-8") as file:

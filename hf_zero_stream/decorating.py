@@ -1,7 +1,7 @@
-"""A context around the body of a function of any kind: also of one that is suspended and goes on later.
+"""A context around the body of a function of any kind, also of one that is suspended and goes on later.
 
-Of a generator, only the steps run in the context: what consumes it does not. A coroutine that waits stays in it, with
-the tasks and threads that it waits for.
+The steps of a generator run in the context, and the code that consumes it does not. A coroutine that waits stays in
+the context, with the tasks and threads that it waits for.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ def decorated(what: Any, make_context: MakeContext, decorator: str) -> Any:
 
     Args:
         make_context: makes the context of one call, or of one step of a generator.
-        decorator: its name, for error messages.
-
-    Raises:
-        ConfigError: `what` is a class, or no function at all.
+        decorator: its name, for the :class:`ConfigError` that is raised if `what` is a class, or no function at all.
     """
     if isinstance(what, (staticmethod, classmethod)):
         return type(what)(decorated(what.__func__, make_context, decorator))
@@ -39,12 +36,9 @@ def decorated(what: Any, make_context: MakeContext, decorator: str) -> Any:
         )
     # An object may be called like a function; inspect looks at functions, methods and functools.partial.
     body = what if inspect.isroutine(what) or isinstance(what, functools.partial) else type(what).__call__
-    if inspect.iscoroutinefunction(body):
-        return _coroutine_function(what, make_context)
-    if inspect.isgeneratorfunction(body):
-        return _generator_function(what, make_context)
-    if inspect.isasyncgenfunction(body):
-        return _async_generator_function(what, make_context)
+    for is_suspended, _, decorate in _SUSPENDED:
+        if is_suspended(body):
+            return decorate(what, make_context)
     return _function(what, make_context)
 
 
@@ -53,13 +47,10 @@ def _function(function: Function, make_context: MakeContext) -> Function:
     def inner(*args: Any, **kwargs: Any) -> Any:
         with make_context():
             result = function(*args, **kwargs)
-        # Such as of an `async def` inside another decorator that is none: its body has not run yet.
-        if inspect.iscoroutine(result):
-            return _coroutine_function(lambda: result, make_context)()
-        if inspect.isgenerator(result):
-            return _generator_function(lambda: result, make_context)()
-        if inspect.isasyncgen(result):
-            return _async_generator_function(lambda: result, make_context)()
+        # Another decorator may have made an `async def` look like a function: its body has not run yet.
+        for _, is_result, decorate in _SUSPENDED:
+            if is_result(result):
+                return decorate(lambda: result, make_context)()
         return result
 
     return inner
@@ -118,3 +109,11 @@ def _async_generator_function(function: Function, make_context: MakeContext) -> 
                 step, argument = generator.athrow, error
 
     return inner
+
+
+_SUSPENDED: tuple[tuple[Callable[[Any], bool], Callable[[Any], bool], Callable[..., Function]], ...] = (
+    (inspect.iscoroutinefunction, inspect.iscoroutine, _coroutine_function),
+    (inspect.isgeneratorfunction, inspect.isgenerator, _generator_function),
+    (inspect.isasyncgenfunction, inspect.isasyncgen, _async_generator_function),
+)
+"""For each kind of function that is suspended: what knows it, what knows the result of a call, and its decorator."""

@@ -1,9 +1,8 @@
 """Which ``streaming()`` blocks the running code is in, and with which settings.
 
-A context variable alone cannot say it. A block may be left in another context than it was entered in: a generator that
-nobody finishes is closed by the garbage collector, wherever that runs. And a task keeps a copy of the context that it
-was made in, also when the block there has been left. So the variable holds the blocks themselves, and a block knows
-whether it is still open.
+A context variable alone cannot say it. A block may be left in another context than it was entered in: the garbage
+collector closes an unfinished generator wherever it runs. And a task keeps a copy of the context that it was made in,
+also when the block there has been left. So the variable holds the blocks, and a block knows whether it is still open.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _blocks: ContextVar[tuple[Block, ...]] = ContextVar("hf_zero_stream_blocks", def
 
 def active_configs() -> tuple[StreamingConfig | None, ...]:
     """The settings of the open blocks around the running code, the innermost last; empty outside ``streaming()``."""
-    return tuple(block.config for block in _blocks.get() if block.is_open)
+    return tuple(block.config for block in _open_blocks())
 
 
 def current_config() -> StreamingConfig | None:
@@ -41,7 +40,7 @@ def current_config() -> StreamingConfig | None:
 def enter(config: StreamingConfig | None) -> Block:
     """Begin a block; without settings of its own it has those of the block around it."""
     block = Block(current_config() if config is None else config)
-    _blocks.set((*_open_ones(), block))
+    _blocks.set((*_open_blocks(), block))
     return block
 
 
@@ -49,17 +48,14 @@ def leave(mine: list[Block]) -> None:
     """End the innermost of the blocks `mine`, and take it out of the list.
 
     If none of them was entered in this context, it is the last one that was entered anywhere.
-
-    Raises:
-        RuntimeError: `mine` is empty.
     """
     if not mine:
         raise RuntimeError("streaming() is left more often than it was entered.")
     block = next((block for block in reversed(_blocks.get()) if block in mine), mine[-1])
     mine.remove(block)
     block.is_open = False
-    _blocks.set(_open_ones())
+    _blocks.set(_open_blocks())
 
 
-def _open_ones() -> tuple[Block, ...]:
+def _open_blocks() -> tuple[Block, ...]:
     return tuple(block for block in _blocks.get() if block.is_open)

@@ -41,19 +41,16 @@ FAREWELL_S = 3.0
 
 
 class Verdict(NamedTuple):
-    """Which rank the others need not wait for, and why.
-
-    Attributes:
-        rank: the rank; -1 if the store, and not a rank, is lost.
-        is_dead: whether it will never come to an agreement; otherwise it is on its way, with an error.
-        kind: class of its error; "Ended" if its process ended by itself.
-        message: text of its error, or what was seen of its death.
-    """
+    """Which rank the others need not wait for, and why."""
 
     rank: int
+    """-1 if the store, and not a rank, is lost."""
     is_dead: bool
+    """Whether it will never come to an agreement; otherwise it is on its way, with an error."""
     kind: str
+    """The class of its error; ``"Ended"`` if its process ended by itself."""
     message: str
+    """The text of its error, or what was seen of its death."""
 
     def error(self) -> HfZeroStreamError:
         """What the other ranks raise."""
@@ -80,7 +77,6 @@ class Watch:
     """This rank's heartbeat in one meeting, and its view of the other ranks, from construction to :meth:`close`.
 
     Args:
-        presence: this rank among the others.
         meeting: what the meeting's keys in the store begin with; the same on all ranks, and no other meeting's.
     """
 
@@ -123,28 +119,15 @@ class Watch:
         return self.verdict is not None and self.verdict.is_dead
 
     def check(self, *, dead_only: bool = False) -> None:
-        """Raise if there is no point in going on, because a rank is dead or has failed; costs nothing.
-
-        Args:
-            dead_only: go on if a rank has failed, because it comes to the next agreement.
-
-        Raises:
-            PeerError: a rank is dead.
-            HfZeroStreamError: the error that a rank has announced.
-        """
+        """Raise if a rank is dead or, unless `dead_only`, has announced an error; costs nothing."""
         if self.verdict is not None and (self.verdict.is_dead or not dead_only):
             raise self.verdict.error()
 
     def announce(self, error: BaseException, *, comes: bool) -> None:
-        """Tell the others that this rank has failed, so that they stop as well.
-
-        Args:
-            comes: whether it is going to bring its error to the next agreement.
-        """
+        """Tell the others that this rank has failed; `comes`: it will bring its `error` to the next agreement."""
         rank, kind, message = self._presence.rank, type(error).__name__, str(error)
-        if comes:
-            verdict = Verdict(rank, False, kind, message)
-        else:
+        verdict = Verdict(rank, False, kind, message)
+        if not comes:
             verdict = _death_of(rank, f"has given up this load ({kind}: {message})")
         with suppress(PeerError), self.naming_lost_store():
             self._pronounce(verdict)
@@ -153,8 +136,7 @@ class Watch:
         """Return once every rank has come here as often as this one, however slow it is.
 
         Raises:
-            PeerError: a rank is dead, or has left without coming, or not all ranks have come within the time-out of
-                the process group.
+            PeerError: a rank is dead, or not all ranks have come within the time-out of the process group.
         """
         self._agreements += 1
         expected = self._agreements * self._presence.world_size

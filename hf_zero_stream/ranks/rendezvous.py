@@ -51,23 +51,20 @@ class Apart(Exception):  # noqa: N818 - not an error
 
 @dataclass(frozen=True)
 class Occasion:
-    """What ranks come together for.
-
-    Attributes:
-        name: part of its keys in the store.
-        purpose: completes "ranks came to ...".
-        advice: what to do if not all ranks come.
-        patience_s: how long a rank waits for the others; None: as long as the process group's time-out.
-        is_optional: whether ranks may go on without each other.
-        error: what is raised if not all come in time.
-    """
+    """What ranks come together for."""
 
     name: str
+    """Part of its keys in the store."""
     purpose: str
+    """Completes "ranks came to ..."."""
     advice: str
+    """What to do if not all ranks come."""
     patience_s: float | None = None
+    """How long a rank waits for the others; None: as long as the process group's time-out."""
     is_optional: bool = False
+    """Whether ranks may go on without each other."""
     error: type[HfZeroStreamError] = PeerError
+    """What is raised if not all come in time."""
 
 
 LOAD = Occasion("load", "load", "All ranks must make the same load.")
@@ -96,18 +93,12 @@ class _Decision(NamedTuple):
     kind: str = ""
     when: float = 0.0
 
-    @property
-    def is_fresh_failure(self) -> bool:
-        return self.outcome == "failed" and abs(time.time() - self.when) < FAILURE_HOLDS_S
-
 
 class Round:
     """This rank's arrival at an occasion, in the first round that is not over.
 
     Args:
-        presence: this rank among the others.
-        occasion: what the ranks come together for.
-        subject: what this rank would share.
+        subject: what this rank would load, of an occasion where ranks may load alone.
     """
 
     def __init__(self, presence: Presence, occasion: Occasion, subject: str = "") -> None:
@@ -124,9 +115,11 @@ class Round:
         self.key = key
         """What all keys of this round begin with."""
         decision = self._decision()
-        if decision is not None and not decision.is_fresh_failure:
-            self._presence.last_was_apart |= self._occasion.is_optional
-            return False
+        if decision is not None:
+            age_s = abs(time.time() - decision.when)
+            if decision.outcome != "failed" or age_s >= FAILURE_HOLDS_S:
+                self._presence.last_was_apart |= self._occasion.is_optional
+                return False
         if subject:  # before this rank is counted: the last one to be counted decides that all go together
             first = self._store.set_first(f"{key}/subject", subject)
             if first != subject:
@@ -144,15 +137,11 @@ class Round:
             self._decide(_Decision("failed", str(error), rank, type(error).__name__, time.time()))
 
     def gather(self, watch: Watch) -> None:
-        """Return once all ranks are here.
-
-        Args:
-            watch: over the ranks, by the name of :attr:`key`.
+        """Return once all ranks are here; `watch` is over the meeting of this :attr:`key`.
 
         Raises:
             Apart: ranks go on alone; only where they may.
-            PeerError: a rank is dead, or has ended.
-            HfZeroStreamError: a rank came with an error; or not all came in time.
+            HfZeroStreamError: a rank is dead, or came with an error, or not all came in time.
         """
         try:
             decision = self._decide(_Decision("together")) if self._is_last else self._wait(watch)
@@ -177,7 +166,10 @@ class Round:
             raise Apart(decision.why) if is_optional else self._occasion.error(decision.why)
 
     def _wait(self, watch: Watch) -> _Decision:
-        patience_s, reminder_s = self._patience_s(), REMINDER_S
+        patience_s = self._occasion.patience_s or self._presence.group_timeout_s
+        if self._occasion.is_optional and self._presence.last_was_apart:
+            patience_s = SHORT_PATIENCE_S
+        reminder_s = REMINDER_S
         for waited_s in self._presence.polling():
             decision = self._decision()
             if decision is not None:
@@ -197,11 +189,6 @@ class Round:
         came = f"{world_size - len(absent)} of {world_size} ranks came to {self._occasion.purpose}"
         why = f"Only {came} within {patience_s:g} seconds; {_ranks(absent)} did not. {self._occasion.advice}"
         return self._decide(_Decision("apart", why.strip()))
-
-    def _patience_s(self) -> float:
-        if self._occasion.is_optional and self._presence.last_was_apart:
-            return SHORT_PATIENCE_S
-        return self._occasion.patience_s or self._presence.group_timeout_s
 
     def _decision(self) -> _Decision | None:
         written = self._store.get(f"{self.key}/decision")
