@@ -37,13 +37,10 @@ class Presence:
     """This process among the ranks of a process group.
 
     Args:
-        store: the group's store; this class opens a connection of its own to it, which stays open.
+        store: the group's store.
         rank: this rank.
         world_size: number of ranks.
         holds_store: whether rank 0's process holds the store, so that both end together.
-
-    Raises:
-        PeerError: the store does not answer.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, holds_store: bool) -> None:
@@ -69,11 +66,7 @@ class Presence:
 
     @classmethod
     def in_default_group(cls) -> Presence:
-        """That of this process in torch's default process group, made at the first call.
-
-        Raises:
-            PeerError: the store does not answer.
-        """
+        """That of this process in torch's default process group, made at the first call."""
         global _current
         group_store = distributed_c10d._get_default_store()
         with _making:
@@ -83,10 +76,9 @@ class Presence:
             if _current is None:
                 rank, world_size = dist.get_rank(), dist.get_world_size()
                 _current = cls(group_store, rank, world_size, holds_store=not agent_holds_store())
-            elif _current.store.is_lost:  # it may answer again; the other ranks still count this one's rounds
-                store = SharedStore(group_store, ends_with_rank_0=_current.store.ends_with_rank_0)
-                store.set(_current._key(_current.rank), _current.location)
-                _current.store = store
+            elif _current.store.is_lost:  # it may answer again, and the rounds that this rank has come to still count
+                _current.store = SharedStore(group_store, ends_with_rank_0=_current.store.ends_with_rank_0)
+                _current.store.set(_current._key(_current.rank), _current.location)
             return _current
 
     def close(self) -> None:
@@ -151,10 +143,10 @@ class Presence:
 
     def _say_end(self, host: str, port: int) -> None:
         """Tell the others, when the interpreter exits, that this process ended by itself."""
-        if self.store.ends_with_rank_0 and self.rank == 0:
+        if self.store.is_lost or (self.store.ends_with_rank_0 and self.rank == 0):
             return
         with suppress(OSError, PeerError):
-            if port and not self.store.is_lost:  # if the store has ended, its client would print a stack
+            if port:  # torch's client would print a stack if the store has ended already
                 socket.create_connection((host, port), 0.5).close()
             self.store.set(self._key(self.rank), self.location._replace(has_ended=True))
 

@@ -85,10 +85,10 @@ class SharedStore:
 
     def why_lost(self) -> str:
         """What it means that the store does not answer."""
-        if self.ends_with_rank_0:
-            what = "rank 0 has died or ended (the store in its process does not answer), so this rank gives up too."
-            return f"{what} Look into that rank's log, and start all ranks anew."
-        return "The launcher's key-value store does not answer any more; start all ranks anew."
+        if not self.ends_with_rank_0:
+            return "The launcher's key-value store does not answer any more; start all ranks anew."
+        what = "rank 0 has died or ended (the store in its process does not answer), so this rank gives up too."
+        return f"{what} Look into that rank's log, and start all ranks anew."
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -103,12 +103,7 @@ class SharedStore:
 
 
 def pauses(longest_s: float, share: float = 0.5) -> Iterator[float]:
-    """Yield the seconds waited so far, at once and then after pauses that grow.
-
-    Args:
-        longest_s: bound of a pause.
-        share: length of a pause as a share of the wait before it: so much later than necessary a wait may end.
-    """
+    """Yield the seconds waited so far: at once, and after pauses that are a `share` of the wait up to then."""
     began = time.monotonic()
     while True:
         waited_s = time.monotonic() - began
