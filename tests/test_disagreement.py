@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.cluster import run_ranks
+from tests.disk import disk
 from tests.hosts import move_to_host
 from tests.parity import ds_config
 
@@ -88,16 +88,13 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
         if on_another_host:
             move_to_host("another")
     reads = []
-    real = os.preadv
-    os.preadv = lambda *args: reads.append(1) or real(*args)
     try:
-        hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, **arguments)
+        with disk(lambda real, *args: reads.append(1) or real(*args)):
+            hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, **arguments)
     except Exception as error:
         caught = (type(error).__name__, str(error))
     else:
         raise AssertionError("different things were loaded")
-    finally:
-        os.preadv = real
     if change is other_library:
         from hf_zero_stream.loading import sameness
 

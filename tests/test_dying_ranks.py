@@ -19,6 +19,7 @@ import torch.distributed as dist
 import transformers
 
 from tests.cluster import Outcome, free_port, run_ranks, run_ranks_expecting_errors
+from tests.disk import replace_reads
 from tests.parity import ds_config
 
 
@@ -27,7 +28,7 @@ def kill_this_process() -> None:
 
 
 def kill_in_first_read() -> None:
-    os.preadv = lambda *args: kill_this_process()
+    replace_reads(lambda *args: kill_this_process())
 
 
 def kill_in_second_all_gather() -> None:

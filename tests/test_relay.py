@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import transformers
 from hf_zero_stream.config import CHUNK_ALIAS
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.commands import run_command
+from tests.disk import failing, replace_reads
 from tests.hosts import move_to_host
 from tests.parity import differences, ds_config
 
@@ -128,16 +130,10 @@ def test_under_the_deepspeed_launcher(cluster: None, zoo_checkpoint: Callable[..
 
 
 def load_with_a_failing_reader(folder: Path) -> Any:
-    import os
-
     import hf_zero_stream
 
     if torch.distributed.get_rank() == 0:
-
-        def failing_read(*args: Any) -> int:
-            raise OSError(5, "Input/output error")
-
-        os.preadv = failing_read
+        replace_reads(failing(errno.EIO))
     config = {**ds_config(), "hf_zero_stream": {"read_from": "rank0"}}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
 

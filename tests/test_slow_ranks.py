@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.disk import replace_reads
 from tests.test_dying_ranks import load, look_as_behind_firewalls, look_as_on_other_hosts
 
 
@@ -25,15 +26,15 @@ def load_slowly(
     if prepare is not None:
         prepare()
     if dist.get_rank() == slow:
-        real, paused = os.preadv, []
+        paused = []
 
-        def pausing(*args: Any) -> int:
+        def pausing(real: Callable[..., int], *args: Any) -> int:
             if not paused:
                 paused.append(1)
                 pause()
             return real(*args)
 
-        os.preadv = pausing
+        replace_reads(pausing)
     return len(load(folder, {}, peer_timeout_s=timeout_s).streaming_report.ranks)
 
 

@@ -31,15 +31,12 @@ _SHARD_OF_SET = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong.
+    """One thing that is wrong: the file's name in the checkpoint, the kind of fault, and what to do.
 
-    Attributes:
-        file: the file's name in the checkpoint.
-        kind: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (what safetensors do not
-            allow, a truncated file included), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in
-            another shard than promised), "link" (to something that is no regular file), "sha256" (contents that are
-            not those of the checksum, or no checksum).
-        message: what was expected, what was found and what to do.
+    The kinds: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (what safetensors do not
+    allow, a truncated file included), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in another
+    shard than promised), "link" (to something that is no regular file), "sha256" (contents that are not those of the
+    checksum, or no checksum).
     """
 
     file: str
@@ -53,11 +50,10 @@ class Soundness:
 
     Attributes:
         shards: names of the files that were looked at.
-        tensors: tensors in those shards whose headers are sound.
+        tensors: how many the shards with sound headers hold.
         nbytes: size of those shards.
-        hashed: shards whose contents were compared with a checksum.
-        faults: what is wrong.
-        notes: what is odd, and stands in nobody's way.
+        hashed: how many shards were compared with a checksum.
+        notes: what is odd, and no fault.
     """
 
     shards: list[str] = field(default_factory=list)
@@ -78,21 +74,18 @@ def check_soundness(
     sums: Mapping[str, str] | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> Soundness:
-    """Look at all of a checkpoint.
+    """Look at all of a checkpoint: a folder, or one safetensors file.
 
-    Args:
-        path: a folder, or one safetensors file.
-        sha256: read every shard and compare its SHA-256 with `sums`, or else with what the Hub's download noted.
-        sums: file name -> SHA-256 in hexadecimal digits.
-        on_bytes: called with the length of each piece that was hashed.
+    With `sha256`, or with `sums` (file name -> SHA-256 in hexadecimal digits), every shard is read and its SHA-256
+    compared with `sums`, or else with what the Hub's download noted. `on_bytes` is called with the length of each
+    piece that was hashed.
     """
     found = Soundness()
-    path = Path(path)
+    folder = Path(path)
     weight_map: dict[str, str] | None = None
-    if path.is_file():
-        folder, found.shards = path.parent, [path.name]
+    if folder.is_file():
+        found.shards, folder = [folder.name], folder.parent
     else:
-        folder = path
         found.shards, weight_map = _shards_and_map(folder, found)
     _check_tensors(_check_headers(folder, found), weight_map, found)
     if weight_map is not None:
