@@ -61,8 +61,8 @@ def measure(arm: str, folder: str, device: str) -> dict[str, Any]:
     from transformers.integrations import HfDeepSpeedConfig
 
     import hf_zero_stream.destinations.deepspeed.partitioned
+    import hf_zero_stream.engine.load  # noqa: F401
     import hf_zero_stream.loading.integration  # or the first load would import it, and be timed with it
-    import hf_zero_stream.loading.load  # noqa: F401
     from hf_zero_stream.reports.memory import AnonymousMemory
 
     deepspeed.init_distributed("gloo")

@@ -109,8 +109,8 @@ def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     import hf_zero_stream.destinations.deepspeed.partitioned
+    import hf_zero_stream.engine.load  # noqa: F401
     import hf_zero_stream.loading.integration  # or the first load would import it, and be timed with it
-    import hf_zero_stream.loading.load  # noqa: F401
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     config = {

@@ -13,10 +13,7 @@ from typing import Any
 __all__ = ["Patches", "Replacement"]
 
 Replacement = Callable[..., Any]
-"""Called in place of a function or method: ``replacement(original, *args, **kwargs)``.
-
-In place of a class method: ``replacement(bound original, cls, *args, **kwargs)``.
-"""
+"""Called in place of a function or method: ``replacement(original, *args, **kwargs)``, its `self` or `cls` included."""
 
 
 class Patches:
@@ -65,15 +62,8 @@ class Patches:
 
 def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:
     """What takes the place of `original`, of its kind: a class method, a static method, or a function."""
-    if isinstance(original, classmethod):
-
-        @functools.wraps(original.__func__)
-        def class_method(cls: Any, *args: Any, **kwargs: Any) -> Any:
-            return replacement(functools.partial(original.__func__, cls), cls, *args, **kwargs)
-
-        return classmethod(class_method)
-    if isinstance(original, staticmethod):
-        return staticmethod(_patched(owner, original.__func__, replacement))
+    if isinstance(original, (classmethod, staticmethod)):
+        return type(original)(_patched(owner, original.__func__, replacement))
     if isinstance(owner, ModuleType):
         # No function around the function: some are called for every tensor of a checkpoint.
         return functools.update_wrapper(functools.partial(replacement, original), original)

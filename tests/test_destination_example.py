@@ -18,8 +18,8 @@ import hf_zero_stream
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.destinations import kinds
 from hf_zero_stream.destinations.base import Batch, Destination, Holding, Item, item_of, narrowed, replace_lazy
+from hf_zero_stream.engine.load import Load
 from hf_zero_stream.loading.dry_load import lazily_loaded
-from hf_zero_stream.loading.load import Load
 from hf_zero_stream.planning.parameter_box import ParameterBox
 from hf_zero_stream.planning.plan import Target
 from hf_zero_stream.ranks.coordinator import Coordinator

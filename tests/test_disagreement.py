@@ -41,7 +41,7 @@ def other_zero(arguments: dict[str, Any], folder: Path) -> None:
 
 
 def other_library(arguments: dict[str, Any], folder: Path) -> None:
-    from hf_zero_stream.loading import sameness
+    from hf_zero_stream.engine import sameness
 
     real = sameness._version
     sameness._version = lambda name: "4.0.0" if name == "transformers" else real(name)
@@ -96,7 +96,7 @@ def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> 
     else:
         raise AssertionError("different things were loaded")
     if change is other_library:
-        from hf_zero_stream.loading import sameness
+        from hf_zero_stream.engine import sameness
 
         sameness._version = lambda name: "the same"
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config())

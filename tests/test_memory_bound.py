@@ -63,7 +63,7 @@ def _import_everything() -> None:
     from transformers import Qwen3MoeForCausalLM  # noqa: F401
 
     import hf_zero_stream.destinations.deepspeed.partitioned
-    import hf_zero_stream.loading.load  # noqa: F401
+    import hf_zero_stream.engine.load  # noqa: F401
 
 
 def _read_bytes() -> int:

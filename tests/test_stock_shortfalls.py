@@ -363,7 +363,7 @@ def resident_growth(folder: Path, how: str) -> dict[str, int]:
     from transformers import Qwen3MoeForCausalLM  # noqa: F401
 
     import hf_zero_stream.destinations.deepspeed.partitioned
-    import hf_zero_stream.loading.load  # noqa: F401
+    import hf_zero_stream.engine.load  # noqa: F401
 
     config = {**ds_config(torch.bfloat16), "hf_zero_stream": {"staging_bytes": 4 * MIB, "request_bytes": MIB}}
     before = _status("VmRSS")

@@ -18,7 +18,7 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig, scope, streaming
 from hf_zero_stream.errors import ConfigError, VersionError
 from hf_zero_stream.loading import integration
-from hf_zero_stream.seams.ds_config import _HidingReference
+from hf_zero_stream.seams.ds_config import _StandIn
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
@@ -32,7 +32,7 @@ def nothing_stays_patched() -> Any:
     before = patched_attributes()
     yield
     assert patched_attributes() == before
-    assert not isinstance(transformers_deepspeed._hf_deepspeed_config_weak_ref, _HidingReference)
+    assert not isinstance(transformers_deepspeed._hf_deepspeed_config_weak_ref, _StandIn)
 
 
 def is_patched() -> bool:

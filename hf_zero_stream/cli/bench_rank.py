@@ -53,8 +53,7 @@ def mapped_bytes() -> Iterator[list[int]]:
 
 def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
     """Load with all ranks; returns this rank's figures."""
-    import hf_zero_stream.destinations.deepspeed.partitioned
-    import hf_zero_stream.loading.load  # noqa: F401 - or the first load would import it
+    import hf_zero_stream.destinations.deepspeed.partitioned  # noqa: F401 - or the first load would import it
 
     model_class, dtype = model_class_of(folder, {"trust_remote_code": False}), zero3.partition_dtype(config)
     # transformers finds ZeRO-3 as long as this object lives.

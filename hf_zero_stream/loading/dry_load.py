@@ -1,4 +1,4 @@
-"""Loads that read no weights: ``plan()``, and the lazy model of a checkpoint for whoever wants to look at it."""
+"""Loads that stop at the lazy model: ``plan()``, which reads no weights, and :func:`with_lazy_model` for others."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ import transformers
 
 from ..config import StreamingConfig, buildable, without_auto, without_own_section
 from ..destinations.base import Batch, Destination
-from ..errors import ConfigError, UnsupportedError
+from ..engine.load import Load
+from ..errors import ConfigError
 from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
-from ..seams import Session, Stopped, zero3_hidden
+from ..seams import Session, zero3_hidden
 from ..seams.placement import refuse_sharding
-from .integration import streaming, warn_of_open_dtype
-from .load import Load
+from .choice import warn_of_open_dtype
+from .integration import streaming
 
 
-__all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan"]
+__all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan", "with_lazy_model"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,18 @@ def plan(
     return Forecast(load.plan, load.footprint)
 
 
+def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
+    """The config once "auto" has become `dtype`; where that says nothing, DeepSpeed's reading, with a warning."""
+    from ..destinations.deepspeed import zero3
+
+    sections = zero3.undecided(ds_config)
+    if sections and dtype in (None, "auto"):
+        warn_of_open_dtype(sections, "Pass plan(dtype=...) for another.")
+    enabled = {"torch.bfloat16": ("bf16", "bfloat16"), "torch.float16": ("fp16",)}
+    names = enabled.get(f"torch.{str(dtype).removeprefix('torch.')}", ())
+    return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
+
+
 class _Nowhere(Destination):
     """No memory; the lazy model that is never read has the dtypes of one under ZeRO-3."""
 
@@ -110,26 +123,18 @@ def load_of_layouts(config: StreamingConfig) -> Load:
     return Load(config, {}, Coordinator(0, 1, alone=True), _Nowhere())
 
 
-def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
-    """The config once "auto" has become `dtype`; where that says nothing, DeepSpeed's reading, with a warning."""
-    from ..destinations.deepspeed import zero3
-
-    sections = zero3.undecided(ds_config)
-    if sections and dtype in (None, "auto"):
-        warn_of_open_dtype(sections, "Pass plan(dtype=...) for another.")
-    enabled = {"torch.bfloat16": ("bf16", "bfloat16"), "torch.float16": ("fp16",)}
-    names = enabled.get(f"torch.{str(dtype).removeprefix('torch.')}", ())
-    return {**ds_config, **{name: {**ds_config[name], "enabled": name in names} for name in sections}}
+UseOfModel = Callable[[torch.nn.Module, set[str], set[str]], Any]
+"""Is given a lazy model, the names that its checkpoint lacks, and those that are tied."""
 
 
-def lazily_loaded(
-    path: str,
-    load: Load,
-    use: Callable[[torch.nn.Module, set[str], set[str]], Any],
-    dtype: Any = "auto",
-    **kwargs: Any,
-) -> Any:
-    """What `use` returns for the lazy model of a checkpoint, its missing names and its tied ones; nothing is read.
+def lazily_loaded(path: str, load: Load, use: UseOfModel, dtype: Any = "auto", **kwargs: Any) -> Any:
+    """As :func:`with_lazy_model`, for a model of the class that the checkpoint was saved from."""
+    refuse_sharding(path, kwargs)
+    return with_lazy_model(load, use, model_class_of(path, kwargs), path, dtype=dtype, **kwargs)
+
+
+def with_lazy_model(load: Load, use: UseOfModel, model_class: Any, path: str, **kwargs: Any) -> Any:
+    """What `use` returns for the lazy model of the checkpoint at `path`; nothing else is done with the model.
 
     Args:
         load: gives the lazy tensors; it is closed afterwards, but can still be read from.
@@ -138,19 +143,9 @@ def lazily_loaded(
     Raises:
         UnsupportedError: the load is one that is left to stock.
     """
-    refuse_sharding(path, kwargs)
-    model_class = model_class_of(path, kwargs)
-    with (
-        streaming(),
-        zero3_hidden(),
-        collector_paused(),
-        Session(load, instead_of_placing=use, strict=load.config.strict) as session,
-    ):
-        try:
-            model_class.from_pretrained(path, dtype=dtype, **kwargs)
-        except Stopped as stopped:
-            return stopped.result
-    raise UnsupportedError(f"{path}: {session.stock_reason}, and such a load is not streamed.")
+    session = Session(load, instead_of_placing=use, strict=load.config.strict)
+    with streaming(), zero3_hidden(), collector_paused():
+        return session.run_until_placing(path, lambda: model_class.from_pretrained(path, **kwargs))
 
 
 def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:

@@ -6,23 +6,23 @@ context variables, so a thread that did not enter sees stock behaviour.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import transformers
 from transformers.utils import logging
 
 from .. import patching, scope
-from ..config import StreamingConfig, adopt_alias, buildable, without_auto, without_own_section
+from ..config import StreamingConfig, buildable
 from ..decorating import decorated
-from ..errors import ConfigError, DisagreementError, UnsupportedError
+from ..engine.load import Load
+from ..errors import ConfigError, DisagreementError
 from ..ranks.coordinator import Coordinator, expected_at
-from ..ranks.launchers import announces_zero3, announces_zero3_init
 from ..ranks.presence import make_contact
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
@@ -30,14 +30,10 @@ from ..saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
 from ..saving.hooks import trainer_patches
 from ..saving.publish import finish_interrupted
 from ..seams import REPLACEMENTS, ModelsConfig, Session, other_config, raise_if_misfit, zero3_config
-from ..seams.placement import builds_without_memory, sharding_argument, why_elsewhere
+from .choice import choose, settings_for
 
 
-if TYPE_CHECKING:
-    from .load import Load
-
-
-__all__ = ["finish_saves_into", "streaming", "warn_of_open_dtype"]
+__all__ = ["finish_saves_into", "streaming"]
 
 logger = logging.get_logger(__name__)
 
@@ -95,7 +91,7 @@ class streaming:  # noqa: N801 - used like a function
 
 
 def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
-    around = Session.current()
+    original, around = functools.partial(original, cls), Session.current()
     if not scope.active_configs() or (around is not None and not around.building):
         return original(*args, **kwargs)
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
@@ -142,63 +138,26 @@ def _path_of(args: Any, kwargs: Any) -> Any:
 def _load(
     original: Callable[..., Any], cls: Any, args: Any, kwargs: Any, strict: Any, own_config: ModelsConfig | None
 ) -> Any:
-    found = zero3_config(own_config)
-    if found is not None:
-        return _under_zero3(original, found, args, kwargs, strict)
-    return _outside_zero3(original, cls, other_config(own_config), args, kwargs, strict)
+    """Stream, together with the other ranks; or leave the load to stock."""
+    found, path = other_config(own_config), _path_of(args, kwargs)
+    choice = choose(cls, path, kwargs, found, strict, is_zero3=zero3_config(own_config) is not None)
+    if choice is not None:
+        from ..destinations.deepspeed.zero3 import outside_zero_init  # imports deepspeed, which takes seconds
 
-
-def _under_zero3(original: Callable[..., Any], found: dict[str, Any], args: Any, kwargs: Any, strict: Any) -> Any:
-    # These import deepspeed, which takes seconds and which plain loading does not need.
-    from ..destinations.deepspeed import zero3
-    from ..destinations.deepspeed.partitioned import Partitioned
-    from .load import Load
-
-    zero3.init_distributed()
-    coordinator = Coordinator.of_default_group()
-    with coordinator.watched(LOAD), coordinator.reporting():
-        adopt_alias(found, zero3.partition_dtype(found).itemsize)
-        settings, ds_config = _settings(found, strict), without_auto(without_own_section(buildable(found)))
-        load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator))
-        zero3.refuse_unsupported(ds_config)
-        _refuse_empty_weights()
-        if (sections := zero3.undecided(found)) and coordinator.is_main:
-            warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
-        with zero3.outside_zero_init():
-            return _streamed(load, original, args, kwargs)
-
-
-def _outside_zero3(
-    original: Callable[..., Any], cls: Any, found: dict[str, Any], args: Any, kwargs: Any, strict: Any
-) -> Any:
-    """Share the load with the other ranks if they all make it, else leave it to stock."""
-    _warn_if_zero3_comes_too_late()
-    if not _ranks_load_the_same(kwargs):
-        return _stock_from_pretrained(original, args, kwargs, _settings(found, strict).strict)
-    with expected_at(SHARED_LOAD):
-        settings = _settings(found, strict)
-        if settings.share_reads:
-            from ..destinations.deepspeed import zero3
-            from ..destinations.deepspeed.flat.replicas import FlatReplicas
-            from .load import Load
-
-            coordinator = Coordinator.of_default_group()
-            path = str(_path_of(args, kwargs))
-            subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
-            try:
-                with coordinator.watched(SHARED_LOAD, subject), coordinator.reporting():
-                    ds_config = without_auto(without_own_section(buildable(found)))
-                    on_device = settings.replicas_on == "device"
-                    replicas = FlatReplicas(ds_config, coordinator, settings.staging_bytes, on_device=on_device)
-                    load = Load(settings, ds_config, coordinator, replicas)
-                    with zero3.outside_zero_init():
-                        return _streamed(load, original, args, kwargs)
-            except (Apart, DisagreementError) as why:
-                logger.warning(
-                    f"hf_zero_stream: rank {coordinator.rank} loads {path} alone, as stock transformers does, and "
-                    f"shares no reading: {why}"
-                )
-    return _stock_from_pretrained(original, args, kwargs, settings.strict)
+        coordinator = Coordinator.of_default_group()
+        try:
+            with coordinator.watched(choice.occasion, choice.subject), coordinator.reporting():
+                load = choice.make_load(coordinator)
+                with outside_zero_init():
+                    return _streamed(load, original, args, kwargs)
+        except (Apart, DisagreementError) as why:
+            if not choice.occasion.is_optional:
+                raise
+            logger.warning(
+                f"hf_zero_stream: rank {coordinator.rank} loads {path} alone, as stock transformers does, and shares "
+                f"no reading: {why}"
+            )
+    return _stock_from_pretrained(original, args, kwargs, settings_for(found, strict).strict)
 
 
 def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -248,21 +207,6 @@ def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> No
         logger.warning(f"{path}: an interrupted save was complete; its files have their final names now.")
 
 
-def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
-    """Whether there are several ranks, each of which would load all of the model into its host memory."""
-    import torch.distributed as dist
-
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
-    sharding = sharding_argument(kwargs)
-    if sharding and dist.get_rank() == 0:
-        logger.warning(
-            f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model: sharded models "
-            "are not streamed yet. Each rank reads the checkpoint by transformers' own code, and nothing is shared."
-        )
-    return not sharding and not why_elsewhere(kwargs)
-
-
 @contextmanager
 def _on_the_host() -> Iterator[None]:
     """Inside, tensors without a device of their own are the host's, whatever torch's default device is."""
@@ -271,19 +215,6 @@ def _on_the_host() -> Iterator[None]:
     else:
         with torch.device("cpu"):
             yield
-
-
-def _refuse_empty_weights() -> None:
-    if builds_without_memory():
-        raise UnsupportedError(
-            "from_pretrained inside accelerate's init_empty_weights() would leave every parameter without values. "
-            "Call it outside: under streaming() no rank holds the whole model anyway."
-        )
-
-
-def _settings(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
-    settings = StreamingConfig.resolve(scope.current_config(), ds_config)
-    return settings if strict is None else replace(settings, strict=strict)
 
 
 def _stock_from_pretrained(original: Callable[..., Any], args: Any, kwargs: Any, strict: bool) -> Any:
@@ -303,25 +234,3 @@ _patches = patching.Patches(
         **SAVING_REPLACEMENTS,
     }
 )
-
-
-def warn_of_open_dtype(sections: list[str], advice: str) -> None:
-    logger.warning_once(
-        f'The DeepSpeed config has "{sections[0]}": {{"enabled": "auto"}}, and neither accelerate nor the Trainer has '
-        f"filled it in. It counts as off, as in DeepSpeed: parameters are in fp32. {advice}"
-    )
-
-
-def _warn_if_zero3_comes_too_late() -> None:
-    if announces_zero3():
-        if announces_zero3_init():
-            logger.warning_once(
-                "The launcher announces DeepSpeed ZeRO-3, but no DeepSpeed config object is alive yet, so this model "
-                "is loaded in full on every rank. Move the line that creates Accelerator() or TrainingArguments(...) "
-                "above from_pretrained(...)."
-            )
-        else:
-            logger.warning_once(
-                "The launcher announces DeepSpeed ZeRO-3 with zero3_init_flag: false, so this model is loaded in full "
-                "on every rank. Set zero3_init_flag: true in the accelerate config to stream it."
-            )

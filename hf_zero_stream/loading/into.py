@@ -16,15 +16,15 @@ from ..checkpoint.wrapped import refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.deepspeed import original_experts
 from ..destinations.deepspeed.live import LiveModel
-from ..errors import ConfigError, LoadError, UnsupportedError
+from ..engine.load import Load
+from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
-from ..reports.memory import collector_paused
-from ..seams import Session, Stopped, zero3_hidden
 from ..seams.placement import refuse_sharding
-from .integration import finish_saves_into, streaming
-from .load import Load
+from ..seams.wrappers import unwrapped
+from .dry_load import with_lazy_model
+from .integration import finish_saves_into
 
 
 __all__ = ["load_into"]
@@ -70,7 +70,12 @@ def load_into(
 
 
 def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwargs: Mapping[str, Any]) -> LoadReport:
-    live_model = _inside(model)
+    live_model = unwrapped(model) if isinstance(model, nn.Module) else model
+    if not isinstance(live_model, PreTrainedModel):
+        raise ConfigError(
+            "load_into(model): expected a transformers model or the engine around one; got "
+            f"{type(live_model).__name__}. Of a PEFT model, pass get_base_model()."
+        )
     if original_experts.converted_layers(live_model):
         raise UnsupportedError(
             "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load it "
@@ -87,31 +92,13 @@ def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwa
         finish_saves_into(path, config.read_from, coordinator)
         destination = LiveModel(live_model, coordinator, config.staging_bytes)
         load = Load(replace(config, strict=strict), {}, coordinator, destination)
-        # Where fp32 values are trained, they are loaded without rounding to the model's own dtype.
-        dtype = torch.float32 if destination.masters else live_model.dtype
-        with streaming(), zero3_hidden(), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
-            _place_instead(load, live_model, path, {"dtype": dtype, **kwargs})
+        arguments = {
+            # Where fp32 values are trained, they are loaded without rounding to the model's own dtype.
+            "dtype": torch.float32 if destination.masters else live_model.dtype,
+            "config": copy.deepcopy(live_model.config),
+            **kwargs,
+        }
+        with load.memory, load.clock("total"), torch.no_grad():
+            # transformers makes a lazy model of the live one's class; its values are placed into the live one.
+            with_lazy_model(load, load.place, type(live_model), path, **arguments)
         return load.finish(live_model, logger)
-
-
-def _inside(model: Any) -> PreTrainedModel:
-    """The transformers model inside an engine, DistributedDataParallel or what torch.compile() returns."""
-    inner = model
-    while not isinstance(inner, PreTrainedModel):
-        around, inner = inner, getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
-        if not isinstance(inner, nn.Module):
-            raise ConfigError(
-                "load_into(model): expected a transformers model or the engine around one; got "
-                f"{type(around).__name__}. Of a PEFT model, pass get_base_model()."
-            )
-    return inner
-
-
-def _place_instead(load: Load, live_model: PreTrainedModel, path: str, kwargs: Mapping[str, Any]) -> None:
-    """Have transformers make a lazy model of the live one's class, and place its values into the live one."""
-    with Session(load, instead_of_placing=load.place, strict=load.config.strict) as session:
-        try:
-            type(live_model).from_pretrained(path, **{"config": copy.deepcopy(live_model.config), **kwargs})
-        except Stopped:
-            return
-    raise LoadError(f"{path} cannot be streamed: {session.stock_reason or 'transformers loads it in another way'}.")

@@ -1,16 +1,17 @@
 """The DeepSpeed config that transformers knows of: hiding it from a thread, and adding a model's own for a while.
 
-All of transformers, model files included, asks one weak reference for it. The object that was made last has replaced
-all others there, for good: when it is gone, those that live still are not found any more. That is right for a config
-which a user makes once, and wrong for one that ``from_pretrained(ds_config=...)`` makes on the way. So from the first
-of those on, the reference is one of ours (:class:`_NewestAlive`).
+All of transformers, model files included, asks one module attribute for it: a weak reference to the config object that
+was made last. That one has replaced all others for good: when it is gone, those that are still alive are not found any
+more. That is right for a config which a user makes once, and wrong for one that ``from_pretrained(ds_config=...)``
+makes on the way. So as long as a model has a config of its own, or a thread hides ZeRO-3, a :class:`_StandIn` is there
+instead of the weak reference.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -22,9 +23,9 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 __all__ = ["ModelsConfig", "other_config", "zero3_config", "zero3_hidden"]
 
 _Reference = Callable[[], Any]
-"""A weak reference, or what stands in for one."""
+"""A weak reference to a config."""
 
-_lock = threading.RLock()  # a finalizer may run inside
+_lock = threading.RLock()  # reentrant: the garbage collector may run a finaliser inside that takes it again
 
 
 def zero3_config(own: ModelsConfig | None = None) -> dict[str, Any] | None:
@@ -55,7 +56,8 @@ class ModelsConfig(HfDeepSpeedConfig):
     """
 
     def __init__(self, config: Any) -> None:
-        _watch_new_configs()
+        with _lock:
+            _replace_set(True)  # the constructor calls it
         try:
             super().__init__(config)
         except BaseException:
@@ -65,71 +67,22 @@ class ModelsConfig(HfDeepSpeedConfig):
     def withdraw(self) -> None:
         """Have transformers find what it finds without this config."""
         with _lock:
-            _set_entries(tuple(entry for entry in _alive_entries() if entry() is not self))
+            present = _present()
+            _put([entry for entry in present.entries if entry() is not self], present.hiding)
 
     def __deepcopy__(self, memo: Any) -> ModelsConfig:
         """A copied model needs the config that is known, and not one that is merely equal."""
         return self
 
 
-class _NewestAlive:
-    """Stands in for transformers' weak reference: gives the newest config that is alive.
-
-    Args:
-        entries: weak references, the newest last.
-    """
-
-    def __init__(self, entries: tuple[_Reference, ...]) -> None:
-        self.entries = entries
-
-    def __call__(self) -> Any:
-        configs = (entry() for entry in reversed(self.entries))
-        return next((config for config in configs if config is not None), None)
-
-
-_original_set = transformers_deepspeed.set_hf_deepspeed_config
-
-
-def _watch_new_configs() -> None:
-    """From now on, until no model's config is alive, a new config does not make transformers forget those."""
-    global _original_set
-    with _lock:
-        if transformers_deepspeed.set_hf_deepspeed_config is not _set_config:
-            _original_set = transformers_deepspeed.set_hf_deepspeed_config
-            transformers_deepspeed.set_hf_deepspeed_config = _set_config
-
-
 def _set_config(config: Any) -> None:
     """In place of transformers' ``set_hf_deepspeed_config``, which every new config object calls."""
     with _lock:
-        entries = _alive_entries()
-        if not isinstance(config, ModelsConfig):
-            # It replaces what the user has set before, but no model's.
-            entries = tuple(entry for entry in entries if isinstance(entry(), ModelsConfig))
-        _set_entries((*entries, weakref.ref(config)))
-
-
-def _alive_entries() -> tuple[_Reference, ...]:
-    """References to the configs that are alive, the newest last."""
-    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    if isinstance(reference, _HidingReference):
-        reference = reference.original
-    entries = reference.entries if isinstance(reference, _NewestAlive) else () if reference is None else (reference,)
-    return tuple(entry for entry in entries if entry() is not None)
-
-
-def _set_entries(entries: tuple[_Reference, ...]) -> None:
-    if any(isinstance(entry(), ModelsConfig) for entry in entries):
-        reference: _Reference | None = _NewestAlive(entries)
-    else:  # all is as if we had never been there
-        reference = entries[-1] if entries else None
-        if transformers_deepspeed.set_hf_deepspeed_config is _set_config:
-            transformers_deepspeed.set_hf_deepspeed_config = _original_set
-    present = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    if isinstance(present, _HidingReference):
-        present.original = reference
-    else:
-        transformers_deepspeed._hf_deepspeed_config_weak_ref = reference
+        present = _present()
+        is_models = isinstance(config, ModelsConfig)
+        # A user's config replaces what the user has set before, but no model's.
+        kept = [entry for entry in present.entries if is_models or isinstance(entry(), ModelsConfig)]
+        _put([*kept, weakref.ref(config)], present.hiding)
 
 
 # ------------------------------------------------------------------------------------------------ hiding ZeRO-3
@@ -139,35 +92,71 @@ _hidden: ContextVar[bool] = ContextVar("hf_zero_stream_hides_zero3", default=Fal
 
 @contextmanager
 def zero3_hidden() -> Iterator[None]:
-    """transformers, its models included, finds no ZeRO-3 in this thread."""
+    """Inside, transformers and its models find no DeepSpeed config in this thread."""
     token = _hidden.set(True)
-    with _lock:
-        reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-        if not isinstance(reference, _HidingReference):
-            transformers_deepspeed._hf_deepspeed_config_weak_ref = _HidingReference(reference)
-        transformers_deepspeed._hf_deepspeed_config_weak_ref.users += 1
+    _count_hiding(1)
     try:
         yield
     finally:
         _hidden.reset(token)
-        with _lock:
-            reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-            if isinstance(reference, _HidingReference):
-                reference.users -= 1
-                if reference.users == 0:
-                    transformers_deepspeed._hf_deepspeed_config_weak_ref = reference.original
+        _count_hiding(-1)
 
 
-class _HidingReference:
-    """Stands in for the weak reference to the DeepSpeed config through which transformers detects ZeRO-3.
+def _count_hiding(change: int) -> None:
+    with _lock:
+        present = _present()
+        # Not below 0: unset_hf_deepspeed_config() may have removed the stand-in, and its count, in between.
+        _put(present.entries, max(0, present.hiding + change))
 
-    All of transformers, model files included, asks this one reference; to a thread that hides ZeRO-3 it answers that
-    there is no config.
+
+# ------------------------------------------------------------------------------------------------ the stand-in
+
+
+class _StandIn:
+    """Stands in for transformers' weak reference: gives the newest config that is alive, but none to hiding threads.
+
+    Args:
+        entries: weak references, the newest last.
+        hiding: how many :func:`zero3_hidden` there are now.
     """
 
-    def __init__(self, original: _Reference | None) -> None:
-        self.original = original
-        self.users = 0
+    def __init__(self, entries: Sequence[_Reference], hiding: int) -> None:
+        self.entries = entries
+        self.hiding = hiding
 
     def __call__(self) -> Any:
-        return None if _hidden.get() or self.original is None else self.original()
+        if _hidden.get():
+            return None
+        configs = (entry() for entry in reversed(self.entries))
+        return next((config for config in configs if config is not None), None)
+
+
+def _present() -> _StandIn:
+    """What transformers finds now."""
+    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
+    if isinstance(reference, _StandIn):
+        return reference
+    return _StandIn(() if reference is None else (reference,), hiding=0)
+
+
+def _put(entries: Sequence[_Reference], hiding: int) -> None:
+    """Have transformers find this; without a stand-in if it would find the same."""
+    alive = [entry for entry in entries if entry() is not None]
+    stands_in = hiding > 0 or any(isinstance(entry(), ModelsConfig) for entry in alive)
+    plain = alive[-1] if alive else None
+    transformers_deepspeed._hf_deepspeed_config_weak_ref = _StandIn(alive, hiding) if stands_in else plain
+    _replace_set(stands_in)
+
+
+_original_set: Callable[[Any], None] | None = None
+
+
+def _replace_set(wanted: bool) -> None:
+    """Have a new config not replace the stand-in, or put transformers' function back."""
+    global _original_set
+    found = transformers_deepspeed.set_hf_deepspeed_config
+    if wanted and found is not _set_config:
+        _original_set = found
+        transformers_deepspeed.set_hf_deepspeed_config = _set_config
+    elif not wanted and found is _set_config:
+        transformers_deepspeed.set_hf_deepspeed_config = _original_set

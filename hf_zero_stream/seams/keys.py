@@ -1,7 +1,8 @@
-"""What transformers does for each checkpoint key, done once for all keys that differ only in their numbers.
+"""transformers' loop over checkpoint keys: made fast, and able to work on lazy tensors.
 
-A checkpoint of a hundred thousand tensors has some dozens of kinds of keys: ``layers.3.mlp.experts.17.w1.weight``
-is renamed as that of any other layer and expert with as many digits. Results are those of transformers' functions.
+What transformers does for each key is done once for all keys that differ only in their numbers. A checkpoint of a
+hundred thousand tensors has some dozens of kinds of keys: ``layers.3.mlp.experts.17.w1.weight`` is renamed as that of
+any other layer and expert with as many digits. Results are those of transformers' functions.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any, NamedTuple
 from transformers import core_model_loading
 from transformers.core_model_loading import WeightTransform
 
-from .. import patching
-from .session import Session
+from ..checkpoint.lazy import LazyTensor
+from .session import Session, seam
 
 
-__all__ = ["REPLACEMENTS", "RenamingChain"]
+__all__ = ["RenamingChain"]
 
 _DIGITS = "0123456789"
 _GROUP_NAME = re.compile(r"\?P<\w+>")
@@ -139,20 +140,16 @@ def _template_table(transforms: Sequence[Any]) -> bytes | None:
     return bytes.maketrans(alike, alike[:1] * len(alike))
 
 
-def _apply_renamings(original: Callable[..., str], source_key: str, weight_renamings: list[Any]) -> str:
-    session = Session.streaming()
-    if session is None:
-        return original(source_key, weight_renamings)
-    return _chain(session, weight_renamings).apply_all(source_key)
+@seam(core_model_loading, "apply_renamings", since="5.21")
+def _apply_renamings(session: Session, original: Callable[..., str], source_key: str, transforms: list[Any]) -> str:
+    return _chain(session, transforms).apply_all(source_key)
 
 
+@seam(core_model_loading, "apply_converters", since="5.21")
 def _apply_converters(
-    original: Callable[..., tuple[str, str | None]], source_key: str, weight_converters: list[Any]
+    session: Session, original: Callable[..., Any], source_key: str, transforms: list[Any]
 ) -> tuple[str, str | None]:
-    session = Session.streaming()
-    if session is None:
-        return original(source_key, weight_converters)
-    return _chain(session, weight_converters).apply_first(source_key)
+    return _chain(session, transforms).apply_first(source_key)
 
 
 def _chain(session: Session, transforms: list[Any]) -> RenamingChain:
@@ -163,7 +160,8 @@ def _chain(session: Session, transforms: list[Any]) -> RenamingChain:
     return chain
 
 
-def _dot_natural_key(original: Callable[[str], Any], key: str) -> Any:
+@seam(core_model_loading, "dot_natural_key")
+def _dot_natural_key(session: Session, original: Callable[[str], Any], key: str) -> Any:
     """Parts of keys are sorted by themselves, and there are far fewer of them than keys."""
     return [_part_key(original, part) for part in key.split(".")]
 
@@ -174,16 +172,58 @@ def _part_key(original: Callable[[str], list[Any]], part: str) -> Any:
     return key
 
 
-def _get_device(original: Callable[..., Any], device_map: Any, param_name: str, *args: Any, **kwargs: Any) -> Any:
+@seam(core_model_loading, "get_device")
+def _get_device(session: Session, original: Callable[..., Any], device_map: Any, *args: Any, **kwargs: Any) -> Any:
     """All of a streamed model is in one place; transformers compiles a pattern for each parameter to find it."""
-    if Session.streaming() is None or device_map is None or list(device_map) != [""]:
-        return original(device_map, param_name, *args, **kwargs)
+    if device_map is None or list(device_map) != [""]:
+        return original(device_map, *args, **kwargs)
     return device_map[""]
 
 
-REPLACEMENTS: dict[tuple[Any, str], patching.Replacement] = {
-    (core_model_loading, "apply_renamings"): _apply_renamings,
-    (core_model_loading, "apply_converters"): _apply_converters,
-    (core_model_loading, "dot_natural_key"): _dot_natural_key,
-    (core_model_loading, "get_device"): _get_device,
-}
+@seam(core_model_loading, "deepcopy")
+def _deepcopy(session: Session, original: Callable[..., Any], value: Any, *args: Any) -> Any:
+    """transformers copies a converter for each checkpoint key, and throws away all copies but a target's first.
+
+    A copy in which nothing was collected is as good as new: it is handed out again until it is used. For the 45,000
+    tensors of DeepSeek-V3 that is more than half of the planning time.
+    """
+    if not isinstance(value, core_model_loading.WeightConverter):
+        return original(value, *args)
+    template, spare = session.spares.get(id(value), (value, None))
+    if spare is None or spare.collected_tensors:
+        spare = original(value, *args)
+        session.spares[id(value)] = (template, spare)
+    return spare
+
+
+@seam(core_model_loading, "spawn_materialize")
+def _spawn_materialize(
+    session: Session, original: Callable[..., Any], thread_pool: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """A lazy tensor is made in microseconds: handing it to a thread takes longer."""
+    return original(None, *args, **kwargs)
+
+
+@seam(core_model_loading, "tqdm", since="5.3")
+def _tqdm(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Nothing is loaded in this loop; our own bar counts bytes."""
+    return args[0] if args else original(**kwargs)
+
+
+@seam(core_model_loading.WeightConverter, "convert")
+def _convert(
+    session: Session, original: Callable[..., Any], self: Any, layer_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """A converter, run once more on real tensors where one of its ops cannot work on lazy ones (``numpy()``)."""
+    collected = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
+    try:
+        return original(self, layer_name, *args, **kwargs)
+    except core_model_loading.SkipParameters:
+        for pattern, tensors in collected.items():
+            # What is collected are functions that give a tensor.
+            values = [tensor() if callable(tensor) else tensor for tensor in tensors]
+            self.collected_tensors[pattern] = [
+                value.materialise() if isinstance(value, LazyTensor) else value for value in values
+            ]
+        kwargs["loading_info"].conversion_errors.pop(layer_name, None)
+        return original(self, layer_name, *args, **kwargs)

@@ -4,47 +4,45 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
-from .. import patching
-from ..checkpoint.format import TensorEntry
 from ..checkpoint.index_file import check_files, read_index_file
 from ..checkpoint.wrapped import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from .ds_config import zero3_hidden
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
-from .session import Session, Stopped
+from .session import Session, replaces, seam
 
 
-__all__ = ["REPLACEMENTS", "raise_if_misfit"]
+__all__ = ["raise_if_misfit"]
 
 logger = logging.get_logger(__name__)
 
 
-def _get_init_context(original: Callable[..., Any], cls: Any, dtype: Any, is_quantized: bool, *args: Any) -> Any:
-    session = Session.current()
-    if session is None or session.building:
-        return original(dtype, is_quantized, *args)
-    if session.stock_reason:
-        _warn_of_stock(session)
-        return original(dtype, is_quantized, *args)
-    if session.inside is None and not session.load.destination.hides_zero3:
-        return [_building(session), *original(dtype, is_quantized, *args)]
-    with zero3_hidden():
-        contexts = original(dtype, is_quantized, *args)
-    if session.inside is not None:
-        return [_building(session), *contexts]
-    # The line by which transformers says that it found ZeRO-3, and by which its own tests know.
-    modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
-    # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
-    return [_building(session), *contexts, modeling_utils.set_zero3_state()]
+@seam(PreTrainedModel, "get_init_context")
+def _get_init_context(
+    session: Session, original: Callable[..., Any], cls: Any, dtype: Any, is_quantized: bool, *args: Any
+) -> Any:
+    """The contexts in which transformers builds the model."""
+    if session.building:
+        return original(cls, dtype, is_quantized, *args)
+    is_part, hides_zero3 = session.inside is not None, session.load.destination.hides_zero3
+    with zero3_hidden() if is_part or hides_zero3 else nullcontext():
+        contexts = [_building(session), *original(cls, dtype, is_quantized, *args)]
+    if hides_zero3 and not is_part:
+        # The line by which transformers says that it found ZeRO-3, and by which its own tests know.
+        modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
+        # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
+        contexts.append(modeling_utils.set_zero3_state())
+    return contexts
 
 
 @contextmanager
@@ -57,14 +55,9 @@ def _building(session: Session) -> Iterator[None]:
         session.building = False
 
 
-def _warn_of_stock(session: Session) -> None:
-    if session.load.coordinator.is_main and session.load.destination.hides_zero3:  # elsewhere stock is no surprise
-        logger.warning(
-            f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
-        )
-
-
+@seam(PreTrainedModel, "_load_pretrained_model")
 def _load_pretrained_model(
+    session: Session,
     original: Callable[..., Any],
     model: Any,
     state_dict: Any,
@@ -73,9 +66,10 @@ def _load_pretrained_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    session = Session.current()
-    if session is not None and session.model is None and stays_quantised(load_config.hf_quantizer):
-        if session.inside is not None or session.has_nested:
+    """Run transformers' function on a state dict of lazy tensors."""
+    load, is_part = session.load, session.inside is not None
+    if session.model is None and stays_quantised(load_config.hf_quantizer):
+        if is_part or session.has_nested:
             raise UnsupportedError(
                 f"{load_config.pretrained_model_name_or_path}: this checkpoint stays quantised, and it belongs to a "
                 "model whose __init__ calls from_pretrained: the two cannot be streamed together. Pass a "
@@ -85,31 +79,32 @@ def _load_pretrained_model(
             "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
             "quantization_config with dequantize=True, where the format has one"
         )
-        _warn_of_stock(session)
-    if session is None or session.stock_reason or session.model is not None:
+        if load.coordinator.is_main and load.destination.hides_zero3:  # elsewhere stock is no surprise
+            logger.warning(
+                f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
+            )
+    if session.model is not None or session.stock_reason:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    load = session.load
     refuse_wrapped(
         model.named_parameters(), f"from_pretrained of {type(model).__name__}", "Load it without streaming()."
     )
     session.model = model
     slices = _open(session, state_dict, checkpoint_files, load_config)
-    with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer):
-        # A part of a model has no say in it.
-        dtype = load.destination.dtype(load_config.dtype if session.inside is None else None)
+    with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer), keeping_groups(model):
+        # The dtype of a part of a model is not asked for: the whole one's counts.
+        dtype = load.destination.dtype(None if is_part else load_config.dtype)
         if dtype is not None:
             _cast_meta_parameters(model, dtype)
             # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
             load_config = replace(load_config, dtype=dtype)
-        with keeping_groups(model):
-            try:
-                result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
-            except Exception:
-                load.refuse_absent()  # it may be why
-                raise
-            load.refuse_absent()
-            result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
-            return result
+        try:
+            result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
+        except Exception:
+            load.refuse_absent()  # it may be why
+            raise
+        load.refuse_absent()
+        result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
+        return result
 
 
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,22 +116,19 @@ def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
         return PreTrainedModel._load_pretrained_model(model, *args, **kwargs)
 
 
-def _refuse_distributed_checkpoint(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    if Session.current() is None:
-        return original(self, *args, **kwargs)
+@seam(PreTrainedModel, "_load_and_finalize_distributed_pretrained_model", since="5.20")
+def _refuse_distributed_checkpoint(session: Session, *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError(
         "This folder holds a distributed checkpoint (torch.distributed.checkpoint), which is not a map of safetensors "
         "bytes. Save it with save_pretrained(distributed_checkpoint=False), or load it without streaming()."
     )
 
 
+@seam(modeling_utils, "get_checkpoint_shard_files")
 def _get_checkpoint_shard_files(
-    original: Callable[..., Any], name: Any, index_filename: str, *args: Any, **kwargs: Any
+    session: Session, original: Callable[..., Any], name: Any, index_filename: str, *args: Any, **kwargs: Any
 ) -> Any:
     """The index is checked before transformers parses it and looks for the files that it names."""
-    session = Session.current()
-    if session is None:
-        return original(name, index_filename, *args, **kwargs)
     read_index_file(index_filename)
     found = original(name, index_filename, *args, **kwargs)
     check_files(found[0])
@@ -145,45 +137,42 @@ def _get_checkpoint_shard_files(
 
 
 def _read_ahead(session: Session, files: Sequence[str]) -> None:
-    if (
-        session.instead_of_placing is None
-        and session.inside is None
-        and all(file.endswith(".safetensors") for file in files)
-    ):
+    is_read = session.instead_of_placing is None and session.inside is None
+    if is_read and all(file.endswith(".safetensors") for file in files):
         session.load.read_ahead(files)
 
 
+@replaces(modeling_utils, "load_state_dict")
 def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
     """For pickles; transformers also looks into a first shard, for a dtype that nothing else says. Both are checked.
 
     With ``weights_only``, transformers' default, no code in a pickle is run; what torch refuses is torch's own error.
     """
-    session = Session.current()
+    session = Session.current()  # also of a load that was left to stock
     if session is None:
         return original(file, *args, **kwargs)
     if str(file).endswith(".safetensors"):
         index = session.load.look_into(file)
         if not session.load.reads_itself:
-            return {name: _on_meta(entry) for name, entry in index.tensors.items()}
+            return {
+                name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+                for name, entry in index.tensors.items()
+            }
     values = original(file, *args, **kwargs)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{file}: expected a map of names to tensors, found {type(values).__name__}.")
     return values
 
 
-def _on_meta(entry: TensorEntry) -> torch.Tensor:
-    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-
-
-def _get_resolved_checkpoint_files(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+@seam(modeling_utils, "_get_resolved_checkpoint_files")
+def _get_resolved_checkpoint_files(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """A rank that another one reads for need not see the one file of a checkpoint that has no index."""
     try:
         return original(*args, **kwargs)
     except OSError:
-        session, folder = Session.streaming(), kwargs.get("pretrained_model_name_or_path")
-        if session is None or session.load.reads_itself or not folder or not os.path.isdir(folder):
-            raise
-        if kwargs.get("gguf_file") or kwargs.get("use_safetensors") is False:
+        folder = kwargs.get("pretrained_model_name_or_path")
+        is_safetensors = not kwargs.get("gguf_file") and kwargs.get("use_safetensors") is not False
+        if session.load.reads_itself or not is_safetensors or not folder or not os.path.isdir(folder):
             raise
         name = ".".join(filter(None, ("model", kwargs.get("variant"), "safetensors")))
         subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
@@ -196,13 +185,13 @@ def _open(session: Session, state_dict: Any, checkpoint_files: Any, load_config:
         return load.open_values(mapped_gguf_values(state_dict))
     if not checkpoint_files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
-    load.refuse_unseen(checkpoint_files)
     if load_config.sharded_metadata is None:
         check_files(checkpoint_files)
         _read_ahead(session, checkpoint_files)  # those of an index are read ahead since it was read
     if checkpoint_files[0].endswith(".safetensors"):
         return load.open(checkpoint_files, (load_config.sharded_metadata or {}).get("weight_map"))
     logger.info("The checkpoint is not in safetensors: hf_zero_stream reads it through torch.load's memory map.")
+    load.compare_files(checkpoint_files)
     values: dict[str, torch.Tensor] = {}
     for file in checkpoint_files:
         values.update(modeling_utils.load_state_dict(file, map_location="cpu", weights_only=load_config.weights_only))
@@ -215,52 +204,52 @@ def _cast_meta_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(dtype)
 
 
-def _finalize_model_loading(original: Callable[..., Any], model: Any, load_config: Any, loading_info: Any) -> Any:
-    session = Session.current()
-    if session is None or session.model is not model:
+@seam(PreTrainedModel, "_finalize_model_loading")
+def _finalize_model_loading(
+    session: Session, original: Callable[..., Any], model: Any, load_config: Any, loading_info: Any
+) -> Any:
+    """Within this function transformers calls the one that places the model's values (:func:`_move_missing_keys`)."""
+    if session.model is not model:
         return original(model, load_config, loading_info)
+    session.placing = partial(_place, session, model, load_config, loading_info)
+    clock = session.load.clock
 
-    def place() -> None:
-        faulty = (
-            loading_info.error_msgs
-            or loading_info.conversion_errors
-            or (loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes)
-        )
-        if faulty:
-            if not session.load.reads_itself:
-                session.load.coordinator.check()  # the rank that reads for this one may have died, which is why
-            raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
-        if session.strict:
-            raise_if_misfit(*_misfits(model, loading_info))
-        if session.inside is not None:
-            return  # what its checkpoint lacks stays on the meta device, as in any part of the model that is built
-        missing = set(loading_info.missing_and_mismatched())
-        tied = missing & set(getattr(model, "all_tied_weights_keys", ()))
-        if session.has_nested:
-            # These have their values from what the model's __init__ loaded.
-            missing -= {name for name, tensor in _tensors(model) if not tensor.is_meta} - tied
-        if session.instead_of_placing is not None:
-            loading_info.missing_keys -= tied  # no tie comes any more that would take them out of the LOAD REPORT
-            raise Stopped(session.instead_of_placing(model, missing, tied))
-        session.load.place(model, missing, tied)
-        if session.load.destination.hides_zero3:
-            vars(model)["_load_pretrained_model"] = _load_adapter
+    def seconds_inside() -> float:
+        return sum(clock.seconds[phase] for phase in ("plan", "read", "convert", "copy"))
 
-    session.placing = place
-    with zero3_hidden():
-        before = session.load.clock.seconds
-        with session.load.clock("finalise"):
-            result = original(model, load_config, loading_info)
-        # The plan and the reads ran inside, and are counted as themselves.
-        after = session.load.clock.seconds
-        inner = sum(after[phase] - before[phase] for phase in ("plan", "read", "convert", "copy"))
-        session.load.clock.add("finalise", -inner)
+    with zero3_hidden(), clock("finalise"):
+        before = seconds_inside()
+        result = original(model, load_config, loading_info)
+        clock.add("finalise", before - seconds_inside())  # they are counted as themselves
         return result
 
 
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def _place(session: Session, model: Any, load_config: Any, loading_info: Any) -> None:
+    """Place the values of the lazy model, now that transformers knows which keys are missing."""
+    faulty = (
+        loading_info.error_msgs
+        or loading_info.conversion_errors
+        or (loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes)
+    )
+    if faulty:
+        if not session.load.reads_itself:
+            session.load.coordinator.check()  # the rank that reads for this one may have died, which is why
+        raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
+    if session.strict:
+        raise_if_misfit(*_misfits(model, loading_info))
+    if session.inside is not None:
+        return  # what its checkpoint lacks stays on the meta device, as in any part of the model that is built
+    missing = set(loading_info.missing_and_mismatched())
+    tied = missing & set(getattr(model, "all_tied_weights_keys", ()))
+    if session.has_nested:
+        # These have their values from what the model's __init__ loaded.
+        tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+        missing -= {name for name, tensor in tensors if not tensor.is_meta} - tied
+    if session.instead_of_placing is not None:
+        loading_info.missing_keys -= tied  # no tie comes any more that would take them out of the LOAD REPORT
+    session.place(missing, tied)
+    if session.load.destination.hides_zero3:
+        vars(model)["_load_pretrained_model"] = _load_adapter
 
 
 def raise_if_misfit(missing: Any, unexpected: Any, mismatched: Any) -> None:
@@ -282,9 +271,9 @@ def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any
     return final.missing_keys, final.unexpected_keys, final.mismatched_keys
 
 
-def _move_missing_keys(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    session = Session.current()
-    if session is None or session.model is not self or session.placing is None:
+@seam(PreTrainedModel, "_move_missing_keys_from_meta_to_device")
+def _move_missing_keys(session: Session, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    if session.model is not self or session.placing is None:
         return original(self, *args, **kwargs)
     session.placing()
     session.placing = None
@@ -292,53 +281,37 @@ def _move_missing_keys(original: Callable[..., Any], self: Any, *args: Any, **kw
         original(self, *args, **kwargs)
 
 
-def _initialize_weights(original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
-    session = Session.streaming()
-    if session is not None and session.inside is not None and not session.building:
-        return  # with the model that it is a part of
-    if session is None or session.model is None or session.building:
+@seam(PreTrainedModel, "_initialize_weights")
+def _initialize_weights(
+    session: Session, original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any
+) -> None:
+    if session.building:
         original(self, module, *args, **kwargs)
-        return
-    session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
+    elif session.inside is None:  # else it is initialised with the model that it is a part of
+        session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
 
 
-def _is_fsdp_enabled(original: Callable[[], bool]) -> bool:
+@seam(modeling_utils, "is_fsdp_enabled")
+def _is_fsdp_enabled(session: Session, original: Callable[[], bool]) -> bool:
     """A variable that asks to load on rank 0 alone, for FSDP, means nothing to a load that streams."""
-    return Session.streaming() is None and original()
+    return False
 
 
-def _check_and_set_device_map(original: Callable[..., Any], device_map: Any) -> Any:
+@seam(modeling_utils, "check_and_set_device_map")
+def _check_and_set_device_map(session: Session, original: Callable[..., Any], device_map: Any) -> Any:
     """`from_pretrained` in a model's ``__init__`` meets the meta device, which transformers takes for a mistake."""
-    session = Session.current()
-    if session is None or session.inside is None:
+    if session.inside is None:
         return original(device_map)
     if device_map is not None:
         raise ValueError("DeepSpeed Zero-3 is not compatible with passing a `device_map`.")  # transformers' words
     return None
 
 
+@replaces(modeling_utils, "_tied_params_are_equal", since="5.23")
 def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: Any) -> bool:
+    """Also of a model that is loaded already, whose weights are tied anew."""
     if not has_partition(source) or not has_partition(target):
         return original(source, target)
     from ..destinations.deepspeed.zero3 import partitions_equal
 
     return partitions_equal(source, target)
-
-
-_distributed_owner = next(
-    (c for c in PreTrainedModel.__mro__ if "_load_and_finalize_distributed_pretrained_model" in vars(c)), None
-)
-REPLACEMENTS: dict[tuple[Any, str], patching.Replacement] = {
-    (PreTrainedModel, "get_init_context"): _get_init_context,
-    (PreTrainedModel, "_load_pretrained_model"): _load_pretrained_model,
-    (PreTrainedModel, "_finalize_model_loading"): _finalize_model_loading,
-    (PreTrainedModel, "_move_missing_keys_from_meta_to_device"): _move_missing_keys,
-    (PreTrainedModel, "_initialize_weights"): _initialize_weights,
-    (modeling_utils, "check_and_set_device_map"): _check_and_set_device_map,
-    (modeling_utils, "get_checkpoint_shard_files"): _get_checkpoint_shard_files,
-    (modeling_utils, "_get_resolved_checkpoint_files"): _get_resolved_checkpoint_files,
-    (modeling_utils, "load_state_dict"): _load_state_dict,
-    (modeling_utils, "_tied_params_are_equal"): _tied_params_are_equal,
-    (modeling_utils, "is_fsdp_enabled"): _is_fsdp_enabled,
-    (_distributed_owner, "_load_and_finalize_distributed_pretrained_model"): _refuse_distributed_checkpoint,
-}

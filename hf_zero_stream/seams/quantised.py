@@ -21,10 +21,10 @@ from transformers.integrations import mxfp4
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
-from .session import Session
+from .session import Session, replaces, seam
 
 
-__all__ = ["REPLACEMENTS", "dequantising", "mapped_gguf_values", "stays_quantised"]
+__all__ = ["dequantising", "mapped_gguf_values", "stays_quantised"]
 
 
 Part = dict[int, tuple[int, Fraction | int]]
@@ -39,9 +39,9 @@ def stays_quantised(hf_quantizer: Any) -> bool:
 
 
 def _optional(module: str, name: str) -> Any:
-    """An attribute of a module of transformers that not every version has."""
+    """An attribute of one of transformers' integrations, which not every version has; None without it."""
     try:
-        return getattr(importlib.import_module(module), name, None)
+        return getattr(importlib.import_module(f"transformers.integrations.{module}"), name, None)
     except ImportError:
         return None
 
@@ -49,6 +49,7 @@ def _optional(module: str, name: str) -> Any:
 # -------------------------------------------------------------------------------------------------- gpt-oss's MXFP4
 
 
+@replaces(mxfp4, "convert_moe_packed_tensors")
 def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scales: Any, **kwargs: Any) -> Any:
     """Blocks of shape [experts, rows, groups, bytes] and scales of [experts, rows, groups] give
     [experts, groups * 2 * bytes, rows]: the result is transposed, and each byte holds two values.
@@ -70,6 +71,7 @@ def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scale
 # ------------------------------------------------------------------------------------------------ FP8 and FP4 blocks
 
 
+@replaces(_optional("finegrained_fp8", "Fp8Dequantize"), "_dequantize_one", since="5.8")
 def _dequantize_one(original: Callable[..., Any], self: Any, quantized: Any, scales: Any, output_dtype: Any) -> Any:
     """A matrix of float8 values, or of pairs of float4 values in a byte, times a grid of scales.
 
@@ -82,8 +84,14 @@ def _dequantize_one(original: Callable[..., Any], self: Any, quantized: Any, sca
     grid = _grid(tuple(quantized.shape), quantized.dtype, tuple(scales.shape), tuple(configured))
     if grid is None:
         return original(self, quantized, scales, output_dtype=output_dtype)  # raises, with transformers' message
+
+    def dequantise(origin: tuple[int, ...], values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        for dim, size in enumerate((values.shape[0], values.shape[1] * grid.packing)):
+            scales = _repeated(scales, dim, origin[dim], size, grid.block[dim])
+        return original(self, values, scales, output_dtype=output_dtype)
+
     return LazyTensor.of_blocks(
-        functools.partial(_dequantise_piece, functools.partial(original, self, output_dtype=output_dtype), grid),
+        dequantise,
         (quantized, scales),
         sizes=grid.sizes,
         dtype=output_dtype,
@@ -115,19 +123,6 @@ def _grid(
     return _Grid(
         (rows, columns), packing, block, (values, {dim: (dim, Fraction(1, size)) for dim, size in enumerate(block)})
     )
-
-
-def _dequantise_piece(
-    dequantise: Callable[..., torch.Tensor],
-    grid: _Grid,
-    origin: tuple[int, ...],
-    values: torch.Tensor,
-    scales: torch.Tensor,
-) -> torch.Tensor:
-    shape = (values.shape[0], values.shape[1] * grid.packing)
-    for dim in (0, 1):
-        scales = _repeated(scales, dim, origin[dim], shape[dim], grid.block[dim])
-    return dequantise(values, scales)
 
 
 def _block_of(size: int, count: int, configured: int) -> int:
@@ -171,33 +166,27 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
             "dequantised first."
         )
     base = importlib.import_module("compressed_tensors.compressors.pack_quantized.base")
-    patches = patching.Patches(
-        {
-            (base, "unpack_from_int32"): _unpack_from_int32,
-            (base.PackedQuantizationCompressor, "decompress"): _decompress_packed,
-        }
-    )
-    patches.acquire()
-    try:
+    replacements: dict[tuple[Any, str], patching.Replacement] = {
+        (base, "unpack_from_int32"): _unpack_from_int32,
+        (base.PackedQuantizationCompressor, "decompress"): _decompress_packed,
+    }
+    with patching.Patches(replacements).held():
         yield
-    finally:
-        patches.release()
 
 
-def _merge_dequantised_experts(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+@seam(_optional("compressed_tensors", "CompressedTensorsDequantize"), "convert", since="5.21")
+def _merge_dequantised_experts(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The op allocates a fused tensor and copies each expert into it: that allocation becomes a list of them."""
-    if Session.streaming() is None:
-        return original(self, *args, **kwargs)
     with _PreallocatedStacks():
-        result = original(self, *args, **kwargs)
+        result = original(*args, **kwargs)
     return {name: value.stacked() if isinstance(value, _Stack) else value for name, value in result.items()}
 
 
 class _PreallocatedStacks(TorchFunctionMode):
     """Inside, ``torch.empty`` on the host gives a :class:`_Stack`.
 
-    transformers' op allocates in the middle of a function, where nothing else can be replaced. Unlike a patched
-    ``torch.empty``, a function mode holds in this thread only.
+    transformers' op allocates the fused tensor in the middle of a long function, where it calls nothing of its own
+    that could be replaced instead. Unlike a patched ``torch.empty``, a function mode holds in this thread only.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -233,7 +222,7 @@ def _decompress_packed(original: Callable[..., Any], cls: Any, state_dict: Any, 
         columns = scale.shape[-1] * scheme.weights.group_size
         if -(-columns * scheme.weights.num_bits // 32) == packed.shape[-1]:
             state_dict = {**state_dict, "weight_shape": torch.tensor([packed.shape[0], columns])}
-    return original(state_dict, scheme)
+    return original(cls, state_dict, scheme)
 
 
 def _unpack_from_int32(
@@ -263,7 +252,7 @@ def _unpack_from_int32(
 
 def mapped_gguf_values(state_dict: Any) -> dict[str, torch.Tensor]:
     """The tensors of a GGUF file that transformers has mapped into memory, without a copy of them."""
-    dtypes = _optional("transformers.integrations.gguf.reader", "_TORCH_DTYPE") or {}
+    dtypes = _optional("gguf.reader", "_TORCH_DTYPE") or {}
     values = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
@@ -275,11 +264,12 @@ def mapped_gguf_values(state_dict: Any) -> dict[str, torch.Tensor]:
     return values
 
 
+@replaces(_optional("gguf", "gguf_conversion_mapping"), "dequantize_blocks", since="5.17")
 def _dequantize_blocks(original: Callable[..., Any], raw: Any, kind: Any, rows: int, columns: int, dtype: Any) -> Any:
     """Rows of blocks; how many bytes and values a block has is the kind's."""
     if not isinstance(raw, LazyTensor):
         return original(raw, kind, rows, columns, dtype)
-    values, nbytes = _optional("transformers.integrations.gguf.dequant", "GGML_BLOCK")[kind]
+    values, nbytes = _optional("gguf.dequant", "GGML_BLOCK")[kind]
 
     def dequantise(origin: tuple[int, ...], raw: torch.Tensor) -> torch.Tensor:
         return original(raw, kind, raw.shape[0], raw.shape[1] // nbytes * values, dtype)
@@ -292,14 +282,3 @@ def _dequantize_blocks(original: Callable[..., Any], raw: Any, kind: Any, rows: 
         blocks=(1, values),
         parts=({0: (0, 1), 1: (1, Fraction(nbytes, values))},),
     )
-
-
-REPLACEMENTS: dict[tuple[Any, str], patching.Replacement] = {
-    (mxfp4, "convert_moe_packed_tensors"): _convert_moe_packed_tensors,
-    (_optional("transformers.integrations.finegrained_fp8", "Fp8Dequantize"), "_dequantize_one"): _dequantize_one,
-    (
-        _optional("transformers.integrations.compressed_tensors", "CompressedTensorsDequantize"),
-        "convert",
-    ): _merge_dequantised_experts,
-    (_optional("transformers.integrations.gguf", "gguf_conversion_mapping"), "dequantize_blocks"): _dequantize_blocks,
-}

@@ -8,15 +8,13 @@ function with which it would write a shard is replaced by one that notes what it
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
@@ -55,10 +53,7 @@ def _unwrap_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs
 
 
 _patches = patching.Patches(
-    {
-        (modeling_utils, "safe_save_file"): _save_file,
-        (modeling_utils, "unwrap_model"): _unwrap_model,
-    }
+    {(modeling_utils, "safe_save_file"): _save_file, (modeling_utils, "unwrap_model"): _unwrap_model}
 )
 
 
@@ -89,19 +84,20 @@ def lay_out_pretrained(
     def parameter(name: str) -> Any:
         return parameters[name] if name in parameters else type(model).get_parameter(model, name)
 
+    methods = {
+        "num_parameters": lambda *_, **__: num_parameters,
+        "should_save_on_this_rank": lambda *_: True,  # transformers asks since 5.15
+        "get_parameter": parameter,
+    }
     token = _noted.set(noted)
-    _patches.acquire()
+    vars(model).update(methods)  # in place of those of its class
     try:
-        with _instead(
-            model,
-            num_parameters=lambda *_, **__: num_parameters,
-            should_save_on_this_rank=lambda *_: True,
-            get_parameter=parameter,
-        ):
+        with _patches.held():
             save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
             save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     finally:
-        _patches.release()
+        for name in methods:
+            del vars(model)[name]
         _noted.reset(token)
     if dtype is not None:
         note_dtype(folder / "config.json", dtype)
@@ -111,17 +107,6 @@ def lay_out_pretrained(
 def index_name(variant: str | None) -> str:
     """The file name of a sharded checkpoint's index."""
     return modeling_utils._add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
-
-
-@contextmanager
-def _instead(model: nn.Module, **methods: Callable[..., Any]) -> Iterator[None]:
-    """`model` has these in place of its class's methods."""
-    vars(model).update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del vars(model)[name]
 
 
 def note_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -39,8 +39,9 @@ def accelerate_config_file() -> str:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside an engine, DistributedDataParallel or what ``torch.compile`` returns."""
-    return extract_model_from_parallel(model, keep_torch_compile=False)
+    """The model inside an engine, DistributedDataParallel or what ``torch.compile`` returns, one in another or not."""
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    return inner if inner is model else unwrapped(inner)
 
 
 def shares_its_model(engine: Any) -> bool:

@@ -20,10 +20,10 @@ from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
 from ..config import StreamingConfig
-from ..errors import CheckpointError, DisagreementError, ReadError
+from ..errors import CheckpointError, DisagreementError
 
 
-__all__ = ["description", "refuse_differences", "refuse_other_files", "refuse_other_shards"]
+__all__ = ["description", "refuse_differences", "refuse_other_shards"]
 
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")
 
@@ -38,7 +38,6 @@ def description(
     missing: Iterable[str],
     ds_config: Mapping[str, Any],
     settings: StreamingConfig,
-    *,
     exchanges_reads: bool,
 ) -> dict[str, str]:
     """What this rank is about to load, item by item: short texts, or digests of long ones.
@@ -46,8 +45,6 @@ def description(
     Args:
         model: the lazy model, before anything is replaced.
         missing: names that the checkpoint lacks.
-        ds_config: the DeepSpeed config, empty if there is none.
-        settings: our settings.
         exchanges_reads: whether ranks exchange what they read, in pieces that depend on `staging_bytes`.
     """
     parameters = list(model.named_parameters())
@@ -90,55 +87,28 @@ def refuse_differences(descriptions: Sequence[Mapping[str, str]]) -> None:
     )
 
 
-def refuse_other_files(folder: str, everyone: Sequence[tuple[list[str], list[str]]], read_from: str) -> None:
-    """Compare every rank's files with rank 0's, where one rank reads for others.
-
-    Args:
-        folder: the checkpoint's, for the message.
-        everyone: for each rank, names of the checkpoint's files, and paths of those that it should see and does not.
-        read_from: the setting.
-
-    Raises:
-        ReadError: names the rank.
-    """
-    must_see = f"With read_from={read_from!r} every rank must still see "
-    expected = everyone[0][0]
-    for rank, (names, unseen) in enumerate(everyone):
-        if unseen:
-            raise ReadError(
-                f"{unseen[0]}: rank {rank} does not see it. {must_see}files that are not safetensors. Save the "
-                "checkpoint as safetensors, or put it where every rank sees it."
-            )
-        if names != expected:
-            raise ReadError(
-                f"{folder}: rank {rank} expects {len(names)} files ({names[0]}, ...), rank 0 {len(expected)} "
-                f"({expected[0]}, ...). {must_see}the small files (config.json, the index of the shards), and files "
-                "that are not safetensors."
-            )
+Copy = tuple[ShardHeader, bytes]
+"""The header of a shard, and a sample of its values, as one rank has read them."""
 
 
-def refuse_other_shards(
-    paths: Sequence[str],
-    own: Sequence[ShardHeader],
-    own_samples: Sequence[bytes],
-    shared: Sequence[ShardHeader],
-    samples: Sequence[bytes],
-) -> None:
-    """Compare the headers, and samples of the values, that this rank has read with those of rank 0.
+def refuse_other_shards(paths: Sequence[str], own: Iterable[Copy], of_rank_0: Iterable[Copy]) -> None:
+    """Compare the shards that this rank has read with those of rank 0.
 
     Raises:
         CheckpointError: a shard of this rank is not rank 0's.
     """
-    for path, mine, theirs, values, their_values in zip(paths, own, shared, own_samples, samples, strict=True):
+    for path, (mine, values), (theirs, their_values) in zip(paths, own, of_rank_0, strict=True):
         if mine.size_bytes != theirs.size_bytes:
-            what = f"has {mine.size_bytes} bytes where rank 0 sees {theirs.size_bytes}"
+            difference = f"has {mine.size_bytes} bytes where rank 0 sees {theirs.size_bytes}"
         elif mine != theirs:
-            what = "has another header than rank 0's, of other tensors or in another order"
+            difference = "has another header than rank 0's, of other tensors or in another order"
         elif values != their_values:
-            what = "has the same header as rank 0's and other values"
+            difference = "has the same header as rank 0's and other values"
         else:
             continue
-        raise CheckpointError(f"{path}: the shard on this host {what}. Make the checkpoint the same on every node.")
+        raise CheckpointError(
+            f"{path}: the shard on this host {difference}. Make the checkpoint the same on every node."
+        )
 
 
 def _version(library: str) -> str:

@@ -1,7 +1,7 @@
-"""One streaming load from its checkpoint's headers to filled partitions; knows neither transformers nor patches.
+"""One streaming load, from its checkpoint's headers to filled memory; knows neither transformers nor DeepSpeed.
 
-The integration calls, in this order: :meth:`Load.read_ahead`, :meth:`Load.open`, :meth:`Load.place` once the model's
-parameters and buffers are lazy, and :meth:`Load.finish`.
+Its callers are the seams of transformers. They call, in this order: :meth:`Load.read_ahead`, :meth:`Load.open`,
+:meth:`Load.place` once the model's parameters and buffers are lazy, and :meth:`Load.finish`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..checkpoint.wrapped import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.allocation import is_out_of_memory
 from ..destinations.base import Batch, Destination
-from ..engine.opened import OpenCheckpoint
-from ..engine.reader import Reader
-from ..errors import LoadError
+from ..errors import DisagreementError, LoadError, ReadError
 from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..planning.regions import Leaf
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, PhaseClock, RankReport
 from ..reports.memory import AnonymousMemory
-from .sameness import description, refuse_differences, refuse_other_files, refuse_other_shards
+from .opened import OpenCheckpoint
+from .reader import Reader
+from .sameness import description, refuse_differences, refuse_other_shards
 
 
 __all__ = ["Load"]
@@ -91,7 +91,7 @@ class Load:
 
     @property
     def reads_itself(self) -> bool:
-        """Whether this rank reads the shards, and not another one for it (`read_from`)."""
+        """See :attr:`OpenCheckpoint.reads_itself`."""
         return self._checkpoint.reads_itself
 
     def look_into(self, shard: str) -> CheckpointIndex:
@@ -100,17 +100,31 @@ class Load:
         headers = self.coordinator.broadcast(read) if self._checkpoint.relays else read()
         return CheckpointIndex.from_headers([shard], headers)
 
-    def refuse_unseen(self, files: Sequence[str]) -> None:
-        """Where one rank reads for others: check that all ranks know of the same `files`, and see what is pickled.
+    def compare_files(self, files: Sequence[str]) -> list[str]:
+        """Check that all ranks load files of the same names, and return every rank's folder (all ranks).
 
         Raises:
-            ReadError: on all ranks; names the rank.
+            DisagreementError: names a rank that has other names.
+            ReadError: the same where one rank reads for others; or a rank does not see a file that it must see.
         """
-        if not self._checkpoint.relays:
-            return
+        folder, relays = os.path.dirname(files[0]), self._checkpoint.relays
         unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
-        everyone = self.coordinator.all_gather((sorted(map(os.path.basename, files)), unseen))
-        refuse_other_files(os.path.dirname(files[0]), everyone, self.config.read_from)
+        must_see = f"With read_from={self.config.read_from!r} every rank must still see "
+        try:
+            names = [os.path.basename(file) for file in files]
+            everyone = self.coordinator.require_same(names, beside=(folder, unseen if relays else []))
+        except DisagreementError as error:
+            if not relays:
+                raise
+            small = "the small files (config.json, the index of the shards), and files that are not safetensors."
+            raise ReadError(f"{folder}: {error} {must_see}{small}") from error
+        for rank, (_, lacking) in enumerate(everyone):
+            if lacking:
+                raise ReadError(
+                    f"{lacking[0]}: rank {rank} does not see it. {must_see}files that are not safetensors. Save the "
+                    "checkpoint as safetensors, or put it where every rank sees it."
+                )
+        return [each for each, _ in everyone]
 
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None
@@ -132,11 +146,11 @@ class Load:
         def checked_index() -> CheckpointIndex:
             reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
             if there_are_copies and reads_copy and self._checkpoint.reads_itself:
-                refuse_other_shards(files, *read(), headers, samples)
+                refuse_other_shards(files, zip(*read()), zip(headers, samples))
             return CheckpointIndex.from_headers(files, headers, weight_map)
 
         with self.clock("index"):
-            folders = self.coordinator.require_same([os.path.basename(file) for file in files], beside=folder)
+            folders = self.compare_files(files)
             there_are_copies = self._has_copies(folders)
             headers, samples = self.coordinator.broadcast(read)
             # Where one rank reads for others, what follows is for all of them together.
@@ -186,25 +200,23 @@ class Load:
                 f"{', '.join(empty[:8])}. Give it tensors that are in memory."
             )
 
-        def slice_of(name: str, tensor: torch.Tensor) -> CheckpointSlice | torch.Tensor:
-            if _is_extra_state(name):
-                return tensor
-            return CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), self._checkpoint.materialise)
-
         self.coordinator.require_same("values in memory")
         self._index, self.absent = None, {}
         self._checkpoint.add(())
-        return {name: slice_of(name, tensor) for name, tensor in tensors.items()}
+        materialise = self._checkpoint.materialise
+        return {
+            name: tensor
+            if _is_extra_state(name)
+            else CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), materialise)
+            for name, tensor in tensors.items()
+        }
 
     # ------------------------------------------------------------------------------------------------- place
 
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
         """Turn a lazy model into one that the destination trains, and read this rank's bytes into it.
 
-        Args:
-            model: its loaded parameters and buffers are :class:`LazyTensor`; missing ones are on the meta device.
-            missing: names that initialisation will give values to.
-            tied: names that will be replaced by the other end of a tie, so that no memory is spent on them.
+        For the arguments see :meth:`Destination.batches`.
 
         Raises:
             HfZeroStreamError: on all ranks, if planning or reading failed on any, or if ranks are about to load
@@ -217,8 +229,7 @@ class Load:
         mine: dict[str, str] = {}
         try:
             with self.clock("plan"):
-                exchanges_reads = self.destination.exchanges_reads
-                mine = description(model, missing, self.ds_config, self.config, exchanges_reads=exchanges_reads)
+                mine = description(model, missing, self.ds_config, self.config, self.destination.exchanges_reads)
                 batches, plan, leaves = self._plan(model, missing, tied)
                 self.destination.check(plan.targets)
                 self._checkpoint.open(read.shard for read in plan)
@@ -250,7 +261,8 @@ class Load:
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures (the last agreement), log them on the main process and return the report."""
-        unfilled = [name for name, tensor in _all_tensors(model) if lacks_values(tensor)]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        unfilled = [name for name, tensor in tensors if lacks_values(tensor)]
         error = None
         if unfilled:
             error = LoadError(
@@ -300,7 +312,3 @@ def _explained(error: BaseException, rank: int) -> BaseException:
     explained = LoadError(f"out of memory on rank {rank} while loading: {error}")
     explained.__cause__ = error
     return explained
-
-
-def _all_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]

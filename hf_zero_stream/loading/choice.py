@@ -1,0 +1,145 @@
+"""Where the bytes of a ``from_pretrained`` go: the one place that chooses its destination, or leaves it to stock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from transformers.utils import logging
+
+from .. import scope
+from ..config import StreamingConfig, adopt_alias, buildable, without_auto, without_own_section
+from ..engine.load import Load
+from ..errors import UnsupportedError
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.launchers import announces_zero3, announces_zero3_init
+from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
+from ..seams.placement import builds_without_memory, sharding_argument, why_elsewhere
+
+
+__all__ = ["Choice", "choose", "settings_for", "warn_of_open_dtype"]
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A load that streams.
+
+    Attributes:
+        occasion: what its ranks come together for.
+        subject: what this rank loads; see :meth:`..ranks.coordinator.Coordinator.watched`.
+        make_load: makes the load with its destination, once the ranks are together.
+    """
+
+    occasion: Occasion
+    subject: str
+    make_load: Callable[[Coordinator], Load]
+
+
+def choose(
+    cls: Any, path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None, *, is_zero3: bool
+) -> Choice | None:
+    """What a ``from_pretrained`` fills: partitions under ZeRO-3, else whole models whose ranks share the reading.
+
+    Args:
+        cls: the model's class.
+        path: the checkpoint's.
+        kwargs: of ``from_pretrained``.
+        found: the DeepSpeed config, of whatever stage; empty if there is none.
+        strict: as it was given to ``from_pretrained``.
+        is_zero3: whether `found` is a config of ZeRO-3.
+
+    Returns:
+        None if the load is left to stock transformers.
+    """
+    if is_zero3:
+        from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
+
+        zero3.init_distributed()
+        return Choice(LOAD, "", partial(_into_partitions, found, strict))
+    _warn_if_zero3_comes_too_late()
+    if _ranks_load_the_same(kwargs):
+        with expected_at(SHARED_LOAD):
+            settings = settings_for(found, strict)
+        if settings.share_reads:
+            subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
+            return Choice(SHARED_LOAD, subject, partial(_into_replicas, found, settings))
+    return None
+
+
+def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
+    from ..destinations.deepspeed import zero3
+    from ..destinations.deepspeed.partitioned import Partitioned
+
+    adopt_alias(found, zero3.partition_dtype(found).itemsize)
+    settings, ds_config = settings_for(found, strict), _complete(found)
+    load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator))
+    zero3.refuse_unsupported(ds_config)
+    if builds_without_memory():
+        raise UnsupportedError(
+            "from_pretrained inside accelerate's init_empty_weights() would leave every parameter without values. "
+            "Call it outside: under streaming() no rank holds the whole model anyway."
+        )
+    if (sections := zero3.undecided(found)) and coordinator.is_main:
+        warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
+    return load
+
+
+def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
+    from ..destinations.deepspeed.flat.replicas import FlatReplicas
+
+    ds_config, on_device = _complete(found), settings.replicas_on == "device"
+    replicas = FlatReplicas(ds_config, coordinator, settings.staging_bytes, on_device=on_device)
+    return Load(settings, ds_config, coordinator, replicas)
+
+
+def _complete(found: dict[str, Any]) -> dict[str, Any]:
+    return without_auto(without_own_section(buildable(found)))
+
+
+def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
+    """Our settings for a load under `ds_config`, whose `strict` is that of the call if it was given."""
+    settings = StreamingConfig.resolve(scope.current_config(), ds_config)
+    return settings if strict is None else replace(settings, strict=strict)
+
+
+def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
+    """Whether there are several ranks, each of which would load all of the model into its host memory."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return False
+    sharding = sharding_argument(kwargs)
+    if sharding and dist.get_rank() == 0:
+        logger.warning(
+            f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model: sharded models "
+            "are not streamed yet. Each rank reads the checkpoint by transformers' own code, and nothing is shared."
+        )
+    return not sharding and not why_elsewhere(kwargs)
+
+
+def warn_of_open_dtype(sections: list[str], advice: str) -> None:
+    """Say once that a DeepSpeed config leaves the dtype open in `sections`, and what that means."""
+    logger.warning_once(
+        f'The DeepSpeed config has "{sections[0]}": {{"enabled": "auto"}}, and neither accelerate nor the Trainer has '
+        f"filled it in. It counts as off, as in DeepSpeed: parameters are in fp32. {advice}"
+    )
+
+
+def _warn_if_zero3_comes_too_late() -> None:
+    if not announces_zero3():
+        return
+    if announces_zero3_init():
+        logger.warning_once(
+            "The launcher announces DeepSpeed ZeRO-3, but no DeepSpeed config object is alive yet, so this model is "
+            "loaded in full on every rank. Move the line that creates Accelerator() or TrainingArguments(...) above "
+            "from_pretrained(...)."
+        )
+    else:
+        logger.warning_once(
+            "The launcher announces DeepSpeed ZeRO-3 with zero3_init_flag: false, so this model is loaded in full on "
+            "every rank. Set zero3_init_flag: true in the accelerate config to stream it."
+        )
