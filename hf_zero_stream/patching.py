@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["Patches", "Replacement"]
 
 Replacement = Callable[..., Any]
-"""Called in place of a function or method: ``replacement(original, *args, **kwargs)``, its `self` or `cls` included."""
+"""Called in place of a function or method, with its `self` or `cls`: ``replacement(original, *args, **kwargs)``."""
 
 
 class Patches:
