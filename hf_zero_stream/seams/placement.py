@@ -27,7 +27,7 @@ def sharding_argument(kwargs: Mapping[str, Any]) -> str:
     if isinstance(config, Mapping):
         asks = config.get("tp_plan") is not None or any(config.get(size) not in (None, 1) for size in _SIZES)
     else:
-        # One without sizes is of an older transformers, which shards whenever it is given one.
+        # Before transformers 5.14 a config may have no sizes, and a model is sharded whenever one is given.
         asks = any(getattr(config, size, None) != 1 for size in _SIZES)
     return "distributed_config" if asks else ""
 
