@@ -22,7 +22,6 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..seams.placement import refuse_sharding
-from ..seams.wrappers import unwrapped
 from .dry_load import with_lazy_model
 from .integration import finish_saves_into
 
@@ -70,12 +69,7 @@ def load_into(
 
 
 def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwargs: Mapping[str, Any]) -> LoadReport:
-    live_model = unwrapped(model) if isinstance(model, nn.Module) else model
-    if not isinstance(live_model, PreTrainedModel):
-        raise ConfigError(
-            "load_into(model): expected a transformers model or the engine around one; got "
-            f"{type(live_model).__name__}. Of a PEFT model, pass get_base_model()."
-        )
+    live_model = _inside(model)
     if original_experts.converted_layers(live_model):
         raise UnsupportedError(
             "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load it "
@@ -102,3 +96,16 @@ def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwa
             # transformers makes a lazy model of the live one's class; its values are placed into the live one.
             with_lazy_model(load, load.place, type(live_model), path, **arguments)
         return load.finish(live_model, logger)
+
+
+def _inside(model: Any) -> PreTrainedModel:
+    """The transformers model inside an engine, what ``torch.compile`` returns, or any wrapper with a ``module``."""
+    inner = model
+    while not isinstance(inner, PreTrainedModel):
+        around, inner = inner, getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+        if not isinstance(inner, nn.Module):
+            raise ConfigError(
+                "load_into(model): expected a transformers model or the engine around one; got "
+                f"{type(around).__name__}. Of a PEFT model, pass get_base_model()."
+            )
+    return inner
