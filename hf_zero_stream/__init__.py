@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .planning.plan import LoadPlan as LoadPlan
     from .reports.load import LoadReport as LoadReport
     from .reports.save import SaveReport as SaveReport
-    from .saving.save import save_pretrained as save_pretrained
+    from .saving.calls import save_pretrained as save_pretrained
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ _HOMES = {
     "StreamingConfig": ".config",
     "load_into": ".loading.into",
     "plan": ".loading.dry_load",
-    "save_pretrained": ".saving.save",
+    "save_pretrained": ".saving.calls",
     "streaming": ".loading.integration",
 }
 

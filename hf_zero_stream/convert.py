@@ -11,17 +11,17 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from .checkpoint.index import CheckpointIndex
 from .checkpoint.layout import NotedShard
-from .checkpoint.lazy import LazyTensor
 from .checkpoint.nodes import View
 from .checkpoint.slices import checkpoint_slices
 from .checkpoint.soundness import shards_of
@@ -35,7 +35,7 @@ from .ranks.coordinator import Coordinator
 from .reports.load import PhaseClock
 from .reports.memory import AnonymousMemory
 from .saving.files import ShardWriter, reserve
-from .saving.plan import ShardToWrite, shard_to_write
+from .saving.plan import ShardToWrite, in_dtype, shard_to_write
 from .saving.publish import Publication
 from .seams.saving import lay_out_pretrained, note_dtype
 
@@ -120,7 +120,7 @@ def convert(
                 )
             shards = [shard_to_write(shard) for shard in noted]
             reader = Reader(checkpoint, config, alone, PhaseClock(), memory)
-            written = _write(shards, reader, publication.temporary)
+            _write(shards, reader, publication.temporary)
         publication.commit(WEIGHTS, INDEX)
     except BaseException:
         publication.abandon()
@@ -131,7 +131,7 @@ def convert(
         tuple(shard.name for shard in shards),
         sum(len(shard.views) for shard in shards),
         checkpoint.source.bytes_read,
-        written,
+        sum(shard.layout.size_bytes - len(shard.layout.header) for shard in shards),
         memory.growth_peak,
     )
 
@@ -168,11 +168,7 @@ def _split(
 ) -> list[NotedShard]:
     """The same tensors, in order of the source's files."""
     slices = checkpoint_slices(index, checkpoint.materialise)
-    tensors = {name: piece[...] for name, piece in slices.items()}
-    if dtype is not None:
-        tensors = {
-            name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()
-        }
+    tensors = {name: in_dtype(piece[...], dtype) for name, piece in slices.items()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
     if split.is_sharded:
         content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
@@ -208,11 +204,7 @@ def _in_layout(
             "not all of the model. Keep its layout, or load and save the model."
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    state_dict: dict[str, Any] = {}
-    for name, tensor in model.state_dict().items():
-        if name not in tied:
-            cast = dtype is not None and isinstance(tensor, LazyTensor) and tensor.is_floating_point()
-            state_dict[name] = tensor.to(dtype) if cast else tensor
+    state_dict = {name: in_dtype(value, dtype) for name, value in model.state_dict().items() if name not in tied}
     count = sum(param.numel() for name, param in parameters.items() if name not in tied)
     return lay_out_pretrained(
         model,
@@ -226,47 +218,44 @@ def _in_layout(
     )
 
 
-def _write(shards: Sequence[ShardToWrite], reader: Reader, folder: Path) -> int:
-    for shard in shards:
-        reserve(folder / shard.name, shard.layout.header, shard.layout.size_bytes)
-    files = ShardWriter([folder / shard.name for shard in shards])
-    try:
-        batches = [_batch(pieces, files) for pieces in _pieces(shards)]
+def _write(shards: Sequence[ShardToWrite], reader: Reader, folder: Path) -> None:
+    reserve(folder, shards)
+    with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
+        batches = [_batch(pieces, files) for pieces in _chunks(shards)]
         if batches:
             reader.fill(batches, *reader.plan(batches))
         files.sync()
-    finally:
-        files.close()
-    return files.bytes_written
 
 
 Piece = tuple[int, int, Target, View]
 """(shard, byte position in it, what goes there, and what gives the values)."""
 
 
-def _pieces(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
-    """All tensors in order of the new files, a chunk's worth at a time."""
-    chunk: list[Piece] = []
-    nbytes = 0
+def _pieces(shards: Sequence[ShardToWrite]) -> Iterator[Piece]:
+    """All tensors in order of the new files, cut where one is larger than a chunk."""
     for number, shard in enumerate(shards):
         for name, position in shard.layout.starts.items():
             view = shard.views[name]
-            for target in _targets(name, view):
-                if chunk and nbytes + target.nbytes > CHUNK_BYTES:
-                    yield chunk
-                    chunk, nbytes = [], 0
-                chunk.append((number, position + target.start * target.dtype.itemsize, target, view))
-                nbytes += target.nbytes
+            dtype = view.node.dtype
+            limit = CHUNK_BYTES // dtype.itemsize
+            for start in range(0, view.numel, limit):
+                stop = min(view.numel, start + limit)
+                target = Target(name, dtype, stop - start, start, stop)
+                yield number, position + start * dtype.itemsize, target, view
+
+
+def _chunks(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
+    chunk: list[Piece] = []
+    nbytes = 0
+    for piece in _pieces(shards):
+        target = piece[2]
+        if chunk and nbytes + target.nbytes > CHUNK_BYTES:
+            yield chunk
+            chunk, nbytes = [], 0
+        chunk.append(piece)
+        nbytes += target.nbytes
     if chunk:
         yield chunk
-
-
-def _targets(name: str, view: View) -> Iterator[Target]:
-    dtype = view.node.dtype
-    limit = CHUNK_BYTES // dtype.itemsize
-    for start in range(0, view.numel, limit):
-        stop = min(view.numel, start + limit)
-        yield Target(name, dtype, stop - start, start, stop)
 
 
 def _batch(pieces: Sequence[Piece], files: ShardWriter) -> Batch:

@@ -45,7 +45,7 @@ def save_in_many_ways(checkpoint: Path, folder: Path) -> dict[str, str]:
     import deepspeed
 
     import hf_zero_stream
-    from hf_zero_stream.saving import gathered
+    from hf_zero_stream.saving import save as saving
 
     accelerator, engine = prepared(checkpoint, stage3_param_persistence_threshold=1000)
     model, rank = engine.module, dist.get_rank()
@@ -75,13 +75,13 @@ def save_in_many_ways(checkpoint: Path, folder: Path) -> dict[str, str]:
             accelerator.save_model(engine, folder / "save_model", max_shard_size="1GB")
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             model.save_pretrained(folder / "not changed", max_shard_size=SHARD_SIZE)
-        gathered.OTHERS_COME_S = 0.5
+        saving.OTHERS_COME_S = 0.5
         with merged(model, everything=False):
             if rank == 0:
                 with pytest.raises(SaveError) as caught:
                     model.save_pretrained(folder / "nothing", max_shard_size=SHARD_SIZE)
                 errors["one rank, some gathered"] = str(caught.value)
-        gathered.OTHERS_COME_S = 60.0
+        saving.OTHERS_COME_S = 60.0
     with merged(model):
         hf_zero_stream.save_pretrained(engine, folder / "explicit", max_shard_size=SHARD_SIZE, verify=True)
     with merged(model, everything=False):

@@ -151,9 +151,9 @@ def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: P
 
 def saved_by_one(checkpoint: Path, folder: Path) -> None:
     import hf_zero_stream
-    from hf_zero_stream.saving import gathered
+    from hf_zero_stream.saving import save as saving
 
-    gathered.ARRIVAL_S = 1.0
+    saving.ARRIVAL_S = 1.0
     accelerator, engine = prepared(checkpoint)
     with hf_zero_stream.streaming():
         state_dict = accelerator.get_state_dict(engine)
@@ -161,7 +161,7 @@ def saved_by_one(checkpoint: Path, folder: Path) -> None:
             with pytest.raises(SaveError, match="Only 1 of 2 ranks .* accelerator.is_main_process"):
                 accelerator.unwrap_model(engine).save_pretrained(folder / "alone", state_dict=state_dict)
         accelerator.wait_for_everyone()
-        gathered.ARRIVAL_S = 60.0
+        saving.ARRIVAL_S = 60.0
         accelerator.unwrap_model(engine).save_pretrained(folder / "together", state_dict=state_dict)
 
 

@@ -107,7 +107,7 @@ def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bo
             single_writer=single_writer,
         )
         written += plan.bytes_written
-        write._write_runs(plan.runs, values[rank], memory, lambda nbytes: None)  # type: ignore[arg-type]
+        write._write_runs(plan.runs, values[rank], memory.put)  # type: ignore[arg-type]
         for segment in plan.segments:
             buffer = write._assemble(segment, values[rank])
             memory.put(0, segment.position, [write._bytes_of(buffer)])

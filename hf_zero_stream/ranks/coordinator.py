@@ -188,6 +188,7 @@ class Coordinator:
         """Inside, all ranks are there and watch each other: agreements and :meth:`wait` raise if one dies.
 
         If an error leaves it that the other ranks have not heard of, they are told that this rank has given up.
+        Nested in itself, it does nothing.
 
         Args:
             occasion: what the ranks come together for.
@@ -198,7 +199,7 @@ class Coordinator:
             PeerError: a rank is dead, or has ended.
             HfZeroStreamError: a rank came with an error, or not all came in time.
         """
-        if self.is_alone:
+        if self.is_alone or self._watch is not None:
             yield
             return
         # Collectives of two loads must not mix. A load that ranks may make alone does not wait for the other one.

@@ -11,10 +11,9 @@ import inspect
 import os
 import pickle
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import suppress
 from contextvars import ContextVar
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,25 +21,88 @@ from transformers import PreTrainedModel
 
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import View
 from ..destinations.deepspeed.marks import has_partition
-from ..errors import UnsupportedError
+from ..errors import SaveError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
+from ..reports.save import SaveReport
 from ..scope import active_configs
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
+from .plan import CHUNK_BYTES
 
 
-if TYPE_CHECKING:
-    from ..reports.save import SaveReport
-
-
-__all__ = ["has_own_save_pretrained", "is_led", "led", "patches", "refuse_values", "save_as_led"]
+__all__ = ["is_led", "led", "patches", "save_pretrained"]
 
 _SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
 _OF_THE_CALLER = ("is_main_process", "save_function")
 """Arguments that say how to write; they are not passed on to other ranks."""
+
+
+def save_pretrained(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = "5GB",
+    dtype: torch.dtype | str | None = None,
+    write_from: Literal["auto", "all", "rank0"] | None = None,
+    verify: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    progress: bool = True,
+    **kwargs: Any,
+) -> SaveReport:
+    """Save a model under DeepSpeed as transformers' ``save_pretrained`` saves the whole of it; nothing is gathered.
+
+    Every rank must call it, and writes the bytes that it holds. The folder is the one that transformers writes: the
+    same shards with the same bytes, index, config and generation config, with the names and layouts of the checkpoint
+    that the model came from. Works before and after ``deepspeed.initialize``, with every ZeRO stage and without any.
+
+    Files appear under their final names when all are complete; whatever fails, an earlier checkpoint there stays.
+
+    Args:
+        model: the model, or the engine, or what ``accelerator.prepare`` made of it.
+        folder: where to save; it need not be seen by other ranks than rank 0.
+        max_shard_size: of a file, in bytes, or as in ``"5GB"``.
+        dtype: of the floating-point weights; default: the model's own. ``torch.float32`` takes the fp32 values that
+            the optimizer trains, where there are any.
+        write_from: ``"all"`` ranks write, or ``"rank0"`` does, to which the others send theirs in chunks; ``"auto"``
+            is the first if all see the folder, else the second. Default: :attr:`StreamingConfig.write_from`.
+        verify: compare what is in the files with what the ranks hold before the files get their names.
+        chunk_bytes: memory of this size, a few times over, is what a rank needs to exchange elements with others.
+        progress: show a bar on the first rank of each host.
+        kwargs: anything else that transformers' ``save_pretrained`` takes, for instance ``variant``.
+
+    Returns:
+        What every rank did; the same on all of them.
+
+    Raises:
+        SaveError: on all ranks, if a file cannot be written on any.
+        ConfigError, UnsupportedError: an argument has a value that is not known, or cannot be honoured.
+
+    Example:
+        >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
+    """
+    settings = {
+        "dtype": dtype,
+        "write_from": write_from,
+        "verify": verify,
+        "chunk_bytes": chunk_bytes,
+        "progress": progress,
+    }
+    call = {"max_shard_size": max_shard_size, **settings, **kwargs}
+    leader = _leader.get()
+    if leader is not None:  # a save_pretrained of the model's own calls this
+        return leader.save(model, folder, call)
+    from .save import Save  # imports deepspeed, which takes seconds
+
+    with expected_at(SAVE):
+        save = Save(model, folder, **call)
+        if type(save.model).save_pretrained is PreTrainedModel.save_pretrained:
+            return save.pretrained()
+        report = led(save.model, save.call_own_code, takes_all=True, settings=settings)
+        if report is None:
+            raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
+        return report
 
 
 def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
@@ -50,19 +112,22 @@ def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args:
         return original(self, *args, **kwargs)
     leader = _leader.get()
     if leader is None and arguments.get("state_dict") is None:
-        from .gathered import is_gathered_whole  # imports deepspeed, which takes seconds
+        from ..destinations.deepspeed.gathered import is_gathered_whole  # imports deepspeed, which takes seconds
 
         if is_gathered_whole(self):
             # Of several callers rank 0 writes, as in newer versions of transformers.
             arguments["is_main_process"] = arguments.get("is_main_process", True) and dist.get_rank() == 0
             return original(*bound.args, **bound.kwargs)
-    given = {name: value for name, value in arguments.items() if name not in ("self", "save_directory", "kwargs")}
-    call = {"folder": arguments["save_directory"], **given, **arguments.get("kwargs", {})}
-    if leader is None:
-        _save(self, **call)
-    else:
-        leader.save(self, call)
-    return None
+    folder = arguments["save_directory"]
+    call = {name: value for name, value in arguments.items() if name not in ("self", "save_directory", "kwargs")}
+    call.update(arguments.get("kwargs", {}))
+    if leader is not None:
+        leader.save(self, folder, call)
+        return
+    from .save import Save
+
+    with expected_at(SAVE):
+        Save(self, folder, **call).pretrained()
 
 
 def _is_ours(arguments: Mapping[str, Any]) -> bool:
@@ -80,56 +145,23 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     return any(map(has_partition, arguments["self"].parameters()))
 
 
-def _save(
-    model: Any,
-    folder: Any,
-    *,
-    dtype: torch.dtype | None = None,
-    write_from: str | None = None,
-    chunk_bytes: int | None = None,
-    **kwargs: Any,
-) -> SaveReport:
-    from .save import CHUNK_BYTES, Save
-
-    with expected_at(SAVE):
-        save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes or CHUNK_BYTES)
-        return save.pretrained(**kwargs)
-
-
 patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrained})
 """In while a thread is inside ``streaming()``, or saves a model whose class has a ``save_pretrained`` of its own."""
-
-
-def has_own_save_pretrained(model: Any) -> bool:
-    """Whether the model's class does more than transformers' ``save_pretrained``."""
-    return type(model).save_pretrained is not PreTrainedModel.save_pretrained
-
-
-def refuse_values(view: View) -> torch.Tensor:
-    """In place of values that a lazy tensor cannot give.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "This state dict is lazy: accelerator.get_state_dict() gives such a one inside streaming(), and a "
-        "save_pretrained of a model's own is given one. Its tensors can be saved, by all ranks, with "
-        "save_pretrained(..., state_dict=...), and their values are not there. For the values themselves use "
-        "deepspeed.zero.GatheredParameters, or call accelerator.get_state_dict() outside streaming()."
-    )
 
 
 # --------------------------------------------------------------------------------------------------- rank 0 leads
 
 
-def led(model: Any, work: Callable[[], Any], *, takes_all: bool = False, **settings: Any) -> SaveReport | None:
+def led(
+    model: Any, work: Callable[[], Any], *, takes_all: bool = False, settings: Mapping[str, Any] | None = None
+) -> SaveReport | None:
     """Run `work` on rank 0; the saves that it comes to are carried out by all ranks, which must call this together.
 
     Args:
         model: what is saved.
         work: calls ``save_pretrained`` any number of times.
         takes_all: also those calls that would be left to transformers, because each rank holds all of the model.
-        settings: of a save, for all of them.
+        settings: arguments of :class:`.save.Save` for the calls that do not give them.
 
     Returns:
         The report of the last save.
@@ -137,33 +169,21 @@ def led(model: Any, work: Callable[[], Any], *, takes_all: bool = False, **setti
     Raises:
         HfZeroStreamError: on all ranks, if a save failed on any, or `work` on rank 0, which raises its own error.
     """
-    if not Coordinator.of_default_group().is_main:
-        return _follow(model)
-    leader = _Leader(model, takes_all, settings)
-    token = _leader.set(leader)
-    error: BaseException | None = None
-    patches.acquire()
-    try:
-        work()
-    except BaseException as caught:  # Ctrl-C too: the other ranks would wait for this one
-        error = caught
-    finally:
-        patches.release()
-        _leader.reset(token)
-    leader.end(error)
-    return leader.report
+    from .save import occasion_to_save  # imports deepspeed, which takes seconds
+
+    whole, coordinator = unwrapped(model), Coordinator.of_default_group()
+    with coordinator.watched(occasion_to_save(whole, coordinator)), coordinator.reporting():
+        if coordinator.is_main:
+            return _Leader(whole, coordinator, takes_all, settings or {}).run(work)
+        report = None
+        while (call := coordinator.broadcast(_nothing)) is not None:
+            report = _save_part(whole, coordinator, pickle.loads(call))
+        return report
 
 
 def is_led() -> bool:
     """Whether this thread runs what other ranks wait for, in :func:`led`."""
     return _leader.get() is not None
-
-
-def save_as_led(model: Any, folder: Any, **arguments: Any) -> SaveReport:
-    """Save with the ranks that wait for this thread."""
-    leader = _leader.get()
-    assert leader is not None
-    return leader.save(model, {"folder": folder, **arguments})
 
 
 class _Failed(BaseException):
@@ -176,21 +196,30 @@ class _Failed(BaseException):
 class _Leader:
     """Rank 0 while the others follow."""
 
-    def __init__(self, model: Any, takes_all: bool, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, coordinator: Coordinator, takes_all: bool, settings: Mapping[str, Any]
+    ) -> None:
         self._model = model
+        self._coordinator = coordinator
         self.takes_all = takes_all
-        self.report: SaveReport | None = None
         self._settings = settings
+        self._report: SaveReport | None = None
         self._failure: BaseException | None = None
-        self._meet()
 
-    def _meet(self) -> None:
-        """Be seen to live by the others, until the next save, which watches for itself."""
-        self._coordinator = Coordinator.of_default_group()
-        self._watched = ExitStack()
-        self._watched.enter_context(_coming_together(self._model, self._coordinator))
+    def run(self, work: Callable[[], Any]) -> SaveReport | None:
+        """Run `work`, then tell the others that there is no more to save; the report of the last save."""
+        token = _leader.set(self)
+        try:
+            with suppress(_Failed), patches.held():
+                work()
+        finally:
+            _leader.reset(token)
+        if self._failure is not None:
+            raise self._failure
+        self._coordinator.broadcast(_nothing)
+        return self._report
 
-    def save(self, model: Any, call: Mapping[str, Any]) -> SaveReport:
+    def save(self, model: Any, folder: Any, arguments: Mapping[str, Any]) -> SaveReport:
         """Carry out one save with all ranks.
 
         Raises:
@@ -198,90 +227,48 @@ class _Leader:
         """
         if self._failure is not None:
             raise _Failed from self._failure
-        own = {name: value for name, value in call.items() if name not in _OF_THE_CALLER}
-        call = {**self._settings, **own, "part": self._name_of(model)}
+        call = {**self._settings, **arguments, "folder": os.path.abspath(folder), "part": self._name_of(model)}
+        for name in _OF_THE_CALLER:
+            call.pop(name, None)
+        if call.get("state_dict") is not None:
+            call["state_dict"] = {
+                name: value.view_of_node if isinstance(value, LazyTensor) else value
+                for name, value in call["state_dict"].items()
+            }
         try:
-            with self._watched:
-                if not self._coordinator.is_alone:
-                    self._coordinator.broadcast(lambda: pickle.dumps(_described(call)))
-            self.report = _save_part(self._model, call)
-            self._meet()
+            if not self._coordinator.is_alone:
+                self._coordinator.broadcast(lambda: pickle.dumps(call))
+            self._report = _save_part(self._model, self._coordinator, call)
         except BaseException as error:
             self._failure = error
             raise _Failed from error
-        return self.report
+        return self._report
 
     def _name_of(self, model: Any) -> str:
         """The name of the module that is saved, which the other ranks have too."""
         model = unwrapped(model)
-        whole = unwrapped(self._model)
-        for name, module in whole.named_modules():
+        for name, module in self._model.named_modules():
             if module is model:
                 return name
         raise UnsupportedError(
-            f"save_pretrained: rank 0 saves a {type(model).__name__} that is no part of the {type(whole).__name__} "
-            "that all ranks are saving, so the others cannot take part. Save it by a call of its own, on all ranks."
+            f"save_pretrained: rank 0 saves a {type(model).__name__} that is no part of the "
+            f"{type(self._model).__name__} that all ranks are saving, so the others cannot take part. Save it by a "
+            "call of its own, on all ranks."
         )
-
-    def end(self, error: BaseException | None) -> None:
-        """Tell the others that there is no more to save; raise what they raise."""
-        if self._failure is not None:
-            raise self._failure  # they know, whatever became of it here
-        with self._watched:
-            if error is not None:
-                self._coordinator.agree(error)
-            self._coordinator.broadcast(_nothing)
 
 
 _leader: ContextVar[_Leader | None] = ContextVar("hf_zero_stream_leader", default=None)
 
 
-def _follow(model: Any) -> SaveReport | None:
-    report = None
-    while True:
-        coordinator = Coordinator.of_default_group()
-        with _coming_together(model, coordinator):
-            call = coordinator.broadcast(_nothing)
-        if call is None:
-            return report
-        with expected_at(SAVE):
-            report = _save_part(model, _understood(pickle.loads(call)))
+def _save_part(model: PreTrainedModel, coordinator: Coordinator, call: dict[str, Any]) -> SaveReport:
+    """Save with all ranks the part of `model` that `call` names."""
+    from .save import Save
+
+    with coordinator.reporting():  # at once: rank 0 may go on with its own work before it raises
+        part = model.get_submodule(call.pop("part"))
+        return Save(part, coordinator=coordinator, **call).pretrained()
 
 
-def _save_part(model: Any, call: Mapping[str, Any]) -> SaveReport:
-    arguments = dict(call)
-    part = arguments.pop("part")
-    whole = unwrapped(model)
-    return _save(whole.get_submodule(part) if part else model, **arguments)
-
-
-def _nothing() -> bytes | None:
-    """What rank 0 shares when there is no more to save."""
+def _nothing() -> Any:
+    """What rank 0 broadcasts when there is no more to save."""
     return None
-
-
-def _coming_together(model: Any, coordinator: Coordinator) -> AbstractContextManager[None]:
-    """All ranks are here, and watch each other, until the context ends."""
-    from .gathered import occasion_to_save  # imports deepspeed, which takes seconds
-
-    return coordinator.watched(occasion_to_save(unwrapped(model), coordinator))
-
-
-def _described(call: Mapping[str, Any]) -> dict[str, Any]:
-    """`call` as data: a lazy tensor becomes what it is a view of."""
-    state_dict = call.get("state_dict")
-    if state_dict is not None:
-        state_dict = {
-            name: value.view_of_node if isinstance(value, LazyTensor) else value for name, value in state_dict.items()
-        }
-    return {**call, "folder": os.path.abspath(call["folder"]), "state_dict": state_dict}
-
-
-def _understood(call: Mapping[str, Any]) -> dict[str, Any]:
-    state_dict = call.get("state_dict")
-    if state_dict is not None:
-        state_dict = {
-            name: LazyTensor.of(value, refuse_values) if isinstance(value, View) else value
-            for name, value in state_dict.items()
-        }
-    return {**call, "state_dict": state_dict}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Sequence
@@ -9,46 +10,53 @@ from pathlib import Path
 
 from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance
+from .plan import ShardToWrite
 
 
-__all__ = ["Comparison", "ShardWriter", "reserve"]
+__all__ = ["Comparison", "ShardWriter", "Shards", "reserve"]
 
 
-def reserve(path: Path, header: bytes, size_bytes: int) -> None:
-    """Make a new file of its final size that begins with `header`, so that a full disk shows at once.
+def reserve(folder: Path, shards: Sequence[ShardToWrite]) -> None:
+    """Make each shard in `folder`, at its final size and with its header, so that a full disk shows at once.
 
     Raises:
-        SaveError: there is no room, or the file cannot be made.
+        SaveError: there is no room, or a file cannot be made.
     """
-    try:
-        with open(path, "xb") as file:
-            file.write(header)
-            file.flush()
-            try:
-                os.posix_fallocate(file.fileno(), 0, size_bytes)
-            except OSError as error:
-                if error.errno not in _NO_FALLOCATE:
-                    raise
-                os.ftruncate(file.fileno(), size_bytes)
-    except OSError as error:
-        raise SaveError(
-            f"{path}: cannot make a file of {size_bytes} bytes: {error.strerror or error}. What was there before has "
-            "not been touched."
-        ) from error
+    for shard in shards:
+        path, size_bytes = folder / shard.name, shard.layout.size_bytes
+        try:
+            with open(path, "xb") as file:
+                file.write(shard.layout.header)
+                file.flush()
+                try:
+                    os.posix_fallocate(file.fileno(), 0, size_bytes)
+                except OSError as error:
+                    if error.errno not in _NO_FALLOCATE:
+                        raise
+                    os.ftruncate(file.fileno(), size_bytes)
+        except OSError as error:
+            raise SaveError(
+                f"{path}: cannot make a file of {size_bytes} bytes: {error.strerror or error}. What was there before "
+                "has not been touched."
+            ) from error
 
 
-_NO_FALLOCATE = {22, 38, 95}
-"""EINVAL, ENOSYS, EOPNOTSUPP: the file system does not know how to reserve."""
+_NO_FALLOCATE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+"""The file system cannot reserve space."""
 
 
-class _Files:
-    """Files that are opened at their first use; safe to use from several threads."""
+class Shards:
+    """Files of a checkpoint, each opened at its first use; safe to use from several threads."""
 
     def __init__(self, paths: Sequence[Path], flags: int) -> None:
         self._paths = paths
         self._flags = flags
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
+
+    def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
+        """Take `buffers`, one after the other, as the bytes of a shard from `position` on."""
+        raise NotImplementedError
 
     def _handle(self, shard: int) -> int:
         with self._lock:
@@ -70,23 +78,19 @@ class _Files:
         for handle in handles.values():
             os.close(handle)
 
-    def _error(self, shard: int, position: int, nbytes: int, what: str) -> SaveError:
+    def _error(self, shard: int, position: int, nbytes: int, cause: OSError | str) -> SaveError:
+        problem = cause if isinstance(cause, str) else cause.strerror or str(cause)
         return SaveError(
-            f"{self._paths[shard]}: bytes {position} to {position + nbytes}: {what}. What was there before has not "
+            f"{self._paths[shard]}: bytes {position} to {position + nbytes}: {problem}. What was there before has not "
             "been touched."
         )
 
 
-class ShardWriter(_Files):
-    """Positional writes; see :class:`.write.Sink`.
-
-    Args:
-        paths: the shards, all of which exist.
-    """
+class ShardWriter(Shards):
+    """Writes into shards, which must exist already."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths, os.O_WRONLY)
-        self.bytes_written = 0
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers`, one after the other, from byte `position` on.
@@ -96,16 +100,13 @@ class ShardWriter(_Files):
         """
         handle = self._handle(shard)
         pending = [buffer for buffer in buffers if len(buffer)]
-        nbytes = sum(map(len, pending))
         try:
             while pending:
                 written = os.pwritev(handle, pending[:IOV_MAX], position)
                 position += written
                 advance(pending, written)
         except OSError as error:
-            raise self._error(shard, position, sum(map(len, pending)), error.strerror or str(error)) from error
-        with self._lock:
-            self.bytes_written += nbytes
+            raise self._error(shard, position, sum(map(len, pending)), error) from error
 
     def sync(self) -> None:
         """Wait until what was written is on the disk.
@@ -117,11 +118,11 @@ class ShardWriter(_Files):
             try:
                 os.fsync(handle)
             except OSError as error:
-                raise self._error(shard, 0, os.fstat(handle).st_size, error.strerror or str(error)) from error
+                raise self._error(shard, 0, os.fstat(handle).st_size, error) from error
 
 
-class Comparison(_Files):
-    """Compares with what is in the files, read past the page cache where the system lets go of it."""
+class Comparison(Shards):
+    """Compares with what is in the shards; its reads bypass the page cache where the system drops those pages."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         super().__init__(paths, os.O_RDONLY)
@@ -138,7 +139,7 @@ class Comparison(_Files):
             try:
                 found = os.pread(handle, len(buffer), position)
             except OSError as error:
-                raise self._error(shard, position, len(buffer), error.strerror or str(error)) from error
+                raise self._error(shard, position, len(buffer), error) from error
             if found != buffer:
                 raise self._error(shard, position, len(buffer), "the file does not hold what was written to it")
             position += len(buffer)

@@ -41,7 +41,7 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
     # If the Trainer calls, and was imported only now, rank 0 is going to save alone this once, and needs the values.
     if not active_configs() or trainer_patches.put_in() or not shares_its_model(model):
         return original(self, model, *args, **kwargs)
-    from .gathered import is_gathered_whole  # imports deepspeed, which takes seconds
+    from ..destinations.deepspeed.gathered import is_gathered_whole  # imports deepspeed, which takes seconds
 
     inner = unwrapped(model)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
@@ -54,10 +54,10 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
         )
         return original(self, model, *args, **kwargs)
     from ..destinations.kinds import holdings
-    from .parameters import lazy_parameters, lazy_state_dict
+    from .parameters import lazy_parameters, lazy_state_dict, refuse_values
 
     held = holdings(inner, masters=False, rank=dist.get_rank(), world_size=dist.get_world_size())
-    return lazy_state_dict(inner, lazy_parameters(held, calls.refuse_values), calls.refuse_values)
+    return lazy_state_dict(inner, lazy_parameters(held, refuse_values), refuse_values)
 
 
 def _save_model(
@@ -68,7 +68,7 @@ def _save_model(
     call.apply_defaults()
     if not active_configs() or not shares_its_model(model) or not call.arguments["safe_serialization"]:
         return original(self, model, save_directory, *args, **kwargs)
-    from .gathered import is_gathered_whole
+    from ..destinations.deepspeed.gathered import is_gathered_whole
     from .parameters import lazy_state_dict
     from .save import Save
 
@@ -90,7 +90,7 @@ def _save_model(
         return noted
 
     with expected_at(SAVE):
-        Save(model, Path(save_directory)).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
+        Save(model, save_directory).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
     return None
 
 
@@ -100,7 +100,7 @@ def _trainer_save_model(
     engine: Any = getattr(self, "deepspeed", None)
     if not active_configs() or not shares_its_model(engine) or not _saves_as_transformers(self):
         return original(self, output_dir, _internal_call=_internal_call)
-    from .gathered import is_gathered_whole
+    from ..destinations.deepspeed.gathered import is_gathered_whole
 
     if is_gathered_whole(engine.module):
         return original(self, output_dir, _internal_call=_internal_call)

@@ -20,15 +20,15 @@ from ..destinations.base import Holding, narrowed
 from ..destinations.deepspeed.original_experts import with_original_experts
 from ..engine.compute import Evaluator
 from ..engine.workers import run_in_threads
-from ..errors import SaveError
+from ..errors import SaveError, UnsupportedError
 from ..planning.parameter_box import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
 from .digest import digest
-from .plan import Share, view_of
+from .plan import Share, in_dtype, view_of
 
 
-__all__ = ["Opened", "Parameters", "cover", "lazy_parameters", "lazy_state_dict", "opened"]
+__all__ = ["Opened", "Parameters", "cover", "lazy_parameters", "lazy_state_dict", "opened", "refuse_values"]
 
 logger = logging.get_logger(__name__)
 
@@ -216,12 +216,25 @@ def lazy_parameters(
 
     def lazy(name: str, holding: Holding) -> torch.Tensor:
         shape = holding.box.shape
-        return _in_dtype(
-            LazyTensor.of(View.whole(Stored(prod(shape), holding.dtype, name), shape), materialise), dtype
-        )
+        node = Stored(prod(shape), holding.dtype, name)
+        return in_dtype(LazyTensor.of(View.whole(node, shape), materialise), dtype)
 
     by_parameter = {number: lazy(name, holdings[name]) for number, name in _first_names(holdings).items()}
     return {name: by_parameter[id(holding)] for name, holding in holdings.items()}
+
+
+def refuse_values(view: View) -> torch.Tensor:
+    """In place of values that a lazy tensor cannot give.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError(
+        "This state dict is lazy: accelerator.get_state_dict() gives such a one inside streaming(), and a "
+        "save_pretrained of a model's own is given one. Its tensors can be saved, by all ranks, with "
+        "save_pretrained(..., state_dict=...), and their values are not there. For the values themselves use "
+        "deepspeed.zero.GatheredParameters, or call accelerator.get_state_dict() outside streaming()."
+    )
 
 
 def lazy_state_dict(
@@ -237,15 +250,10 @@ def lazy_state_dict(
         if name in parameters or not isinstance(value, torch.Tensor):
             return parameters.get(name, value)
         # A buffer is everyone's, and rank 0's values are written.
-        return _in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
+        return in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
 
     entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
     return with_original_experts(model, entries)
-
-
-def _in_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """`tensor`, cast if it is of floating point and a dtype is asked for."""
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
 def _first_names(holdings: Mapping[str, Holding]) -> dict[int, str]:

@@ -30,6 +30,7 @@ from ..planning.regions import Region, regions_of_box, regions_of_range
 
 
 __all__ = [
+    "CHUNK_BYTES",
     "Computation",
     "Part",
     "Round",
@@ -38,10 +39,15 @@ __all__ = [
     "Segment",
     "Share",
     "ShardToWrite",
+    "in_dtype",
     "make_save_plan",
     "shard_to_write",
     "view_of",
 ]
+
+
+CHUNK_BYTES = 16 * 2**20
+"""Largest segment, if the caller does not say."""
 
 
 class Share(NamedTuple):
@@ -91,6 +97,13 @@ def view_of(tensor: torch.Tensor, memories: dict[Any, HostTensor]) -> View:
     if key not in memories:
         memories[key] = HostTensor.of(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage))
     return View(memories[key], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+def in_dtype(value: Any, dtype: torch.dtype | None) -> Any:
+    """`value`, cast if it is a tensor of floating point and a dtype is asked for."""
+    if dtype is not None and isinstance(value, torch.Tensor) and value.is_floating_point():
+        return value.to(dtype)
+    return value
 
 
 class Run(NamedTuple):
@@ -204,6 +217,7 @@ def make_save_plan(
             if any(isinstance(region.leaf, Computed) for region in regions):
                 reason = materialise_reason(view.node) or "a function gives its values"
                 computations.append(Computation(number, position, name, view, reason))
+                nbytes += view.numel * dtype.itemsize if rank == 0 else 0
                 continue
             if all(map(_is_stored_run, regions)) and (not single_writer or _all_of(regions, shares) == {0}):
                 for region in regions:

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SaveError
@@ -25,6 +26,7 @@ _LIST = "renames.json"
 _SHARD = re.compile(r"(.*?)-\d{5}-of-\d{5}")
 
 
+@dataclass(frozen=True)
 class Publication:
     """A save into `folder` that is being prepared; made on one rank.
 
@@ -33,9 +35,8 @@ class Publication:
         temporary: where files are written first.
     """
 
-    def __init__(self, folder: Path, temporary: Path) -> None:
-        self.folder = folder
-        self.temporary = temporary
+    folder: Path
+    temporary: Path
 
     @classmethod
     def begin(cls, folder: Path) -> Publication:

@@ -1,4 +1,4 @@
-"""``save_pretrained``: a partitioned model into the folder that transformers would write for the whole one."""
+"""One save, from what the ranks hold to the published folder; what calls it stands in :mod:`.calls`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -22,9 +24,11 @@ from ..checkpoint.nodes import View
 from ..checkpoint.wrapped import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
 from ..destinations import kinds
+from ..destinations.base import Holding
+from ..destinations.deepspeed.gathered import gathered, not_in_full
 from ..errors import ConfigError, SaveError, UnsupportedError
-from ..ranks.coordinator import Coordinator, expected_at
-from ..ranks.rendezvous import SAVE
+from ..ranks.coordinator import Coordinator
+from ..ranks.rendezvous import SAVE, Occasion
 from ..reports.load import PhaseClock
 from ..reports.memory import AnonymousMemory, collector_paused
 from ..reports.progress import progress_bar
@@ -33,21 +37,22 @@ from ..scope import current_config
 from ..seams import other_config, zero3_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from . import calls
-from .arguments import floating_dtype, refuse_unsupported
-from .files import Comparison, ShardWriter, reserve
-from .gathered import occasion_to_save
-from .parameters import Parameters, lazy_parameters, lazy_state_dict
-from .plan import SavePlan, ShardToWrite, make_save_plan, shard_to_write
+from .files import Comparison, Shards, ShardWriter, reserve
+from .parameters import Parameters, lazy_parameters, lazy_state_dict, refuse_values
+from .plan import CHUNK_BYTES, SavePlan, ShardToWrite, make_save_plan, shard_to_write
 from .publish import Publication
-from .write import Sink, execute_save
+from .write import execute_save
 
 
-__all__ = ["CHUNK_BYTES", "LayOut", "Save", "save_pretrained"]
+__all__ = ["Save", "occasion_to_save"]
 
 logger = logging.get_logger(__name__)
 
-CHUNK_BYTES = 16 * 2**20
+ARRIVAL_S = 600.0
+"""How long the first rank waits for the last one to begin a save."""
+
+OTHERS_COME_S = 30.0
+"""How long rank 0 waits for the others inside a ``GatheredParameters``."""
 
 LayOut = Callable[[Path, Parameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
@@ -55,83 +60,28 @@ LayOut = Callable[[Path, Parameters], list[NotedShard]]
 _SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
 
 
-def save_pretrained(
-    model: Any,
-    folder: str | os.PathLike[str],
-    *,
-    max_shard_size: int | str = "5GB",
-    dtype: torch.dtype | str | None = None,
-    write_from: Literal["auto", "all", "rank0"] | None = None,
-    verify: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-    progress: bool = True,
-    **kwargs: Any,
-) -> SaveReport:
-    """Save a model under DeepSpeed as transformers' ``save_pretrained`` saves the whole of it; nothing is gathered.
-
-    Every rank must call it, and writes the bytes that it holds. The folder is the one that transformers writes: the
-    same shards with the same bytes, index, config and generation config, with the names and layouts of the checkpoint
-    that the model came from. Works before and after ``deepspeed.initialize``, with every ZeRO stage and without any.
-
-    Files appear under their final names when all are complete; whatever fails, an earlier checkpoint there stays.
+class Save:
+    """One save, which all ranks carry out together; see :func:`.calls.save_pretrained` for the arguments.
 
     Args:
-        model: the model, or the engine, or what ``accelerator.prepare`` made of it.
-        folder: where to save; it need not be seen by other ranks than rank 0.
-        max_shard_size: of a file, in bytes, or as in ``"5GB"``.
-        dtype: of the floating-point weights; default: the model's own. ``torch.float32`` takes the fp32 values that
-            the optimizer trains, where there are any.
-        write_from: ``"all"`` ranks write, or ``"rank0"`` does, to which the others send theirs in chunks; ``"auto"``
-            is the first if all see the folder, else the second. Default: :attr:`StreamingConfig.write_from`.
-        verify: compare what is in the files with what the ranks hold before the files get their names.
-        chunk_bytes: memory of this size, a few times over, is what a rank needs to exchange elements with others.
-        progress: show a bar on the first rank of each host.
-        kwargs: anything else that transformers' ``save_pretrained`` takes, for instance ``variant``.
-
-    Returns:
-        What every rank did; the same on all of them.
-
-    Raises:
-        SaveError: on all ranks, if a file cannot be written on any.
-        ConfigError, UnsupportedError: an argument has a value that is not known, or cannot be honoured.
-
-    Example:
-        >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
+        state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
+        coordinator: the ranks, if they have come together already.
+        kwargs: for transformers' ``save_pretrained``.
     """
-    settings = {"write_from": write_from, "chunk_bytes": chunk_bytes, "verify": verify, "progress": progress}
-    if calls.is_led():  # a save_pretrained of the model's own calls this
-        return calls.save_as_led(
-            model, folder, dtype=floating_dtype(dtype), max_shard_size=max_shard_size, **settings, **kwargs
-        )
-    with expected_at(SAVE):
-        dtype = floating_dtype(dtype)
-        save = Save(model, Path(folder), dtype=dtype, write_from=write_from, chunk_bytes=chunk_bytes)
-        if not calls.has_own_save_pretrained(save.model):
-            return save.pretrained(verify=verify, progress=progress, max_shard_size=max_shard_size, **kwargs)
-        refuse_unsupported(kwargs)
-        report = calls.led(
-            save.model,
-            lambda: save.by_own_code(max_shard_size=max_shard_size, **kwargs),
-            takes_all=True,
-            dtype=dtype,
-            **settings,
-        )
-        if report is None:
-            raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
-        return report
-
-
-class Save:
-    """One save, which all ranks carry out together; see :func:`save_pretrained`."""
 
     def __init__(
         self,
         model: Any,
-        folder: Path,
+        folder: str | os.PathLike[str],
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         write_from: str | None = None,
+        verify: bool = False,
         chunk_bytes: int = CHUNK_BYTES,
+        progress: bool = True,
+        state_dict: Mapping[str, Any] | None = None,
+        coordinator: Coordinator | None = None,
+        **kwargs: Any,
     ) -> None:
         if write_from is not None and write_from not in WRITERS:
             raise ConfigError(f"write_from: expected one of {', '.join(WRITERS)}; got {write_from!r}")
@@ -149,109 +99,96 @@ class Save:
             "Save it with model.save_pretrained, which gathers such tensors.",
         )
         self.model: PreTrainedModel = inner
-        self._folder = folder
-        self._dtype = dtype
+        self._folder = Path(folder)
+        self._dtype = _floating_dtype(dtype)
         self._write_from = write_from
         self._single_writer = False
+        self._verify = verify
         self._chunk_bytes = chunk_bytes
-        self._coordinator = Coordinator.of_default_group()
+        self._progress = progress
+        self._state_dict = state_dict
+        self._kwargs = _supported(kwargs)
+        self._coordinator = coordinator or Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
         self._memory = AnonymousMemory()
 
-    def pretrained(
-        self,
-        *,
-        state_dict: Mapping[str, Any] | None = None,
-        verify: bool = False,
-        progress: bool = True,
-        **kwargs: Any,
-    ) -> SaveReport:
-        """Save what transformers' ``save_pretrained`` would.
-
-        Args:
-            state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
-            kwargs: for transformers' function.
-        """
-        refuse_unsupported(kwargs)
+    def pretrained(self) -> SaveReport:
+        """Save what transformers' ``save_pretrained`` would."""
 
         def lay_out(folder: Path, parameters: Parameters) -> list[NotedShard]:
-            entries = state_dict
-            if entries is None:
+            if self._state_dict is None:
                 entries = lazy_state_dict(self.model, parameters.lazy, parameters.gather, self._dtype)
             else:
-                entries = {name: _with_values(value, parameters.gather) for name, value in entries.items()}
+                entries = {name: _with_values(value, parameters.gather) for name, value in self._state_dict.items()}
                 _refuse_empty(entries, parameters)
             return lay_out_pretrained(
-                self.model, folder, dict(entries), entries, parameters.numel, self._dtype, own_code=False, **kwargs
+                self.model,
+                folder,
+                dict(entries),
+                entries,
+                parameters.numel,
+                self._dtype,
+                own_code=False,
+                **self._kwargs,
             )
 
-        return self.run(lay_out, index_name(kwargs.get("variant")), verify=verify, progress=progress)
+        return self.run(lay_out, index_name(self._kwargs.get("variant")))
 
-    def by_own_code(self, **kwargs: Any) -> None:
+    def call_own_code(self) -> None:
         """Call the ``save_pretrained`` of the model's own class, with a lazy state dict if it takes one."""
-        held = kinds.holdings(
-            self.model,
-            masters=self._dtype == torch.float32,
-            rank=self._coordinator.rank,
-            world_size=self._coordinator.world_size,
-        )
-        lazy = lazy_parameters(held, calls.refuse_values, self._dtype)
-        given = {"state_dict": lazy_state_dict(self.model, lazy, calls.refuse_values, self._dtype), **kwargs}
-        try:
-            inspect.signature(self.model.save_pretrained).bind(self._folder, **given)
-        except TypeError:
-            given = kwargs
+        given = dict(self._kwargs)
+        if self._state_dict is not None:
+            given["state_dict"] = self._state_dict
+        else:
+            lazy = lazy_parameters(self._holdings(), refuse_values, self._dtype)
+            given["state_dict"] = lazy_state_dict(self.model, lazy, refuse_values, self._dtype)
+            try:
+                inspect.signature(self.model.save_pretrained).bind(self._folder, **given)
+            except TypeError:
+                del given["state_dict"]
         self.model.save_pretrained(self._folder, **given)
 
-    def run(self, lay_out: LayOut, index_name: str, *, verify: bool = False, progress: bool = True) -> SaveReport:
+    def run(self, lay_out: LayOut, index_name: str) -> SaveReport:
         """Save what `lay_out` lays out, and publish it; all ranks must call it."""
         with self._coordinator.watched(occasion_to_save(self.model, self._coordinator)):
-            return self._run(lay_out, index_name, verify, progress)
+            publication: Publication | None = None
+            try:
+                with (
+                    self._coordinator.reporting(),
+                    self._memory,
+                    self._clock("total"),
+                    collector_paused(),
+                    torch.no_grad(),
+                    torch.inference_mode(False),
+                ):
+                    write_from, publication = self._coordinator.broadcast(
+                        lambda: (self._write_from or _settings().write_from, Publication.begin(self._folder))
+                    )
+                    if write_from == "auto":
+                        write_from = "rank0" if self._is_hidden(publication) else "all"
+                    self._single_writer = write_from == "rank0"
+                    with self._clock("plan"):
+                        parameters, shards, plan = self._planned(publication, lay_out)
+                    self._write(plan, parameters, [publication.temporary / shard.name for shard in shards])
+                    with self._clock("publish"):
+                        weights = _SUFFIX.sub("", shards[0].name)
+                        self._coordinator.run_on_main(partial(publication.commit, weights, index_name))
+            except BaseException:
+                if publication is not None and self._coordinator.is_main:
+                    publication.abandon()
+                raise
+            return self._report(plan, shards)
 
-    def _run(self, lay_out: LayOut, index_name: str, verify: bool, progress: bool) -> SaveReport:
-        publication: Publication | None = None
-        try:
-            with (
-                self._coordinator.reporting(),
-                self._memory,
-                self._clock("total"),
-                collector_paused(),
-                torch.no_grad(),
-                torch.inference_mode(False),
-            ):
-                write_from, publication = self._coordinator.broadcast(
-                    lambda: (self._write_from or _settings().write_from, Publication.begin(self._folder))
-                )
-                self._single_writer = write_from == "rank0" or (write_from == "auto" and self._is_hidden(publication))
-                with self._clock("plan"):
-                    parameters, shards, plan = self._planned(publication, lay_out)
-                paths = [publication.temporary / shard.name for shard in shards]
-                self._write(plan, parameters, paths, progress)
-                if verify:
-                    self._verify(plan, parameters, paths, progress)
-                with self._clock("publish"):
-                    weights = _SUFFIX.sub("", shards[0].name)
-                    self._coordinator.run_on_main(lambda: publication.commit(weights, index_name))
-        except BaseException:
-            if publication is not None and self._coordinator.is_main:
-                publication.abandon()
-            raise
-        return self._report(plan, shards, verify)
+    def _holdings(self) -> dict[str, Holding]:
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        return kinds.holdings(self.model, masters=self._dtype == torch.float32, rank=rank, world_size=world_size)
 
     # ------------------------------------------------------------------------------------------------------- phases
 
     def _planned(self, publication: Publication, lay_out: LayOut) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
         coordinator = self._coordinator
-        holdings = coordinator.run_on_all(
-            lambda: kinds.holdings(
-                self.model,
-                masters=self._dtype == torch.float32,
-                rank=coordinator.rank,
-                world_size=coordinator.world_size,
-            )
-        )
         parameters = Parameters(
-            holdings,
+            coordinator.run_on_all(self._holdings),
             coordinator,
             dtype=self._dtype,
             single_writer=self._single_writer,
@@ -276,12 +213,7 @@ class Save:
             raise SaveError(
                 f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
             )
-
-        def reserve_all() -> None:
-            for shard in shards:
-                reserve(publication.temporary / shard.name, shard.layout.header, shard.layout.size_bytes)
-
-        coordinator.run_on_main(reserve_all)
+        coordinator.run_on_main(partial(reserve, publication.temporary, shards))
         return parameters, shards, plan
 
     def _is_hidden(self, publication: Publication) -> bool:
@@ -298,37 +230,23 @@ class Save:
             noted = lay_out(publication.temporary if self._coordinator.is_main else Path(elsewhere), parameters)
         return [shard_to_write(shard) for shard in noted]
 
-    def _write(self, plan: SavePlan, parameters: Parameters, paths: Sequence[Path], progress: bool) -> None:
-        files = ShardWriter(paths)
-        try:
+    def _write(self, plan: SavePlan, parameters: Parameters, paths: Sequence[Path]) -> None:
+        with closing(ShardWriter(paths)) as files:
             with self._clock("write"):
-                self._execute(plan, parameters, files, "Writing weights", progress)
+                self._execute(plan, parameters, files, "Writing weights")
             with self._clock("sync"):
                 self._coordinator.run_on_all(files.sync)
-        finally:
-            files.close()
+        if self._verify:
+            with closing(Comparison(paths)) as comparison, self._clock("verify"):
+                self._execute(plan, parameters, comparison, "Verifying weights")
 
-    def _verify(self, plan: SavePlan, parameters: Parameters, paths: Sequence[Path], progress: bool) -> None:
-        comparison = Comparison(paths)
-        try:
-            with self._clock("verify"):
-                self._execute(plan, parameters, comparison, "Verifying weights", progress)
-        finally:
-            comparison.close()
-
-    def _execute(self, plan: SavePlan, parameters: Parameters, sink: Sink, description: str, progress: bool) -> None:
-        with progress_bar(plan.bytes_written, description, progress) as bar:
-            execute_save(
-                plan,
-                parameters,
-                sink,
-                self._coordinator,
-                threads=_threads(self._coordinator.topology.sharing_cores),
-                on_bytes=bar.update,
-            )
+    def _execute(self, plan: SavePlan, parameters: Parameters, files: Shards, description: str) -> None:
+        threads = _threads(self._coordinator.topology.sharing_cores)
+        with progress_bar(plan.bytes_written, description, self._progress) as bar:
+            execute_save(plan, parameters, files, self._coordinator, threads=threads, on_bytes=bar.update)
         self._memory.sample()
 
-    def _report(self, plan: SavePlan, shards: Sequence[ShardToWrite], verified: bool) -> SaveReport:
+    def _report(self, plan: SavePlan, shards: Sequence[ShardToWrite]) -> SaveReport:
         mine = SavingRank(
             rank=self._coordinator.rank,
             seconds=self._clock.seconds,
@@ -340,7 +258,7 @@ class Save:
             folder=str(self._folder),
             files=tuple(shard.name for shard in shards),
             ranks=tuple(self._coordinator.all_gather(mine)),
-            verified=verified,
+            verified=self._verify,
             materialised={computation.name: computation.reason for computation in plan.computations},
         )
         if self._coordinator.is_main:
@@ -348,9 +266,58 @@ class Save:
         return report
 
 
+def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasion:
+    """How ranks come together to save `model`.
+
+    Inside a ``GatheredParameters`` rank 0 has often changed the values, and comes last if the others come at all. So
+    it does not wait for long there.
+    """
+    if coordinator.is_alone or not coordinator.is_main or not gathered(model.parameters()):
+        return replace(SAVE, patience_s=ARRIVAL_S)
+    missing = not_in_full(model)
+    if missing:
+        advice = (
+            f"Inside GatheredParameters rank 0 cannot save alone, because {len(missing)} parameters are not gathered: "
+            f"{', '.join(missing[:8])}. Gather these too, or save on all ranks, outside of `if rank == 0:` and the "
+            "like."
+        )
+    else:
+        advice = (
+            "Inside GatheredParameters, hf_zero_stream.save_pretrained is for all ranks: take it out of "
+            "`if rank == 0:` and the like. Or call model.save_pretrained inside streaming(): rank 0 may do so alone, "
+            "as all the model is gathered."
+        )
+    return replace(SAVE, patience_s=OTHERS_COME_S, advice=advice)
+
+
+def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """`dtype`, which may be given by its name."""
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f'dtype: expected a floating-point torch dtype or its name ("float32"); got {dtype!r}')
+    return dtype
+
+
+def _supported(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of transformers' ``save_pretrained`` without those that change nothing here."""
+    if kwargs.get("push_to_hub"):
+        raise UnsupportedError(
+            "push_to_hub=True: save first, then upload the folder from one rank: "
+            "huggingface_hub.upload_folder(repo_id=..., folder_path=...)."
+        )
+    if kwargs.get("distributed_checkpoint"):
+        raise UnsupportedError(
+            "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
+        )
+    ignored = ("push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function")
+    return {name: value for name, value in kwargs.items() if name not in ignored}
+
+
 def _with_values(value: Any, materialise: Callable[[View], torch.Tensor]) -> Any:
-    """`value`, if it is lazy, with values for conversions that need them."""
-    return LazyTensor.of(value.view_of_node, materialise) if isinstance(value, LazyTensor) else value
+    """An entry of a state dict; if it is lazy, or its view came from rank 0, conversions can read its values."""
+    view = value.view_of_node if isinstance(value, LazyTensor) else value
+    return LazyTensor.of(view, materialise) if isinstance(view, View) else value
 
 
 def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:

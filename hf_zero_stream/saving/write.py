@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import accumulate
-from typing import Protocol
+from functools import partial
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -15,33 +14,30 @@ from ..errors import PeerError
 from ..planning.boxes import Box
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import IOV_MAX
+from .files import Shards
 from .parameters import Opened, Parameters, opened
 from .plan import Part, Round, Run, SavePlan, Segment
 
 
-__all__ = ["Sink", "execute_save"]
+__all__ = ["execute_save"]
 
 WRITE_BYTES = 8 * 2**20
 """Largest single write, and the size of the buffer that casts and device copies go through."""
 
-
-class Sink(Protocol):
-    """Where bytes go: the files themselves, or a comparison with what is in them."""
-
-    def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
-        """Take `buffers`, one after the other, for byte `position` of a shard on."""
+Put = Callable[[int, int, Sequence[memoryview]], None]
+"""As :meth:`.files.Shards.put`."""
 
 
 def execute_save(
     plan: SavePlan,
     parameters: Parameters,
-    sink: Sink,
+    files: Shards,
     coordinator: Coordinator,
     *,
     threads: int,
     on_bytes: Callable[[int], None],
 ) -> None:
-    """Give `sink` all bytes that this rank writes; all ranks must call it with the same `rounds`.
+    """Give `files` all bytes that this rank writes; all ranks must call it with the same `rounds`.
 
     Args:
         threads: how many threads write at once.
@@ -51,60 +47,44 @@ def execute_save(
         SaveError: on all ranks, if a file could not be written on any.
         PeerError: another rank died.
     """
-    errors: list[BaseException] = []
 
-    @contextmanager
-    def noting_errors() -> Iterator[None]:
+    def put(shard: int, position: int, buffers: Sequence[memoryview]) -> None:
+        files.put(shard, position, buffers)
+        on_bytes(sum(map(len, buffers)))
+
+    coordinator.run_on_all(lambda: _write_alone(plan, parameters, put, threads))
+    error: BaseException | None = None
+    for of_round in plan.rounds:
         try:
-            yield
+            with opened(parameters.holdings) as values:
+                for segment, buffer in _exchange(of_round, values, coordinator):
+                    put(segment.shard, segment.position, [_bytes_of(buffer)])
         except PeerError:
             raise  # no exchange will come to an end any more
-        except BaseException as error:
-            errors.append(error)
-
-    def agreed() -> None:
-        coordinator.agree(errors[0] if errors else None)
-
-    with noting_errors():
-        _write_alone(plan, parameters, sink, threads, on_bytes)
-    agreed()
-    for of_round in plan.rounds:
-        # Whatever happens here, the others wait in the next round for what this rank holds.
-        with noting_errors(), opened(parameters.holdings) as values:
-            for segment, buffer in _exchange(of_round, values, coordinator):
-                sink.put(segment.shard, segment.position, [_bytes_of(buffer)])
-                on_bytes(segment.nbytes)
+        except BaseException as caught:  # the others still wait, in the next rounds, for what this rank holds
+            error = error or caught
     if plan.rounds:
-        agreed()
+        coordinator.agree(error)
     for computation in plan.computations:
         gathered = parameters.gather(computation.view)
-        with noting_errors():
-            if coordinator.is_main:
-                sink.put(computation.shard, computation.position, [_bytes_of(gathered)])
-    if plan.computations:
-        agreed()
+        coordinator.run_on_main(partial(put, computation.shard, computation.position, [_bytes_of(gathered)]))
 
 
-def _write_alone(
-    plan: SavePlan, parameters: Parameters, sink: Sink, threads: int, on_bytes: Callable[[int], None]
-) -> None:
+def _write_alone(plan: SavePlan, parameters: Parameters, put: Put, threads: int) -> None:
     swapped = {name for name, holding in parameters.holdings.items() if holding.is_swapped}
-    in_memory = [run for run in plan.runs if run.source not in swapped]
-    # One swap file after the other: reading each once matters more than the order in the shards.
-    from_files = sorted((run for run in plan.runs if run.source in swapped), key=lambda run: run.source)
 
     def work(items: Iterator[Sequence[Run] | Segment]) -> None:
         with opened(parameters.holdings) as values:
             for item in items:
                 if isinstance(item, Segment):
-                    buffer = _assemble(item, values)
-                    sink.put(item.shard, item.position, [_bytes_of(buffer)])
-                    on_bytes(item.nbytes)
+                    put(item.shard, item.position, [_bytes_of(_assemble(item, values))])
                 else:
-                    _write_runs(item, values, sink, on_bytes)
+                    _write_runs(item, values, put)
 
-    # A swap file is read into buffers of DeepSpeed's, of which there are few: by one thread, one after the other.
-    parallel: list[Sequence[Run] | Segment] = [*_neighbours(in_memory)]
+    parallel: list[Sequence[Run] | Segment] = [*_neighbours(run for run in plan.runs if run.source not in swapped)]
+    # A swap file is read into buffers of DeepSpeed's, of which there are few: by one thread, one file after the other.
+    # Reading each once matters more than the order in the shards.
+    from_files = sorted((run for run in plan.runs if run.source in swapped), key=lambda run: run.source)
     in_turn: list[Sequence[Run] | Segment] = [[run] for run in from_files]
     for segment in plan.segments:
         (in_turn if any(part.source in swapped for part in segment.parts) else parallel).append(segment)
@@ -112,7 +92,7 @@ def _write_alone(
     work(iter(in_turn))
 
 
-def _neighbours(runs: Sequence[Run]) -> Iterator[list[Run]]:
+def _neighbours(runs: Iterable[Run]) -> Iterator[list[Run]]:
     """Runs of the same shard, about a single write's worth at a time."""
     group: list[Run] = []
     for run in sorted(runs):
@@ -126,11 +106,20 @@ def _neighbours(runs: Sequence[Run]) -> Iterator[list[Run]]:
         yield group
 
 
-def _write_runs(runs: Sequence[Run], values: Opened, sink: Sink, on_bytes: Callable[[int], None]) -> None:
+def _write_runs(runs: Sequence[Run], values: Opened, put: Put) -> None:
     """Write runs of one shard; those that follow each other, and are in host memory as they are wanted, at once."""
-    for position, buffers in _adjacent(_pieces(runs, values)):
-        sink.put(runs[0].shard, position, buffers)
-        on_bytes(sum(map(len, buffers)))
+    buffers: list[memoryview] = []
+    start = stop = 0
+    for position, data in _pieces(runs, values):
+        if buffers and (position != stop or len(buffers) == IOV_MAX or stop - start >= WRITE_BYTES):
+            put(runs[0].shard, start, buffers)
+            buffers = []
+        if not buffers:
+            start = position
+        buffers.append(data)
+        stop = position + len(data)
+    if buffers:
+        put(runs[0].shard, start, buffers)
 
 
 def _pieces(runs: Sequence[Run], values: Opened) -> Iterator[tuple[int, memoryview]]:
@@ -143,22 +132,6 @@ def _pieces(runs: Sequence[Run], values: Opened) -> Iterator[tuple[int, memoryvi
             data = _bytes_of(_cast(held[begin - first : min(run.stop, begin + count) - first], run.casts))
             yield position, data
             position += len(data)
-
-
-def _adjacent(pieces: Iterable[tuple[int, memoryview]]) -> Iterator[tuple[int, list[memoryview]]]:
-    """Pieces that follow each other put together, a single write's worth at a time, and the position of the first."""
-    buffers: list[memoryview] = []
-    start = stop = 0
-    for position, data in pieces:
-        if buffers and (position != stop or len(buffers) == IOV_MAX or stop - start >= WRITE_BYTES):
-            yield start, buffers
-            buffers = []
-        if not buffers:
-            start = position
-        buffers.append(data)
-        stop = position + len(data)
-    if buffers:
-        yield start, buffers
 
 
 def _assemble(segment: Segment, values: Opened) -> torch.Tensor:
@@ -174,36 +147,36 @@ def _assemble(segment: Segment, values: Opened) -> torch.Tensor:
 
 
 def _exchange(of_round: Round, values: Opened, coordinator: Coordinator) -> Iterator[tuple[Segment, torch.Tensor]]:
-    """Send what this rank holds of the segments to their writers; those that this rank writes, one after the other.
+    """Send what this rank holds of the segments to their writers; yield those that this rank writes.
 
-    An error of this rank's is raised once the others have got what they wait for.
+    An error of this rank's is raised after the exchange, because the others wait for it.
     """
-    device, rank, world_size = collective_device(), coordinator.rank, coordinator.world_size
-    outgoing: list[list[tuple[Part, Segment]]] = [[] for _ in range(world_size)]
-    incoming: list[list[tuple[Part, Segment]]] = [[] for _ in range(world_size)]
+    device, rank = collective_device(), coordinator.rank
+    outgoing: list[list[Part]] = [[] for _ in range(coordinator.world_size)]
+    sent, arriving = [0] * coordinator.world_size, [0] * coordinator.world_size  # bytes, by the other rank
     for writer, segment in of_round:
         for part in segment.parts:
+            nbytes = part.box.numel * segment.dtype.itemsize
             if part.rank == rank != writer:
-                outgoing[writer].append((part, segment))
+                outgoing[writer].append(part)
+                sent[writer] += nbytes
             elif part.rank != rank == writer:
-                incoming[part.rank].append((part, segment))
-    send = torch.empty(sum(map(_nbytes, outgoing)), dtype=torch.uint8, device=device)
+                arriving[part.rank] += nbytes
+    send = torch.empty(sum(sent), dtype=torch.uint8, device=device)
     error: Exception | None = None
     try:
         position = 0
-        for part, segment in (entry for to_peer in outgoing for entry in to_peer):
-            nbytes = part.box.numel * segment.dtype.itemsize
-            taken = _take(part, values).contiguous().view(-1)
-            send[position : position + nbytes].copy_(taken.view(torch.uint8))
-            position += nbytes
+        for part in chain.from_iterable(outgoing):
+            taken = _take(part, values).contiguous().view(-1).view(torch.uint8)
+            send[position : position + len(taken)].copy_(taken)
+            position += len(taken)
     except Exception as caught:
         error = caught
-    received = torch.empty(sum(map(_nbytes, incoming)), dtype=torch.uint8, device=device)
-    sizes = list(map(_nbytes, incoming)), list(map(_nbytes, outgoing))
-    coordinator.wait(dist.all_to_all_single(received, send, *sizes, async_op=True))
+    received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
+    coordinator.wait(dist.all_to_all_single(received, send, arriving, sent, async_op=True))
     if error is not None:
         raise error
-    starts = [0, *accumulate(map(_nbytes, incoming))]  # where what comes from each peer begins
+    starts = [0, *accumulate(arriving)]  # where what comes from each peer begins
     for writer, segment in of_round:
         if writer != rank:
             continue
@@ -219,10 +192,6 @@ def _exchange(of_round: Round, values: Opened, coordinator: Coordinator) -> Iter
             arrived = received[begin : starts[part.rank]].clone().view(segment.dtype)
             _place(arrived.view(part.box.sizes), part.box, buffer)
         yield segment, buffer
-
-
-def _nbytes(parts: Sequence[tuple[Part, Segment]]) -> int:
-    return sum(part.box.numel * segment.dtype.itemsize for part, segment in parts)
 
 
 def _take(part: Part, values: Opened) -> torch.Tensor:
