@@ -17,7 +17,7 @@ from hf_zero_stream.planning.boxes import Box
 from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.saving import write
 from hf_zero_stream.saving.parameters import Opened, cover
-from hf_zero_stream.saving.plan import ShardToWrite, Share, make_save_plan
+from hf_zero_stream.saving.plan import ShardToWrite, Share, Sources, make_save_plan
 
 
 Conversion = Callable[[LazyTensor], torch.Tensor]
@@ -98,9 +98,7 @@ def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bo
     for rank in range(world_size):
         plan = make_save_plan(
             [shard],
-            shares,
-            joined={},
-            everywhere={"p"} if everywhere else set(),
+            Sources(shares, everywhere={"p"} if everywhere else set()),
             rank=rank,
             world_size=world_size,
             chunk_bytes=64,
@@ -145,10 +143,8 @@ def test_a_constant_among_what_another_rank_holds() -> None:
     joined = torch.cat([param, buffer])
     assert isinstance(joined, LazyTensor)
     shard = ShardToWrite("file", ShardLayout(b"", {"joined": 0}, 24), {"joined": joined.view_of_node})
-    shares = {"p": (Share(1, 0, 4),)}
-    plan = make_save_plan(
-        [shard], shares, joined={}, everywhere=set(), rank=1, world_size=2, chunk_bytes=64, single_writer=False
-    )
+    sources = Sources({"p": (Share(1, 0, 4),)})
+    plan = make_save_plan([shard], sources, rank=1, world_size=2, chunk_bytes=64, single_writer=False)
     assert [writer for of_round in plan.rounds for writer, _ in of_round] == [0] and plan.segments == ()
 
 
@@ -158,9 +154,7 @@ def test_constants_are_everybodys() -> None:
     view = View.whole(HostTensor(6, values.dtype, values), (6,))
     shard = ShardToWrite("file", ShardLayout(b"", {"buffer": 0}, 24), {"buffer": view})
     plans = [
-        make_save_plan(
-            [shard], {}, joined={}, everywhere=set(), rank=rank, world_size=2, chunk_bytes=64, single_writer=False
-        )
+        make_save_plan([shard], Sources(), rank=rank, world_size=2, chunk_bytes=64, single_writer=False)
         for rank in range(2)
     ]
     (segment,) = plans[0].segments

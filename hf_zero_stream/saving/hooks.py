@@ -53,11 +53,9 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
             "ranks that gathers nothing, leave them to the Trainer, or call hf_zero_stream.save_pretrained."
         )
         return original(self, model, *args, **kwargs)
-    from ..destinations.kinds import holdings
-    from .parameters import lazy_parameters, lazy_state_dict, refuse_values
+    from .parameters import state_dict_without_values
 
-    held = holdings(inner, masters=False, rank=dist.get_rank(), world_size=dist.get_world_size())
-    return lazy_state_dict(inner, lazy_parameters(held, refuse_values), refuse_values)
+    return state_dict_without_values(inner)
 
 
 def _save_model(
@@ -69,7 +67,6 @@ def _save_model(
     if not active_configs() or not shares_its_model(model) or not call.arguments["safe_serialization"]:
         return original(self, model, save_directory, *args, **kwargs)
     from ..destinations.deepspeed.gathered import is_gathered_whole
-    from .parameters import lazy_state_dict
     from .save import Save
 
     inner = unwrapped(model)
@@ -79,7 +76,7 @@ def _save_model(
     def lay_out(folder: Path, parameters: Any) -> list[NotedShard]:
         noted: list[NotedShard] = []
         vars(self).update(
-            get_state_dict=lambda *_, **__: lazy_state_dict(inner, parameters.lazy, parameters.gather),
+            get_state_dict=lambda *_, **__: parameters.state_dict(),
             save=lambda tensors, file, **_: noted.append(NotedShard(Path(file).name, tensors, {"format": "pt"})),
         )
         try:

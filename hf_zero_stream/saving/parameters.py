@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.utils import logging
 
-from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
+from ..destinations import kinds
 from ..destinations.base import Holding, narrowed
 from ..destinations.deepspeed.original_experts import with_original_experts
 from ..engine.compute import Evaluator
@@ -25,10 +26,10 @@ from ..planning.parameter_box import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
 from .digest import digest
-from .plan import Share, in_dtype, view_of
+from .plan import Share, Sources, in_dtype, view_of
 
 
-__all__ = ["Opened", "Parameters", "cover", "lazy_parameters", "lazy_state_dict", "opened", "refuse_values"]
+__all__ = ["Opened", "Parameters", "cover", "state_dict_without_values"]
 
 logger = logging.get_logger(__name__)
 
@@ -49,14 +50,18 @@ _NOT_HELD = _Held(None, 0, 0, False, None)
 class Parameters:
     """All parameters of a model, as ranks hold them between them. Made by all ranks together.
 
-    The *source* of elements is a parameter or, where ranks hold different boxes of it, one of the boxes.
-
     Args:
-        holdings: what this rank holds, by name; names of one tied parameter have one and the same.
+        model: what is saved.
         coordinator: the ranks that save together.
         dtype: what those of floating point are saved in; default: as they are held.
         single_writer: rank 0 gives what every rank holds.
         threads: how many threads compare replicas.
+
+    Attributes:
+        lazy: a lazy tensor for each name; names of one parameter have one and the same.
+        numel: elements of all parameters, each counted once.
+        holdings: what this rank holds, by source.
+        sources: who gives which elements.
 
     Raises:
         SaveError: on all ranks, if elements of a parameter are held by nobody.
@@ -64,28 +69,26 @@ class Parameters:
 
     def __init__(
         self,
-        holdings: Mapping[str, Holding],
+        model: nn.Module,
         coordinator: Coordinator,
         *,
         dtype: torch.dtype | None,
         single_writer: bool,
-        threads: int = 1,
+        threads: int,
     ) -> None:
+        self._model, self._dtype = model, dtype
         self._coordinator = coordinator
-        self.lazy = lazy_parameters(holdings, self.gather, dtype)
-        """A lazy tensor for each name; names of one parameter have one and the same."""
-        self.numel = sum(tensor.numel() for tensor in {id(tensor): tensor for tensor in self.lazy.values()}.values())
-        """Elements of all parameters, each counted once."""
-        self.holdings: dict[str, Holding] = {}
-        """What this rank holds, by source: a parameter's first name, with the number of a box if there are several."""
-        self.joined: dict[str, Node] = {}
-        """Parameters of which ranks hold different boxes: each put together of these, by its first name."""
-        self.everywhere: set[str] = set()
-        """Sources that every rank holds in full, with the same values; none if rank 0 gives them anyway."""
-        self.shares: dict[str, tuple[Share, ...]] = {}
-        """Who gives which elements, by source."""
+        holdings = coordinator.run_on_all(lambda: _holdings(model, coordinator, dtype))
+        self.lazy = _lazy_parameters(holdings, self.gather, dtype)
         by_parameter = {name: holdings[name] for name in _first_names(holdings).values()}
+        self.numel = sum(self.lazy[name].numel() for name in by_parameter)
+        self.holdings: dict[str, Holding] = {}
+        self.sources = Sources()
         self._agree_on_shares(by_parameter, single_writer, threads)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``model.state_dict()`` with lazy tensors, whose values can be gathered by all ranks together."""
+        return _lazy_state_dict(self._model, self.lazy, self.gather, self._dtype)
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], single_writer: bool, threads: int) -> None:
         compared = not single_writer and not self._coordinator.is_alone
@@ -121,7 +124,7 @@ class Parameters:
             )
 
     def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
-        """The sources of a parameter: itself, or the boxes of it that ranks hold, which are :attr:`joined`."""
+        """The sources of a parameter: itself, or the boxes of it that ranks hold, which are joined."""
         whole = ParameterBox.whole(holding.box.shape)
         boxes = {mine.box or whole for mine in held}
         if boxes == {whole} or not whole.numel:
@@ -131,7 +134,7 @@ class Parameters:
         for source, box in sources.items():
             view = View.whole(Stored(box.numel, holding.dtype, source), box.sizes)
             blocks += [(block, narrowed(view, within)) for block, within in box.blocks()]
-        self.joined[name] = join(name, sorted(blocks, key=lambda of_block: of_block[0].intervals)).node
+        self.sources.joined[name] = join(name, sorted(blocks, key=lambda of_block: of_block[0].intervals)).node
         return sources
 
     def _agree_on_source(self, source: str, numel: int, held: Sequence[_Held], compared: bool) -> bool:
@@ -143,11 +146,11 @@ class Parameters:
         first = held[holders[0]]
         same = compared and all(held[rank].is_whole and held[rank].digest == first.digest for rank in holders)
         if same and len(holders) == len(held):
-            self.everywhere.add(source)
+            self.sources.everywhere.add(source)
         if same or not first.is_whole or not numel:
-            self.shares[source] = cover(source, numel, [(mine.start, mine.stop) for mine in held])
+            self.sources.shares[source] = cover(source, numel, [(mine.start, mine.stop) for mine in held])
             return True
-        self.shares[source] = (Share(holders[0], 0, numel),)
+        self.sources.shares[source] = (Share(holders[0], 0, numel),)
         return all(held[rank].digest in (None, first.digest) for rank in holders)
 
     def gather(self, view: View) -> torch.Tensor:
@@ -164,8 +167,8 @@ class Parameters:
             return value
         node = value.node
         if id(node) not in done:
-            if isinstance(node, Stored) and node.name in self.joined:
-                joined = self.joined[node.name]
+            if isinstance(node, Stored) and node.name in self.sources.joined:
+                joined = self.sources.joined[node.name]
                 done[id(node)] = self._with_values(View(joined, (), ()), done).node
             elif isinstance(node, Stored):
                 done[id(node)] = HostTensor(node.numel, node.dtype, self._full(node))
@@ -179,14 +182,14 @@ class Parameters:
         return dataclasses.replace(value, node=done[id(node)])
 
     def _full(self, source: Stored) -> torch.Tensor:
-        with opened(self.holdings) as opened_values:
-            if source.name in self.everywhere:
-                return opened_values.values(source.name)[0].cpu()
+        with Opened(self.holdings) as opened:
+            if source.name in self.sources.everywhere:
+                return opened.values(source.name)[0].cpu()
             full = torch.empty(source.numel, dtype=source.dtype, device=collective_device())
-            for share in self.shares[source.name]:
+            for share in self.sources.shares[source.name]:
                 part = full[share.start : share.stop]
                 if share.rank == self._coordinator.rank:
-                    values, first = opened_values.values(source.name)
+                    values, first = opened.values(source.name)
                     part.copy_(values[share.start - first :][: len(part)])
                 if not self._coordinator.is_alone:
                     self._coordinator.wait(dist.broadcast(part.view(torch.uint8), share.rank, async_op=True))
@@ -206,8 +209,28 @@ def _digests(holdings: Mapping[str, Holding], threads: int) -> dict[str, bytes]:
     return digests
 
 
-def lazy_parameters(
-    holdings: Mapping[str, Holding], materialise: Callable[[View], torch.Tensor], dtype: torch.dtype | None = None
+def state_dict_without_values(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """``model.state_dict()`` with lazy tensors, which all ranks can save; reading their values raises."""
+    holdings = _holdings(model, Coordinator.of_default_group(), dtype)
+    return _lazy_state_dict(model, _lazy_parameters(holdings, _refuse_values, dtype), _refuse_values, dtype)
+
+
+def _refuse_values(view: View) -> torch.Tensor:
+    raise UnsupportedError(
+        "This state dict is lazy: accelerator.get_state_dict() gives such a one inside streaming(), and a "
+        "save_pretrained of a model's own is given one. Its tensors can be saved, by all ranks, with "
+        "save_pretrained(..., state_dict=...), and their values are not there. For the values themselves use "
+        "deepspeed.zero.GatheredParameters, or call accelerator.get_state_dict() outside streaming()."
+    )
+
+
+def _holdings(model: nn.Module, coordinator: Coordinator, dtype: torch.dtype | None) -> dict[str, Holding]:
+    rank, world_size = coordinator.rank, coordinator.world_size
+    return kinds.holdings(model, masters=dtype == torch.float32, rank=rank, world_size=world_size)
+
+
+def _lazy_parameters(
+    holdings: Mapping[str, Holding], materialise: Materialise, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
     """A lazy tensor for each name, cast to `dtype` if it is of floating point.
 
@@ -223,25 +246,8 @@ def lazy_parameters(
     return {name: by_parameter[id(holding)] for name, holding in holdings.items()}
 
 
-def refuse_values(view: View) -> torch.Tensor:
-    """In place of values that a lazy tensor cannot give.
-
-    Raises:
-        UnsupportedError: always.
-    """
-    raise UnsupportedError(
-        "This state dict is lazy: accelerator.get_state_dict() gives such a one inside streaming(), and a "
-        "save_pretrained of a model's own is given one. Its tensors can be saved, by all ranks, with "
-        "save_pretrained(..., state_dict=...), and their values are not there. For the values themselves use "
-        "deepspeed.zero.GatheredParameters, or call accelerator.get_state_dict() outside streaming()."
-    )
-
-
-def lazy_state_dict(
-    model: nn.Module,
-    parameters: Mapping[str, torch.Tensor],
-    materialise: Callable[[View], torch.Tensor],
-    dtype: torch.dtype | None = None,
+def _lazy_state_dict(
+    model: nn.Module, parameters: Mapping[str, torch.Tensor], materialise: Materialise, dtype: torch.dtype | None
 ) -> dict[str, Any]:
     """``model.state_dict()`` with lazy tensors: `parameters`, and buffers in `dtype` if they are of floating point."""
     memories: dict[Any, HostTensor] = {}
@@ -249,7 +255,7 @@ def lazy_state_dict(
     def lazy(name: str, value: Any) -> Any:
         if name in parameters or not isinstance(value, torch.Tensor):
             return parameters.get(name, value)
-        # A buffer is everyone's, and rank 0's values are written.
+        # Every rank has its own values of a buffer; those of rank 0 are written.
         return in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
 
     entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
@@ -318,38 +324,29 @@ class Opened:
 
     def __init__(self, holdings: Mapping[str, Holding]) -> None:
         self._holdings = holdings
-        self._contexts: dict[str, AbstractContextManager[torch.Tensor]] = {}
+        self._in_memory, self._from_file = ExitStack(), ExitStack()
         self._values: dict[str, torch.Tensor] = {}
 
-    def values(self, name: str) -> tuple[torch.Tensor, int]:
-        """The flat values of a parameter that this rank holds, and the number of the first; until the next call."""
-        if name not in self._values:
-            if self._holdings[name].is_swapped:
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._values.clear()
+        with self._in_memory:
+            self._from_file.close()
+
+    def values(self, source: str) -> tuple[torch.Tensor, int]:
+        """The flat values of a source that this rank holds, and the number of the first; until the next call."""
+        holding = self._holdings[source]
+        if source not in self._values:
+            if holding.is_swapped:
                 self._close_swapped()
-            context = self._holdings[name].open()
-            self._values[name] = context.__enter__()
-            self._contexts[name] = context
-        return self._values[name], self._holdings[name].first
+            contexts = self._from_file if holding.is_swapped else self._in_memory
+            self._values[source] = contexts.enter_context(holding.open())
+        return self._values[source], holding.first
 
     def _close_swapped(self) -> None:
         """Give back the memory of values that come from swap files."""
-        for name in [name for name in self._values if self._holdings[name].is_swapped]:
-            del self._values[name]
-            self._contexts.pop(name).__exit__(None, None, None)
-
-    def close(self) -> None:
-        """Give back everything."""
-        self._values.clear()
-        while self._contexts:
-            _, context = self._contexts.popitem()
-            context.__exit__(None, None, None)
-
-
-@contextmanager
-def opened(holdings: Mapping[str, Holding]) -> Iterator[Opened]:
-    """Values of `holdings`, all closed at the end."""
-    values = Opened(holdings)
-    try:
-        yield values
-    finally:
-        values.close()
+        for source in [source for source in self._values if self._holdings[source].is_swapped]:
+            del self._values[source]
+        self._from_file.close()

@@ -15,8 +15,9 @@ With a single writer everything that it does not hold goes through rounds.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
     "Segment",
     "Share",
     "ShardToWrite",
+    "Sources",
     "in_dtype",
     "make_save_plan",
     "shard_to_write",
@@ -56,6 +58,41 @@ class Share(NamedTuple):
     rank: int
     start: int
     stop: int
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Who gives which elements. A *source* is a parameter or, where ranks hold different boxes of it, such a box.
+
+    Its name is the parameter's first one, followed by the number of the box if there are several.
+
+    Attributes:
+        shares: who gives which elements of each source; in order of elements, and all of them.
+        joined: parameters of which ranks hold different boxes: each put together of these.
+        everywhere: sources that every rank holds in full, with the same values; none if rank 0 gives them anyway.
+    """
+
+    shares: dict[str, tuple[Share, ...]] = field(default_factory=dict)
+    joined: dict[str, Node] = field(default_factory=dict)
+    everywhere: set[str] = field(default_factory=set)
+
+    def regions(self, view: View, start: int, stop: int) -> Iterator[Region]:
+        """Regions for elements ``[start, stop)`` of `view`; what is stored in them is a source."""
+        for region in regions_of_range(view, start, stop):
+            if isinstance(region.leaf, Stored) and region.leaf.name in self.joined:
+                yield from regions_of_box(self.joined[region.leaf.name], region.box, region.casts)
+            else:
+                yield region
+
+    def touching(self, source: str, start: int, stop: int) -> Iterator[Share]:
+        """The shares that hold any of these elements."""
+        shares = self.shares[source]
+        first = max(0, bisect_right(shares, start, key=lambda share: share.start) - 1)
+        for share in shares[first:]:
+            if share.start >= stop:
+                return
+            if share.stop > start:
+                yield share
 
 
 @dataclass(frozen=True)
@@ -183,10 +220,8 @@ class SavePlan:
 
 def make_save_plan(
     shards: Sequence[ShardToWrite],
-    shares: Mapping[str, Sequence[Share]],
+    sources: Sources,
     *,
-    joined: Mapping[str, Node],
-    everywhere: Set[str],
     rank: int,
     world_size: int,
     chunk_bytes: int,
@@ -196,9 +231,7 @@ def make_save_plan(
 
     Args:
         shards: the files of the checkpoint.
-        shares: who gives which elements of each source, a parameter or a box of one; in order of elements, and all.
-        joined: parameters that are put together of several sources.
-        everywhere: sources that every rank holds in full, with the same values, and could give.
+        sources: who gives which elements.
         chunk_bytes: largest segment.
         single_writer: rank 0 writes everything.
     """
@@ -210,25 +243,25 @@ def make_save_plan(
     for number, shard in enumerate(shards):
         for name, position in shard.layout.starts.items():
             view = shard.views[name]
-            dtype = view.node.dtype
+            itemsize = view.node.dtype.itemsize
             if view.numel == 0:
                 continue
-            regions = list(_regions(view, 0, view.numel, joined))
+            regions = list(sources.regions(view, 0, view.numel))
             if any(isinstance(region.leaf, Computed) for region in regions):
                 reason = materialise_reason(view.node) or "a function gives its values"
                 computations.append(Computation(number, position, name, view, reason))
-                nbytes += view.numel * dtype.itemsize if rank == 0 else 0
+                nbytes += view.numel * itemsize if rank == 0 else 0
                 continue
-            if all(map(_is_stored_run, regions)) and (not single_writer or _all_of(regions, shares) == {0}):
+            if all(map(_is_stored_run, regions)) and (not single_writer or _givers(regions, sources) == {0}):
                 for region in regions:
-                    mine = list(_own_runs(region, shares, rank, number, position, dtype.itemsize))
-                    nbytes += sum(run.stop - run.start for run in mine) * dtype.itemsize
+                    mine = list(_own_runs(region, sources, rank, number, position, itemsize))
+                    nbytes += sum(run.stop - run.start for run in mine) * itemsize
                     runs.extend(mine)
                 continue
-            for segment in _segments(view, shares, joined, number, position, max(1, chunk_bytes // dtype.itemsize)):
+            for segment in _segments(view, sources, number, position, max(1, chunk_bytes // itemsize)):
                 turn += 1
                 alone = _is_of_rank_0(segment, single_writer)
-                segment = _given_by_one(segment, everywhere, 0 if alone else turn % world_size)
+                segment = _given_by_one(segment, sources.everywhere, 0 if alone else turn % world_size)
                 holders = {part.rank for part in segment.parts} or {0}
                 writer = 0 if alone else min(holders)
                 if holders != {writer}:
@@ -242,7 +275,7 @@ def make_save_plan(
 
 
 def _is_of_rank_0(segment: Segment, single_writer: bool) -> bool:
-    """Whether rank 0 must write `segment`: of what is not a parameter's, its values are saved, as by stock."""
+    """Whether rank 0 must write `segment`: stock, too, saves rank 0's values of what is not a parameter's."""
     return single_writer or bool(segment.constants)
 
 
@@ -250,52 +283,36 @@ def _is_stored_run(region: Region) -> bool:
     return region.box.is_run and isinstance(region.leaf, Stored)
 
 
-def _all_of(regions: Sequence[Region], shares: Mapping[str, Sequence[Share]]) -> set[int]:
-    return {share.rank for region in regions for share in shares[region.leaf.name]}  # type: ignore[union-attr]
+def _givers(regions: Sequence[Region], sources: Sources) -> set[int]:
+    """The ranks that give any element of the sources in `regions`."""
+    return {share.rank for region in regions for share in sources.shares[region.leaf.name]}  # type: ignore[union-attr]
 
 
-def _own_runs(
-    region: Region, shares: Mapping[str, Sequence[Share]], rank: int, shard: int, position: int, itemsize: int
-) -> Iterator[Run]:
+def _own_runs(region: Region, sources: Sources, rank: int, shard: int, position: int, itemsize: int) -> Iterator[Run]:
     assert isinstance(region.leaf, Stored)
     box, name = region.box, region.leaf.name
     first, last = box.at, box.at + box.numel
-    for share in _touching(shares[name], first, last):
+    for share in sources.touching(name, first, last):
         begin, end = max(first, share.start), min(last, share.stop)
         if share.rank == rank and begin < end:
             at = position + (box.to + begin - first) * itemsize
             yield Run(shard, at, name, begin, end, region.casts)
 
 
-def _regions(view: View, start: int, stop: int, joined: Mapping[str, Node]) -> Iterator[Region]:
-    """Regions for elements ``[start, stop)`` of `view`, whose leaves are sources."""
-    for region in regions_of_range(view, start, stop):
-        if isinstance(region.leaf, Stored) and region.leaf.name in joined:
-            yield from regions_of_box(joined[region.leaf.name], region.box, region.casts)
-        else:
-            yield region
-
-
-def _segments(
-    view: View,
-    shares: Mapping[str, Sequence[Share]],
-    joined: Mapping[str, Node],
-    shard: int,
-    position: int,
-    limit: int,
-) -> Iterator[Segment]:
+def _segments(view: View, sources: Sources, shard: int, position: int, limit: int) -> Iterator[Segment]:
+    """`view` cut into segments of at most `limit` elements, from byte `position` of a shard on."""
     dtype = view.node.dtype
     for start in range(0, view.numel, limit):
         stop = min(view.numel, start + limit)
         parts: list[Part] = []
         constants: list[Region] = []
-        for region in _regions(view, start, stop, joined):
+        for region in sources.regions(view, start, stop):
             if isinstance(region.leaf, HostTensor):
                 constants.append(region)
                 continue
             assert isinstance(region.leaf, Stored)
             box, name = region.box, region.leaf.name
-            for share in _touching(shares[name], box.at, box.at + box.at_extent):
+            for share in sources.touching(name, box.at, box.at + box.at_extent):
                 for cut in within(box, share.start, share.stop):
                     parts.append(Part(share.rank, name, cut, region.casts))
         at = position + start * dtype.itemsize
@@ -310,39 +327,28 @@ def _given_by_one(segment: Segment, everywhere: Set[str], turn: int) -> Segment:
     return replace(segment, parts=parts)
 
 
-def _touching(shares: Sequence[Share], start: int, stop: int) -> Iterator[Share]:
-    """The shares that hold any of these elements."""
-    first = max(0, bisect_right(shares, start, key=lambda share: share.start) - 1)
-    for share in shares[first:]:
-        if share.start >= stop:
-            return
-        if share.stop > start:
-            yield share
-
-
 def _rounds(segments: Sequence[Segment], world_size: int, chunk_bytes: int, single_writer: bool) -> Iterator[Round]:
     """Rounds in file order; a writer is one of those that hold the segment, if one of them has room."""
     of_round: list[tuple[int, Segment]] = []
-    written: dict[int, int] = {}
-    sent: dict[int, int] = {}
+    written: Counter[int] = Counter()  # bytes, by rank
+    sent: Counter[int] = Counter()
 
-    def has_room(done: dict[int, int], rank: int, nbytes: int) -> bool:
-        return done.get(rank, 0) + nbytes <= chunk_bytes or rank not in done
+    def has_room(done: Counter[int], rank: int, nbytes: int) -> bool:
+        return done[rank] + nbytes <= chunk_bytes or rank not in done
 
     for segment in segments:
-        leaving: dict[int, int] = {}
+        leaving: Counter[int] = Counter()
         for part in segment.parts:
-            leaving[part.rank] = leaving.get(part.rank, 0) + part.box.numel * segment.dtype.itemsize
+            leaving[part.rank] += part.box.numel * segment.dtype.itemsize
         holders = sorted(leaving, key=lambda rank: (-leaving[rank], rank))
         candidates = (0,) if _is_of_rank_0(segment, single_writer) else (*holders, *range(world_size))
         writer = next((rank for rank in candidates if has_room(written, rank, segment.nbytes)), None)
         if writer is None or not all(has_room(sent, rank, nbytes) for rank, nbytes in leaving.items()):
             yield tuple(of_round)
-            of_round, written, sent = [], {}, {}
+            of_round, written, sent = [], Counter(), Counter()
             writer = candidates[0]
         of_round.append((writer, segment))
-        written[writer] = written.get(writer, 0) + segment.nbytes
-        for rank, nbytes in leaving.items():
-            sent[rank] = sent.get(rank, 0) + nbytes
+        written[writer] += segment.nbytes
+        sent.update(leaving)
     if of_round:
         yield tuple(of_round)

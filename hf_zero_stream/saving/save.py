@@ -23,8 +23,6 @@ from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..checkpoint.wrapped import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
-from ..destinations import kinds
-from ..destinations.base import Holding
 from ..destinations.deepspeed.gathered import gathered, not_in_full
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..ranks.coordinator import Coordinator
@@ -38,7 +36,7 @@ from ..seams import other_config, zero3_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .files import Comparison, Shards, ShardWriter, reserve
-from .parameters import Parameters, lazy_parameters, lazy_state_dict, refuse_values
+from .parameters import Parameters, state_dict_without_values
 from .plan import CHUNK_BYTES, SavePlan, ShardToWrite, make_save_plan, shard_to_write
 from .publish import Publication
 from .write import execute_save
@@ -117,7 +115,7 @@ class Save:
 
         def lay_out(folder: Path, parameters: Parameters) -> list[NotedShard]:
             if self._state_dict is None:
-                entries = lazy_state_dict(self.model, parameters.lazy, parameters.gather, self._dtype)
+                entries = parameters.state_dict()
             else:
                 entries = {name: _with_values(value, parameters.gather) for name, value in self._state_dict.items()}
                 _refuse_empty(entries, parameters)
@@ -140,8 +138,7 @@ class Save:
         if self._state_dict is not None:
             given["state_dict"] = self._state_dict
         else:
-            lazy = lazy_parameters(self._holdings(), refuse_values, self._dtype)
-            given["state_dict"] = lazy_state_dict(self.model, lazy, refuse_values, self._dtype)
+            given["state_dict"] = state_dict_without_values(self.model, self._dtype)
             try:
                 inspect.signature(self.model.save_pretrained).bind(self._folder, **given)
             except TypeError:
@@ -179,16 +176,12 @@ class Save:
                 raise
             return self._report(plan, shards)
 
-    def _holdings(self) -> dict[str, Holding]:
-        rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        return kinds.holdings(self.model, masters=self._dtype == torch.float32, rank=rank, world_size=world_size)
-
     # ------------------------------------------------------------------------------------------------------- phases
 
     def _planned(self, publication: Publication, lay_out: LayOut) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
         coordinator = self._coordinator
         parameters = Parameters(
-            coordinator.run_on_all(self._holdings),
+            self.model,
             coordinator,
             dtype=self._dtype,
             single_writer=self._single_writer,
@@ -198,9 +191,7 @@ class Save:
         plan = coordinator.run_on_all(
             lambda: make_save_plan(
                 shards,
-                parameters.shares,
-                joined=parameters.joined,
-                everywhere=parameters.everywhere,
+                parameters.sources,
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,
                 chunk_bytes=self._chunk_bytes,

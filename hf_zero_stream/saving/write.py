@@ -15,7 +15,7 @@ from ..planning.boxes import Box
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import IOV_MAX
 from .files import Shards
-from .parameters import Opened, Parameters, opened
+from .parameters import Opened, Parameters
 from .plan import Part, Round, Run, SavePlan, Segment
 
 
@@ -56,7 +56,7 @@ def execute_save(
     error: BaseException | None = None
     for of_round in plan.rounds:
         try:
-            with opened(parameters.holdings) as values:
+            with Opened(parameters.holdings) as values:
                 for segment, buffer in _exchange(of_round, values, coordinator):
                     put(segment.shard, segment.position, [_bytes_of(buffer)])
         except PeerError:
@@ -74,7 +74,7 @@ def _write_alone(plan: SavePlan, parameters: Parameters, put: Put, threads: int)
     swapped = {name for name, holding in parameters.holdings.items() if holding.is_swapped}
 
     def work(items: Iterator[Sequence[Run] | Segment]) -> None:
-        with opened(parameters.holdings) as values:
+        with Opened(parameters.holdings) as values:
             for item in items:
                 if isinstance(item, Segment):
                     put(item.shard, item.position, [_bytes_of(_assemble(item, values))])
