@@ -36,7 +36,7 @@ __all__ = ["is_led", "led", "patches", "save_pretrained"]
 
 _SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
 _OF_THE_CALLER = ("is_main_process", "save_function")
-"""Arguments that say how to write; they are not passed on to other ranks."""
+"""Arguments of rank 0 alone, which may not be picklable; the other ranks do not need them."""
 
 
 def save_pretrained(
@@ -146,7 +146,7 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
 
 
 patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrained})
-"""In while a thread is inside ``streaming()``, or saves a model whose class has a ``save_pretrained`` of its own."""
+"""Replaces the method while a thread is inside ``streaming()``, or leads a save (see :func:`led`)."""
 
 
 # --------------------------------------------------------------------------------------------------- rank 0 leads
@@ -160,7 +160,7 @@ def led(
     Args:
         model: what is saved.
         work: calls ``save_pretrained`` any number of times.
-        takes_all: also those calls that would be left to transformers, because each rank holds all of the model.
+        takes_all: take over also the calls that would be left to transformers, because each rank has the whole model.
         settings: arguments of :class:`.save.Save` for the calls that do not give them.
 
     Returns:
@@ -182,12 +182,12 @@ def led(
 
 
 def is_led() -> bool:
-    """Whether this thread runs what other ranks wait for, in :func:`led`."""
+    """Whether this thread runs the work of :func:`led`, while the other ranks wait for its saves."""
     return _leader.get() is not None
 
 
 class _Failed(BaseException):
-    """A save has failed, on whichever rank, and all ranks know: nothing that rank 0 does can mend it.
+    """A save has failed on some rank, and all ranks know it, so rank 0 cannot go on.
 
     Not an ``Exception``: the Trainer takes a ``ValueError`` for a wish to save in another way, on rank 0 alone.
     """

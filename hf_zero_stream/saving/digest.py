@@ -1,9 +1,9 @@
-"""A number for the bytes of a tensor, by which ranks find out whether their replicas of it are the same.
+"""A digest of a tensor's bytes, by which ranks find out whether their replicas of it are the same.
 
-It must cost little beside writing the tensor, wherever that lies. The bytes are taken as 64-bit numbers, in rows; each
-row becomes a sum with odd, random weights for the lower and the upper half of each number, modulo 2**64 (multilinear
-hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Only these sums are hashed. Rows that
-change places, signs that flip or single values that differ give other sums, but for one chance in billions.
+It must take much less time than writing the tensor, on CPU and GPU. The bytes are taken as 64-bit numbers, in rows.
+Each row becomes a sum with odd, random weights for the lower and the upper half of each number, modulo 2**64
+(multilinear hashing: Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Only these sums are hashed.
+Rows that change places, signs that flip or single values that differ give other sums, but for one chance in billions.
 """
 
 from __future__ import annotations

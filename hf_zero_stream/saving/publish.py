@@ -1,9 +1,9 @@
-"""Files appear under their final names only when all of them are complete, and what was there before stays till then.
+"""Files get their final names only when all of them are complete; until then the earlier files stay.
 
 Everything is written into a folder of its own inside the final one. Then a list of the renames to come is written
-there, and from that moment on the save has happened: if the process dies while it renames, the next one to save or to
-stream from the folder finishes the list. Shards go first, the index last; an older index is taken away before, so
-that in the moments between nobody reads an old index with new shards.
+there, and from that moment on the save has happened: if the process dies while it renames, the next process that
+saves to the folder, or streams from it, finishes the list. Shards are renamed first, the index last. An older index is
+removed before the first rename, so that nobody can read an old index with new shards.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Publication:
 
     @classmethod
     def begin(cls, folder: Path) -> Publication:
-        """Make the temporary folder, after what earlier saves have left was finished or removed.
+        """Finish or remove what earlier saves have left, then make the temporary folder.
 
         Raises:
             SaveError: the folder cannot be written to.
