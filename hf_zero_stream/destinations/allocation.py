@@ -22,10 +22,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def allocating(what: str | Callable[[], str], nbytes: int, device: torch.device | str, rank: int) -> Iterator[None]:
-    """Raise a LoadError that says what `nbytes` bytes were wanted for, if there is not enough memory inside.
-
-    `what` is, for instance, a parameter's name, or a function that finds it only then.
-    """
+    """Raise a LoadError that says what `nbytes` bytes were wanted for, if there is not enough memory inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

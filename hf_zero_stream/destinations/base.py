@@ -22,7 +22,6 @@ __all__ = [
     "Destination",
     "Holding",
     "Item",
-    "Replaced",
     "Sourced",
     "Sources",
     "flat_items",
@@ -43,7 +42,6 @@ class Item(NamedTuple):
     """What to fill, from what, and where it is.
 
     Attributes:
-        target: the memory, as the plan describes it.
         view: gives the values; narrowed to ``target.box`` if there is one (see :func:`narrowed`).
         memory: gives the memory once the batch has begun: flat, of ``target.dtype`` and ``target.numel`` elements.
     """
@@ -58,7 +56,6 @@ class Batch:
     """Targets that have memory at the same time.
 
     Attributes:
-        items: what to fill; there may be none.
         begin: makes the memory; called when the batches before are finished.
         finish: called when the memory is full, for instance to move the values on.
         is_collective: all ranks must finish together, and have the same batches.
@@ -81,14 +78,11 @@ class Holding:
     The boxes that ranks hold of one parameter are equal or disjoint, and together they are all of it.
 
     Attributes:
-        box: the box, of which other ranks may hold other elements. A ZeRO partition is a range of the whole parameter.
-            It may be empty.
-        dtype: dtype of the values that are held.
+        box: may be empty. That of a ZeRO partition is the whole parameter.
         start: first element of the box that this rank gives.
         stop: one past the last; equal to `start` where it gives none.
         open: a context with the flat values that are held, from element :attr:`first` on.
-        is_whole: this rank holds all elements of the box, as other ranks do, also those that it is not to give. Values
-            that are held so are compared between ranks.
+        is_whole: this rank holds all elements of the box, as other ranks do; their values are compared.
         is_swapped: the values come out of a swap file each time they are opened.
         is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
     """
@@ -168,12 +162,7 @@ class Destination(Protocol):
         ...
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint | None:
-        """The memory that this rank will need in the load and in training; None if that is not known here.
-
-        Args:
-            model: the one that :meth:`batches` has changed.
-            staging_bytes: bound of the load's staging buffers.
-        """
+        """The memory that this rank needs to load and train `model`, as :meth:`batches` left it; None: not known."""
         return None
 
     def check(self, targets: Sequence[Target]) -> None:
@@ -206,8 +195,6 @@ class Destination(Protocol):
         Args:
             params: parameters of one model, each once.
             masters: the fp32 values that an optimizer trains, where there are any, in place of the model's own.
-            rank: this rank.
-            world_size: number of ranks that save together.
 
         Raises:
             UnsupportedError: the values cannot be reached; the message says what to do.
@@ -235,7 +222,7 @@ def flat_items(tensors: Sources) -> list[Item]:
     ]
 
 
-class Replaced(NamedTuple):
+class _Replaced(NamedTuple):
     """What took the place of lazy tensors: parameters and flat buffers that have a source; names with a new dtype."""
 
     parameters: dict[str, Sourced]
@@ -250,16 +237,12 @@ def replace_lazy(
     *,
     parameter: Callable[[str, torch.Tensor], nn.Parameter | None],
     buffer: Callable[[torch.Tensor], torch.Tensor | None],
-) -> Replaced:
-    """Put real parameters and buffers into `model`.
+) -> _Replaced:
+    """Replace the parameters and buffers of `model`, but for `tied` names; what is `missing` has no source.
 
-    Args:
-        missing: names that no checkpoint fills.
-        tied: names that are left alone.
-        parameter: makes what takes the place of a parameter of this name; None leaves it to transformers.
-        buffer: the same for a buffer.
+    `parameter` makes what takes the place of a parameter of this name, `buffer` of a buffer; None leaves the old one.
     """
-    found = Replaced({}, {}, [])
+    found = _Replaced({}, {}, [])
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for key, param in list(module._parameters.items()):
@@ -286,12 +269,11 @@ def replace_lazy(
             if old is None or real is None:
                 continue
             module._buffers[key] = real
-            if not isinstance(old, LazyTensor) and not old.is_meta:
-                continue
-            _copy_attributes(old, real)
-            view = source_of(old)
-            if view is not None:
-                found.buffers[name] = (real.view(-1), view)
+            if isinstance(old, LazyTensor) or old.is_meta:
+                _copy_attributes(old, real)
+                view = source_of(old)
+                if view is not None:
+                    found.buffers[name] = (real.view(-1), view)
     return found
 
 

@@ -23,25 +23,22 @@ from .allocation import allocating
 from .base import Batch, Destination, Holding, Item, Sources, flat_items, replace_lazy
 
 
-__all__ = ["Exchange", "Part", "Replicated", "all_gather", "exchange_batches", "exchanges", "open_flat"]
+__all__ = ["Replicated", "all_gather", "exchange_batches", "exchanges", "open_flat"]
 
 # torch 2.13 warns of the old name.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
-HOST = torch.device("cpu")
-
-ALIGNMENT = 16
-"""Each part begins at a multiple of so many bytes, so that it can be viewed in any dtype."""
+_HOST = torch.device("cpu")
+_ALIGNMENT = 16  # bytes; each part begins at a multiple of it, so that it can be viewed in any dtype
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """What this rank brings of one tensor to one exchange. Numbers are elements, but for the last one.
 
     Attributes:
-        tensor: which of the tensors.
+        tensor: its index.
         share: length of each rank's share of the tensor, the last one's padding included.
         first: first element within the share.
-        length: the same on every rank.
         start: first element that this rank reads; counted from the tensor's beginning.
         stop: one past the last; less than ``start + length`` where the share ends in padding.
         offset: where the part begins in a rank's buffer, in bytes.
@@ -57,26 +54,23 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class _Exchange:
     """One all-gather of what every rank has read of the same parts.
 
     Attributes:
-        tensors: the flat tensors that are filled, in host memory or on the device.
-        parts: what this rank brings.
-        rank_bytes: length of one rank's buffer, in bytes.
+        tensors: flat, in host memory or on the device.
+        rank_bytes: length of one rank's buffer.
         buffer: gives memory for so many ranks' buffers, shared by exchanges one after the other.
-        world_size: number of ranks.
-        wait: returns when an asynchronous collective is done, or raises.
     """
 
     tensors: Sequence[torch.Tensor]
-    parts: Sequence[Part]
+    parts: Sequence[_Part]
     rank_bytes: int
     buffer: Callable[[int], torch.Tensor]
     world_size: int
     wait: Wait
 
-    def memory(self, part: Part) -> torch.Tensor:
+    def memory(self, part: _Part) -> torch.Tensor:
         """Where this rank puts what it reads of a part."""
         return self._view(self.buffer(1), part)
 
@@ -92,7 +86,7 @@ class Exchange:
                 if start < stop:
                     tensor[start:stop].copy_(self._view(of_rank, part)[: stop - start])
 
-    def _view(self, buffer: torch.Tensor, part: Part) -> torch.Tensor:
+    def _view(self, buffer: torch.Tensor, part: _Part) -> torch.Tensor:
         dtype = self.tensors[part.tensor].dtype
         return buffer[part.offset : part.offset + part.length * dtype.itemsize].view(dtype)
 
@@ -103,24 +97,20 @@ def exchanges(
     world_size: int,
     chunk_bytes: int,
     wait: Wait = lambda work: work.wait(),
-    device: torch.device = HOST,
-) -> Iterator[Exchange]:
-    """Exchanges that fill `tensors`, each through at most `chunk_bytes` of all ranks' buffers together.
+    device: torch.device = _HOST,
+) -> Iterator[_Exchange]:
+    """Exchanges that fill flat `tensors`, each through at most `chunk_bytes` of all ranks' buffers together.
 
-    Args:
-        tensors: flat, of any dtypes; the same on every rank.
-        chunk_bytes: at least 16 bytes a rank are used.
-        wait: returns when an asynchronous collective is done, or raises.
-        device: the device that this rank trains on.
+    At least 16 bytes a rank are used. `wait` returns when an asynchronous collective is done, or raises.
     """
-    limit = max(ALIGNMENT, chunk_bytes // world_size // ALIGNMENT * ALIGNMENT)
+    limit = max(_ALIGNMENT, chunk_bytes // world_size // _ALIGNMENT * _ALIGNMENT)
 
     @cache
     def buffer(ranks: int) -> torch.Tensor:
         # On the device where the default group's collectives want their tensors.
-        return torch.empty(limit * ranks, dtype=torch.uint8, device=HOST if "gloo" in dist.get_backend() else device)
+        return torch.empty(limit * ranks, dtype=torch.uint8, device=_HOST if "gloo" in dist.get_backend() else device)
 
-    parts: list[Part] = []
+    parts: list[_Part] = []
     used = 0
     for number, tensor in enumerate(tensors):
         share = -(-tensor.numel() // world_size)
@@ -129,34 +119,29 @@ def exchanges(
         while first < share:
             length = min(share - first, (limit - used) // itemsize)
             if length == 0:
-                yield Exchange(tensors, parts, used, buffer, world_size, wait)
+                yield _Exchange(tensors, parts, used, buffer, world_size, wait)
                 parts, used = [], 0
                 continue
             start = min(tensor.numel(), rank * share + first)
             stop = min(tensor.numel(), start + length, (rank + 1) * share)
-            parts.append(Part(number, share, first, length, start, max(start, stop), used))
-            used = min(limit, -(-(used + length * itemsize) // ALIGNMENT) * ALIGNMENT)
+            parts.append(_Part(number, share, first, length, start, max(start, stop), used))
+            used = min(limit, -(-(used + length * itemsize) // _ALIGNMENT) * _ALIGNMENT)
             first += length
     if parts:
-        yield Exchange(tensors, parts, used, buffer, world_size, wait)
+        yield _Exchange(tensors, parts, used, buffer, world_size, wait)
 
 
 def exchange_batches(
     parameters: Sources, coordinator: Coordinator, chunk_bytes: int, device: torch.device
 ) -> list[Batch]:
-    """Batches that fill whole parameters on every rank, of which each rank reads 1/N.
-
-    Args:
-        chunk_bytes: bound of the buffers of all ranks together.
-        device: the device that this rank trains on.
-    """
+    """Batches that fill whole parameters on every rank, of which each rank reads 1/N."""
     values = {name: param.detach().view(-1) for name, (param, _) in parameters.items()}
     if coordinator.is_alone:
         return [Batch(flat_items({name: (values[name], view) for name, (_, view) in parameters.items()}))]
     names = list(parameters)
 
-    def batch(exchange: Exchange) -> Batch:
-        def item(part: Part) -> Item:
+    def batch(exchange: _Exchange) -> Batch:
+        def item(part: _Part) -> Item:
             name = names[part.tensor]
             target = Target(name, values[name].dtype, part.length, part.start, part.stop)
             return Item(target, parameters[name][1], partial(exchange.memory, part))
@@ -177,24 +162,20 @@ def exchange_batches(
 class Replicated(Destination):
     """Plain data parallelism: every rank has all of every parameter.
 
-    Each rank reads 1/N of every parameter and gets the rest from the others, chunk by chunk.
-
     Args:
-        coordinator: the ranks that load together.
-        chunk_bytes: bound of the buffers through which ranks exchange what they read.
-        device: the device that this rank trains on.
-        on_device: put parameters there, instead of into host memory.
+        chunk_bytes: bound of the buffers of all ranks together, through which they exchange what they read.
+        on_device: put parameters on `device`, instead of into host memory.
     """
 
     exchanges_reads = True
 
     def __init__(
-        self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = HOST, *, on_device: bool = False
+        self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = _HOST, *, on_device: bool = False
     ) -> None:
         self.device = device
         self._coordinator = coordinator
         self._chunk_bytes = chunk_bytes
-        self._parameters_on = device if on_device else HOST
+        self._parameters_on = device if on_device else _HOST
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -236,5 +217,5 @@ class Replicated(Destination):
 
 
 def open_flat(param: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-    """A context with the values that a parameter has then, flat."""
+    """A context with the flat values that a parameter has by then."""
     return nullcontext(param.detach().contiguous().view(-1))

@@ -27,11 +27,8 @@ class ParameterShape:
     """What matters of a parameter.
 
     Attributes:
-        name: its name in the model.
-        numel: its elements, whole and without padding.
+        numel: its elements on all `ranks` that share it, without padding.
         dtype: dtype of its partition.
-        requires_grad: whether it is trained.
-        ranks: number of ranks that share it.
         tied: another name for a parameter that is listed already: part of a gather, but with no partition of its own.
     """
 
@@ -53,7 +50,7 @@ class ParameterShape:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of the buffer that gathers it, padding included."""
+        """Padding included."""
         return self.partition_bytes * self.ranks
 
 
@@ -69,17 +66,11 @@ class EngineSettings:
         pinned_optimizer: whether an offloaded optimizer's gradients are copied into page-locked memory.
         swap_from_bytes: what is smaller than this does not go to NVMe, but stays on the host.
         parameter_swap_bytes: host memory of the buffers through which partitions go to NVMe and back.
-        optimizer_swap_buffers: number of buffers, each of the largest sub-group, through which optimizer states go to
-            NVMe and back.
+        optimizer_swap_buffers: buffers, each of the largest sub-group, for optimizer states on their way to NVMe.
         sub_group_size: elements of this rank after which a new sub-group begins; they are cast and stepped one by one.
-        reduce_bucket_numel: elements of the buffer in which gradients are reduced.
-        bucket_itemsize: bytes of an element of that buffer.
-        gradient_itemsize: bytes of an element of the gradients that are accumulated.
-        master_itemsize: bytes of an element of the copies that the optimizer trains.
+        reduce_bucket_numel: elements of the buffer in which gradients are reduced, of `bucket_itemsize` bytes each.
         states: K, the states that the optimizer keeps for each element; 2 for Adam and AdamW.
-        state_itemsize: bytes of an element of a state.
-        secondary_ranks: ranks that share hpZ's second copy of the parameters (``zero_hpz_partition_size``); 1: there
-            is none.
+        secondary_ranks: ranks that share hpZ's second copy of the parameters; 1: there is none.
     """
 
     device: str = HOST
@@ -175,9 +166,6 @@ def memory_footprint(
     Args:
         parameters: all of the model's, in the order of the optimizer; one group of optimizer parameters is assumed
             (several only make sub-groups smaller).
-        settings: what the DeepSpeed config asks for.
-        buffer_bytes: bytes of the model's buffers.
-        staging_bytes: bound of the load's staging buffers.
         leaf_modules: names of the modules that ZeRO-3 gathers whole, with all modules in them.
     """
     own = [param for param in parameters if not param.tied]

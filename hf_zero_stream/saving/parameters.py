@@ -106,6 +106,7 @@ class Parameters:
                 "model must be the same on every rank."
             )
         differing: list[str] = []
+        givers: set[int] = set()
         for position, (name, holding) in enumerate(holdings.items()):
             held = [of_rank[position] for of_rank in everyone]
             for source, box in self._sources(name, holding, held).items():
@@ -117,10 +118,11 @@ class Parameters:
                 # What is gathered is expected to be new on rank 0.
                 if not same and not holding.is_gathered:
                     differing.append(name)
+                    givers.add(self.sources.shares[source][0].rank)
         if differing and self._coordinator.is_main:
             logger.warning(
                 f"Ranks have different values for {', '.join(differing[:8])} ({len(differing)} parameter(s)), which "
-                "each of them holds in full. Those of rank 0 are saved."
+                f"each of them holds in full. Those of rank {', '.join(map(str, sorted(givers)))} are saved."
             )
 
     def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:

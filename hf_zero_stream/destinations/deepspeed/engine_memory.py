@@ -17,7 +17,7 @@ from ...versions import refuse_unknown_version
 from . import nvme, zero3
 
 
-__all__ = ["engine_settings", "leaf_modules", "model_footprint"]
+__all__ = ["model_footprint"]
 
 # The package has a function of the same name.
 leaf_flags = importlib.import_module("deepspeed.utils.z3_leaf_module")
@@ -53,11 +53,8 @@ def model_footprint(
 
     Args:
         model: its parameters are placeholders (of the right dtype) but for `tied` ones; buffers are real.
-        ds_config: a DeepSpeed config with ZeRO-3; if it is empty, DeepSpeed's defaults for the model's dtype.
-        tied: names that will be replaced by the other end of a tie.
+        ds_config: if it is empty, DeepSpeed's defaults for the model's dtype.
         world_size: ranks that share a parameter without a group of its own.
-        staging_bytes: bound of the load's staging buffers.
-        device: the type of the device that will train.
     """
     named = list(model.named_parameters(remove_duplicate=False))
     placed = (param.dtype for name, param in named if name not in tied and param.is_floating_point())
@@ -72,14 +69,16 @@ def model_footprint(
         parameters.append(ParameterShape(name, param.numel(), own_dtype, param.requires_grad, ranks, is_tied))
     return memory_footprint(
         parameters,
-        engine_settings(ds_config, model, dtype, device),
+        _engine_settings(ds_config, model, dtype, device),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         staging_bytes=staging_bytes,
-        leaf_modules=leaf_modules(model, ds_config),
+        leaf_modules=_leaf_modules(model, ds_config),
     )
 
 
-def engine_settings(ds_config: Mapping[str, Any], model: nn.Module, dtype: torch.dtype, device: str) -> EngineSettings:
+def _engine_settings(
+    ds_config: Mapping[str, Any], model: nn.Module, dtype: torch.dtype, device: str
+) -> EngineSettings:
     """What a config means for memory, "auto" and what is not in it included.
 
     Without an ``optimizer`` section (as with accelerate and the Trainer) the optimizer is taken for AdamW.
@@ -87,11 +86,12 @@ def engine_settings(ds_config: Mapping[str, Any], model: nn.Module, dtype: torch
     zero = _zero_config(ds_config, model)
     half = {**(ds_config.get("fp16") or {}), **(ds_config.get("bf16") or ds_config.get("bfloat16") or {})}
     gradient = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
-    bucket = ds_config.get("communication_data_type")
     masters_in_half = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
     master = dtype.itemsize if masters_in_half is True else torch.float32.itemsize
     states, state = _optimizer_states(ds_config, zero, half, master)
-    to_disk = zero.offload_param is not None and zero.offload_param.device == "nvme"
+    swap_numel = 0
+    if zero.offload_param is not None and zero.offload_param.device == "nvme":
+        swap_numel = zero.offload_param.buffer_count * zero.offload_param.buffer_size
     return EngineSettings(
         device=device,
         offload_param=_device(zero.offload_param),
@@ -99,13 +99,11 @@ def engine_settings(ds_config: Mapping[str, Any], model: nn.Module, dtype: torch
         offload_ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
         pinned_optimizer=bool(zero.offload_optimizer and zero.offload_optimizer.pin_memory),
         swap_from_bytes=nvme.swap_from_bytes(ds_config),
-        parameter_swap_bytes=(
-            zero.offload_param.buffer_count * zero.offload_param.buffer_size * dtype.itemsize if to_disk else 0
-        ),
+        parameter_swap_bytes=swap_numel * dtype.itemsize,
         optimizer_swap_buffers=zero.offload_optimizer.buffer_count if zero.offload_optimizer else 0,
         sub_group_size=zero.sub_group_size,
         reduce_bucket_numel=zero.reduce_bucket_size if zero.contiguous_gradients else 0,
-        bucket_itemsize=_itemsize(bucket, dtype),
+        bucket_itemsize=_itemsize(ds_config.get("communication_data_type"), dtype),
         gradient_itemsize=_itemsize(gradient, dtype),
         master_itemsize=master,
         states=states,
@@ -114,7 +112,7 @@ def engine_settings(ds_config: Mapping[str, Any], model: nn.Module, dtype: torch
     )
 
 
-def leaf_modules(model: nn.Module, ds_config: Mapping[str, Any]) -> list[str]:
+def _leaf_modules(model: nn.Module, ds_config: Mapping[str, Any]) -> list[str]:
     """Names of the modules that ``deepspeed.initialize`` will gather whole, flagged already or by the config.
 
     DeepSpeed's own rule decides (by default some mixture-of-experts blocks are); its flags are taken off again.

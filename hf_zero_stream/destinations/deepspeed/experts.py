@@ -75,9 +75,7 @@ def convert(
     """Replace the mixture-of-experts blocks of a lazy model by DeepSpeed's, with this rank's experts only.
 
     Args:
-        model: its loaded parameters are lazy tensors, its other ones on the meta device.
-        ds_config: the DeepSpeed config, with ``expert_parallel`` enabled.
-        missing: names of parameters and buffers that are not in the checkpoint.
+        missing: names that are not in the checkpoint; their tensors are on the meta device.
         make_groups: make the experts' process groups too (all ranks); without them the model can only be planned.
 
     Raises (the same on all ranks):
@@ -99,8 +97,7 @@ def convert(
     for spec in specs:
         _refuse_missing(spec, missing)
 
-    parts_lie_together = get_expert_data_topo_config(ds_config)
-    place = _place(config.autoep_size, rank, world_size, parts_lie_together, make_groups)
+    place = _place(config.autoep_size, rank, world_size, get_expert_data_topo_config(ds_config), make_groups)
     with torch.no_grad():
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
@@ -116,13 +113,10 @@ def convert(
 
 
 class _Place(NamedTuple):
-    """Which experts a rank holds, and where it stands among the ranks that hold the same.
+    """Which of `parts` equal parts of a layer's experts this rank holds, and its place among those that hold the same.
 
     Attributes:
-        parts: the experts of a layer are cut into so many parts: DeepSpeed's expert-parallel size.
-        part: this rank holds this one.
-        rank: its rank among the ranks that hold the same part, which is partitioned over them.
-        ranks: their number.
+        rank: this rank's number among the `ranks` over which the part is partitioned.
         group: their process group; None if the model is only planned for.
     """
 
@@ -134,11 +128,7 @@ class _Place(NamedTuple):
 
 
 def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, make_groups: bool) -> _Place:
-    """This rank's place; `make_groups` has all ranks make DeepSpeed's process groups too.
-
-    Args:
-        parts_lie_together: ranks with the same part follow each other (use_data_before_expert_parallelism).
-    """
+    """This rank's place. `parts_lie_together`: ranks with the same part follow each other."""
     if not make_groups:
         ranks = world_size // parts
         part, own = divmod(rank, ranks) if parts_lie_together else reversed(divmod(rank, parts))
@@ -152,7 +142,7 @@ def _place(parts: int, rank: int, world_size: int, parts_lie_together: bool, mak
 
 
 def _check(config: Any, ds_config: Mapping[str, Any], world_size: int) -> None:
-    """Refuse what can be known to be wrong from the config alone."""
+    """Refuse what is wrong by the config alone."""
     size = config.autoep_size
     if not isinstance(size, int) or size < 1 or world_size % size:
         divisors = [number for number in range(1, world_size + 1) if world_size % number == 0]
@@ -187,9 +177,6 @@ def _refuse_missing(spec: MoELayerSpec, missing: set[str]) -> None:
             "and the model's own initialisation does not know DeepSpeed's layers. Initialise and save the model "
             "without expert_parallel first, then load that checkpoint."
         )
-
-
-# --------------------------------------------------------------------------------------------------- values and layers
 
 
 def _take_values(block: nn.Module, spec: MoELayerSpec, place: _Place) -> dict[str, torch.Tensor]:
@@ -242,9 +229,6 @@ def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], plac
     for key, buffer in layer._buffers.items():
         if buffer is not None:  # counts of tokens, which begin at nothing
             layer._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
-
-
-# ------------------------------------------------------------------------------------------------ DeepSpeed's own part
 
 
 def _find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:

@@ -35,12 +35,7 @@ refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for
 
 
 class LiveModel(Destination):
-    """What a model in use has already, and what optimizers train in its place.
-
-    Args:
-        model: partitioned by ZeRO-3, or whole on every rank.
-        coordinator: the ranks that load together.
-        chunk_bytes: bound of the buffers through which ranks exchange what they read of whole parameters.
+    """The memory that a model in use has already, ZeRO-3's or whole on every rank, and what optimizers train for it.
 
     Raises:
         UnsupportedError: the values that an optimizer trains cannot be reached.
@@ -51,8 +46,7 @@ class LiveModel(Destination):
         self._model = model
         self._coordinator = coordinator
         self._chunk_bytes = chunk_bytes
-        self._params: list[Any] = []
-        """The parameters that are loaded."""
+        self._loaded: list[Any] = []
         self._in_context: list[Any] = []
         self.hides_zero3 = self.fills_missing = any(map(is_zero_param, model.parameters()))
         self.exchanges_reads = not self.hides_zero3
@@ -73,47 +67,7 @@ class LiveModel(Destination):
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
         parameters, buffers = self._sources(model, missing)
-        self._params = [param for param, _ in parameters.values()]
-        return self._batches(parameters, buffers)
-
-    def allocate(self) -> None:
-        """Free full values (small parameters that the engine keeps gathered, hpZ's copies), old once this is done.
-
-        DeepSpeed gathers them again when a module needs them.
-        """
-        self._in_context = gathered(self._params)
-        for param in filter(is_zero_param, self._params):
-            if param.ds_status == ZeroParamStatus.AVAILABLE:
-                param.partition()
-            param.ds_secondary_tensor = None
-
-    def finish(self) -> None:
-        """Gather again what a ``GatheredParameters`` around the load holds."""
-        gather_again(self._in_context)
-
-    def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
-        parameters = {_without_adapters(name): param for name, param in self._model.named_parameters()}
-        buffers = {_without_adapters(name): buffer for name, buffer in self._model.named_buffers()}
-        of_parameters: dict[str, Sourced] = {}
-        of_buffers: dict[str, Sourced] = {}
-        for name, lazy in [*model.named_parameters(), *model.named_buffers()]:
-            view = None if name in missing else source_of(lazy)
-            if view is None:
-                continue
-            found = parameters.get(name, buffers.get(name))
-            if found is None or _shape_of(found) != lazy.shape:
-                shape = "no such tensor" if found is None else tuple(_shape_of(found))
-                raise LoadError(
-                    f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {shape}. "
-                    "Load a checkpoint of the same architecture and sizes."
-                )
-            if name in parameters:
-                of_parameters[name] = (found, view)
-            else:
-                of_buffers[name] = (found.view(-1), view)
-        return of_parameters, of_buffers
-
-    def _batches(self, parameters: Mapping[str, Sourced], buffers: Mapping[str, Sourced]) -> list[Batch]:
+        self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
         partitions: dict[int, torch.Tensor] = {}
         sources: dict[int, Item] = {}
@@ -152,6 +106,41 @@ class LiveModel(Destination):
 
         return [*batches, Batch([], finish=copy_all)] if copies else batches
 
+    def allocate(self) -> None:
+        """Free full values, which will be old (small parameters', hpZ's copies): DeepSpeed gathers them again."""
+        self._in_context = gathered(self._loaded)
+        for param in filter(is_zero_param, self._loaded):
+            if param.ds_status == ZeroParamStatus.AVAILABLE:
+                param.partition()
+            param.ds_secondary_tensor = None
+
+    def finish(self) -> None:
+        # What a GatheredParameters around the load holds.
+        gather_again(self._in_context)
+
+    def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
+        parameters = {_without_adapters(name): param for name, param in self._model.named_parameters()}
+        buffers = {_without_adapters(name): buffer for name, buffer in self._model.named_buffers()}
+        of_parameters: dict[str, Sourced] = {}
+        of_buffers: dict[str, Sourced] = {}
+        for name, lazy in [*model.named_parameters(), *model.named_buffers()]:
+            view = None if name in missing else source_of(lazy)
+            if view is None:
+                continue
+            found: Any = parameters.get(name, buffers.get(name))
+            shape = torch.Size(found.ds_shape) if is_zero_param(found) else getattr(found, "shape", None)
+            if shape != lazy.shape:
+                described = "no such tensor" if shape is None else tuple(shape)
+                raise LoadError(
+                    f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {described}. "
+                    "Load a checkpoint of the same architecture and sizes."
+                )
+            if name in parameters:
+                of_parameters[name] = (found, view)
+            else:
+                of_buffers[name] = (found.view(-1), view)
+        return of_parameters, of_buffers
+
     def _replicate(
         self,
         name: str,
@@ -161,12 +150,9 @@ class LiveModel(Destination):
         direct: list[Item],
         copies: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> None:
-        """Add a parameter that every rank has whole, and what an optimizer trains in its place.
+        """Add a parameter that every rank has whole, and what an optimizer trains in its place, to three lists.
 
-        Args:
-            replicated: what the ranks fill together.
-            direct: what this rank reads for itself.
-            copies: what is copied at the end, (to, from).
+        The ranks fill `replicated` together; this rank reads `direct` for itself; `copies`, (to, from), come last.
         """
         masters = self.masters.get(id(param), ())
         shared = next((master.values for master in masters if master.is_whole), param)
@@ -197,7 +183,7 @@ class LiveModel(Destination):
                 continue
             if id(param) in replaced:
                 found[name] = _holding_of_masters(param, replaced[id(param)], rank, world_size)
-            elif is_zero_param(param) and is_trained_apart(param):
+            elif is_zero_param(param) and _is_trained_apart(param):
                 if id(param) in in_context:
                     raise UnsupportedError(
                         f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in "
@@ -211,7 +197,6 @@ class LiveModel(Destination):
 
 
 def _holding_of_masters(param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int) -> Holding:
-    """What this rank holds of what an optimizer of stages 0 to 2 trains in place of `param`."""
     box = ParameterBox.whole(param.shape)
     if not masters:  # all of it is trained by other ranks
         return Holding(box, torch.float32, 0, 0, lambda: nullcontext(torch.empty(0)))
@@ -252,12 +237,7 @@ def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
     return mine.eps <= theirs.eps and mine.max >= theirs.max
 
 
-def _shape_of(param: Any) -> torch.Size:
-    """The full shape of a parameter, partitioned or not."""
-    return torch.Size(param.ds_shape) if is_zero_param(param) else param.shape
-
-
-def is_trained_apart(param: Any) -> bool:
+def _is_trained_apart(param: Any) -> bool:
     """Whether the engine trains an fp32 partition in place of this ZeRO-3 parameter: not if it began frozen."""
     optimizer = getattr(param, "_z3_optimizer", None)  # all parameters of the model have it
     return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position
@@ -267,11 +247,8 @@ def _master_partition(param: Any) -> torch.Tensor | None:
     """The fp32 partition that an initialised engine trains for `param` (a view), or None if there is none.
 
     A parameter that was frozen after the engine was initialised has one too: each step copies it back.
-
-    Raises:
-        UnsupportedError: it lies in a swap file, or the engine keeps copies of it that cannot be reached.
     """
-    if not is_trained_apart(param):
+    if not _is_trained_apart(param):
         return None
     optimizer = param._z3_optimizer
     if getattr(optimizer, "zenflow", False):

@@ -29,7 +29,7 @@ def accelerator_name() -> str:
 
 
 def compatible_ops() -> dict[str, bool]:
-    """DeepSpeed's ops, and whether each could be compiled here or is installed already."""
+    """DeepSpeed's ops by name, and whether each could be compiled here or is installed already."""
     found = {}
     for name, builder in all_ops.ALL_OPS.items():
         try:

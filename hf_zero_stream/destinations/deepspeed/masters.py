@@ -113,11 +113,7 @@ def _attributes_of(kind: type) -> tuple[str, ...]:
 
 
 def _optimizers_of(trained: set[int]) -> list[Any]:
-    """The live optimizers of stages 0 to 2 that train any of these parameters.
-
-    Raises:
-        VersionError: such an optimizer does not have the attributes that are known.
-    """
+    """The live optimizers of stages 0 to 2 that train any of these parameters."""
     found = []
     for optimizer in _instances(list(_with_subclasses(*_ATTRIBUTES))):
         names = _attributes_of(type(optimizer))

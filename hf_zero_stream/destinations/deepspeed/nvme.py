@@ -40,14 +40,8 @@ __all__ = [
     "uses_nvme",
 ]
 
-_RELIED_ON = (
-    "get_buffer",
-    "swappable_tensor",
-    "swap_out_and_release",
-    "synchronize_writes",
-    "remove_partition_and_release_buffers",
-)
-_missing = [name for name in _RELIED_ON if not hasattr(AsyncPartitionedParameterSwapper, name)]
+_RELIED_ON = "get_buffer swappable_tensor swap_out_and_release synchronize_writes remove_partition_and_release_buffers"
+_missing = [name for name in _RELIED_ON.split() if not hasattr(AsyncPartitionedParameterSwapper, name)]
 refuse_unknown_version("deepspeed", [f"AsyncPartitionedParameterSwapper.{name}" for name in _missing])
 
 _swappers: WeakValueDictionary[tuple[Any, ...], AsyncPartitionedParameterSwapper] = WeakValueDictionary()
@@ -59,12 +53,7 @@ def uses_nvme(ds_config: Mapping[str, Any]) -> bool:
 
 
 def refuse_wrong_settings(ds_config: Mapping[str, Any], targets: Sequence[Target]) -> None:
-    """Refuse, before anything is read, what DeepSpeed would only fail over in the middle.
-
-    Raises:
-        UnsupportedError: DeepSpeed's asynchronous I/O cannot be built here.
-        ConfigError: a partition does not fit into a swap buffer.
-    """
+    """Refuse, before anything is read, what DeepSpeed would only fail over in the middle."""
     if not uses_nvme(ds_config):
         return
     if not AsyncIOBuilder().is_compatible(verbose=False):
@@ -89,16 +78,13 @@ def swap_from_bytes(ds_config: Mapping[str, Any]) -> int:
 def goes_to_swap_file(
     dtype: torch.dtype, numel: int, swapped_dtype: torch.dtype, ds_config: Mapping[str, Any]
 ) -> bool:
-    """Whether a partition of `numel` elements will go to a swap file; known before there is a swapper.
-
-    See :func:`expect_swap`, which asks the swapper. `swapped_dtype` is the swapper's dtype, the config's.
-    """
+    """What :func:`expect_swap` will say of `numel` elements; known before there is a swapper, of `swapped_dtype`."""
     is_large = numel * dtype.itemsize >= swap_from_bytes(ds_config)
     return uses_nvme(ds_config) and is_large and dtype == swapped_dtype
 
 
 def free_buffers(ds_config: Mapping[str, Any]) -> int:
-    """How many buffers the swapper that a model of this config uses has free; known before there is one."""
+    """How many free buffers the swapper of a model of this config has, or will have."""
     shared = shared_swapper(ds_config)
     if shared is not None:
         return shared.available_swap_in_buffers()
@@ -139,10 +125,7 @@ def swap_batches(
 ) -> list[Batch]:
     """Batches that fill swap files, each with as many partitions as fit into half of the swapper's free `buffers`.
 
-    Args:
-        params: parameters for which :func:`goes_to_swap_file` is true; ZeRO-3's by the time that a batch begins.
-        items: how a partition is filled, by the ``id`` of its parameter.
-        ready: values of partitions that have no item; what has neither becomes zero.
+    By the ``id`` of its parameter, a partition has an item or `ready` values; what has neither becomes zero.
     """
     size = max(1, buffers // 2)
     waves = [params[begin : begin + size] for begin in range(0, len(params), size)]
@@ -174,7 +157,7 @@ def _swap_batch(
 
 @contextmanager
 def partitions_in_memory(params: Sequence[Any]) -> Iterator[None]:
-    """Read the partitions of `params` from their swap files, where they are there, for code that looks at them."""
+    """Read the partitions of `params` that are in swap files into memory, for code that looks at them."""
     swapped = [param for param in params if param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE]
     for param in swapped:
         param.nvme_swapper.swap_in([param], async_op=False)

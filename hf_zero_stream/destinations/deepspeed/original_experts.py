@@ -30,11 +30,7 @@ def converted_layers(model: nn.Module) -> dict[str, Origin]:
 def with_original_experts(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict's `entries` with those of converted layers replaced by those of the blocks that they were.
 
-    Args:
-        entries: with the values of all ranks' experts under the name of the parameter that has this rank's.
-
-    Raises:
-        UnsupportedError: a block had an entry that its replacement has not.
+    `entries` has the values of all ranks' experts under the name of the parameter that has this rank's.
     """
     result = dict(entries)
     for prefix, origin in converted_layers(model).items():

@@ -29,8 +29,7 @@ class Partitioned(Destination):
     """The partitions of a model that is built under ZeRO-3.
 
     Args:
-        ds_config: the DeepSpeed config; empty for a plan without one.
-        coordinator: the ranks that load together.
+        ds_config: empty for a plan without one.
         trains_on: type of the device that will train, for the footprint; default: this machine's.
     """
 

@@ -65,16 +65,12 @@ class PartitionedInit(Init):
 
     After construction each placeholder is a ZeRO-3 parameter in the partitioned state; its partition,
     ``param.ds_tensor``, has the right size and device, but its elements (see :func:`own_range`) are still to be
-    filled. The padding is zero; stock leaves it uninitialised.
-
-    Args:
-        module: the model; parameters that are not placeholders are treated as stock does.
-        ds_config: the DeepSpeed config.
+    filled. The padding is zero; stock leaves it uninitialised. Other parameters are treated as stock does.
     """
 
     def __init__(self, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
         self.swapped: set[int] = set()
-        """The parameters whose partitions go to swap files, by their ``id``."""
+        """The ``id`` of each parameter whose partition goes to a swap file."""
         self._converting: nn.Module | None = module
         swapping: dict[str, Any] = {}
         if nvme.uses_nvme(ds_config):
@@ -173,10 +169,7 @@ def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
 
 @contextmanager
 def outside_zero_init() -> Iterator[None]:
-    """Suspend a ``with deepspeed.zero.Init()`` that the caller is in, as ``deepspeed.initialize`` does.
-
-    Under it torch's constructors give other dtypes and devices, and modules are partitioned as they are built.
-    """
+    """Suspend a ``zero.Init`` that the caller is in: under it, torch's constructors give other dtypes and devices."""
     partition_parameters.shutdown_init_context()
     try:
         yield
@@ -231,11 +224,7 @@ def undecided(ds_config: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
-    """Refuse settings under which DeepSpeed itself fails, or would give wrong partitions.
-
-    Raises:
-        UnsupportedError: names the setting and what to do instead.
-    """
+    """Refuse settings under which DeepSpeed itself fails, or would give wrong partitions."""
     zero = ds_config.get("zero_optimization", {})
     quantised = [name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if zero.get(name)]
     if quantised:

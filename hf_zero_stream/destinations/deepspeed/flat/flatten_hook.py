@@ -70,11 +70,7 @@ def watch(buffer: Tensor, layout: FlatLayout) -> None:
 def in_buffer_order(
     params: Sequence[Tensor], world_size: int, settings: Mapping[str, Any]
 ) -> tuple[list[Tensor], FlatLayout]:
-    """A group's parameters in the order of DeepSpeed's flat buffer, and where they lie in it.
-
-    Args:
-        settings: `round_robin_gradients` and `parameter_alignment` are looked at.
-    """
+    """A group's parameters in the order of DeepSpeed's flat buffer, and where they lie in it."""
     order = list(range(len(params)))
     if settings.get("round_robin_gradients") is True:
         order = DeepSpeedZeroOptimizer._round_robin_reorder(None, order, world_size)[0]

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
-__all__ = ["WAITING", "FlatBuffers", "FlatLayout", "WaitingBuffer", "find_buffer", "zero_padding"]
+__all__ = ["WAITING", "FlatLayout", "find_buffer", "zero_padding"]
 
 # DeepSpeed's nccl_start_alignment_factor: every rank's part of the buffer begins at a multiple of 4 bytes.
 _PART_ALIGNMENT = 2
@@ -47,14 +47,7 @@ class FlatLayout:
     def of_group(
         cls, numels: Sequence[int], itemsize: int, world_size: int, *, parameter_alignment: bool
     ) -> FlatLayout:
-        """What DeepSpeed makes of one optimizer group.
-
-        Args:
-            numels: elements of each trainable parameter, in the order of the buffer.
-            itemsize: bytes of one element.
-            world_size: ranks that share the group's optimizer states.
-            parameter_alignment: the setting of `zero_optimization`.
-        """
+        """What DeepSpeed makes of an optimizer group of trainable parameters, in the order of the buffer."""
         paddings, offset = [], 0
         step = 16 // gcd(16, itemsize) if parameter_alignment else 1
         for numel in numels:
@@ -99,7 +92,6 @@ class FlatBuffers:
         self._known: list[WaitingBuffer] = []
 
     def add(self, buffer: Tensor, layout: FlatLayout) -> None:
-        """Remember that parameters lie in `buffer` as `layout` says."""
         storage = buffer.untyped_storage()
         known = WaitingBuffer(
             StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), buffer.device, buffer.dtype, layout

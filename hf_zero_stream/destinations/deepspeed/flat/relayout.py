@@ -62,17 +62,13 @@ def lay_out(
     process_group: Any,
     free_bytes: Callable[[], int],
 ) -> str:
-    """Make every group lie in a buffer of its own, so that DeepSpeed's flatten finds it; collective.
+    """Make every group lie in a buffer of its own, so that DeepSpeed's flatten finds it; return how (all ranks).
 
     Args:
         groups: all groups of the optimizer, of one dtype each, on this rank's device.
         frozen: the model's other parameters. Those that share a buffer with parameters that leave it get storages of
             their own, or they would keep the whole buffer alive (unless they are the larger part of it).
         process_group: the ranks over which optimizer states are partitioned; parameters are equal on all of them.
-        free_bytes: free memory of the device, measured when called.
-
-    Returns:
-        How: ``"recognised"``, ``"device"``, ``"distributed"`` or ``"host"`` (see the module).
     """
     wanted = [index for index, group in enumerate(groups) if find_buffer(group.params, group.layout) is None]
     moving = [groups[index] for index in wanted]

@@ -34,11 +34,7 @@ _ENABLED_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": t
 class FlatReplicas(Replicated):
     """ZeRO stages 0 to 2. Under stages 1 and 2, parameters lie as DeepSpeed is going to flatten them on their device.
 
-    Args:
-        ds_config: the DeepSpeed config; empty if there is none.
-        coordinator: the ranks that load together.
-        chunk_bytes: bound of the buffers through which ranks exchange what they read.
-        on_device: put parameters on the device that this rank trains on, instead of into host memory.
+    For the arguments see :class:`...replicated.Replicated`; `ds_config` is empty if there is none.
     """
 
     def __init__(
@@ -63,9 +59,7 @@ def allocate_flat(
     """Uninitialised storage for a model's parameters, the trainable ones in one flat buffer where DeepSpeed allows.
 
     Args:
-        parameters: says each parameter's shape, dtype and whether it is trained; in the order of
-            ``model.parameters()``, a tied parameter once.
-        ds_config: the DeepSpeed config; `stage`, `round_robin_gradients` and `parameter_alignment` are looked at.
+        parameters: shape, dtype and requires_grad of each, in the order of ``model.parameters()``; a tied one once.
         world_size: ranks over which optimizer states will be partitioned; without model parallelism all ranks.
         device: the device on which the engine will want the parameters, ``zero3.local_device()``.
 
