@@ -13,7 +13,7 @@ __all__ = ["ByteSource", "Hints", "ReadableFile", "SourceFile"]
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file, by its name in the source, and the size that it had when its header was read on this or another rank."""
+    """A file, by its name in the source, and the size that it had when some rank read its header."""
 
     path: str
     size_bytes: int
@@ -30,21 +30,17 @@ class ReadableFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """How a source is best read; settings that the user gives come first.
-
-    Attributes:
-        request_bytes: size of one request.
-        is_remote: each request waits for another machine, so that more of them in flight give more bytes per second.
-        reads_ahead: the paths are of files of this host, and it pays to bring them into the page cache in advance.
-        streams_per_host: where `is_remote`, how many requests in flight use all of the bandwidth.
-        streams_per_rank: where `is_remote`, most requests that one rank has in flight.
-    """
+    """How a source is best read; the user's settings come first. The streams count where `is_remote`."""
 
     request_bytes: int
     is_remote: bool = False
+    """Each request waits for another machine: more of them in flight give more bytes per second."""
     reads_ahead: bool = False
+    """The files are on this host, and it pays to bring them into the page cache in advance."""
     streams_per_host: int = 0
+    """Requests in flight that use all of the bandwidth."""
     streams_per_rank: int = 0
+    """Most requests that one rank has in flight."""
 
 
 class ByteSource(Protocol):
@@ -61,15 +57,20 @@ class ByteSource(Protocol):
     8. :meth:`close`, always.
 
     :meth:`open`, :meth:`read_into` and the counters must be safe to use from several threads. No call is collective.
-    A source tries again itself what fails for a passing reason (:class:`.retries.Retries`).
+    A source itself tries again what fails for a passing reason (:class:`.retries.Retries`).
 
     What a file *was* can be anything that changes with its contents: device, inode, size and time of a local file, the
     ETag of an object. It is compared with what the same rank saw before, not with what other ranks see.
+
+    Raises:
+        ReadError: a file cannot be opened or read, or ends too early.
+        CheckpointError: a file has another size than :meth:`add` was told, is not the one whose header was read, or
+            (:meth:`check_unchanged`) has been written to, cut short, replaced or removed.
     """
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that :meth:`read_into` was asked for so far, holes that are read through included."""
+        """Bytes that :meth:`read_into` was asked for so far, with the holes between wanted bytes."""
 
     @property
     def reads(self) -> int:
@@ -84,48 +85,25 @@ class ByteSource(Protocol):
         """
 
     def is_transient(self, error: BaseException | None) -> bool:
-        """Whether an error of :meth:`open_file`, or of reading what it gave, may be gone a moment later."""
+        """Whether an error of :meth:`open_file`, or of reading from its file, may be gone a moment later."""
 
     def add(self, files: Sequence[SourceFile]) -> None:
-        """Number these files too, behind those that were added before. Nothing is read or opened."""
+        """Number these files, after those that were added before; opens nothing."""
 
     def hints(self, paths: Sequence[str]) -> Hints:
-        """How files of these names are best read; must not need their contents."""
+        """How these files are best read; does not read them."""
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Open these files: what cannot be opened is found before anything is read.
-
-        Raises:
-            ReadError: a file cannot be opened.
-            CheckpointError: it has another size than :meth:`add` was told, or is not the one whose header was read.
-        """
+        """Open these files, so that what cannot be opened is found before anything is read."""
 
     def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`, one after the other, with the bytes of a file from position `start` on.
-
-        Args:
-            number: which file.
-            start: position of the first byte.
-            buffers: writable, contiguous, of format ``B``.
-
-        Raises:
-            ReadError: the file cannot be opened or read, or ends before the last buffer is full.
-            CheckpointError: as for :meth:`open`.
-        """
+        """Fill `buffers` (writable, contiguous, of format ``B``) in order with a file's bytes from `start` on."""
 
     def check_unchanged(self) -> None:
-        """Check that the files that this rank read from are still what they were.
-
-        Raises:
-            CheckpointError: one has been written to, cut short, replaced or removed.
-        """
+        """Check that the files that this rank read from are still what they were."""
 
     def finish(self) -> None:
-        """Wait until nobody reads through this source any more, if other ranks do.
-
-        Raises:
-            ReadError: a read for another rank failed.
-        """
+        """Wait until no other rank reads through this source; a ReadError if a read for one failed."""
 
     def close(self) -> None:
         """Release what is open. May be called again."""

@@ -26,26 +26,14 @@ IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
 
 DIRECT_ALIGNMENT = 4096
-"""What O_DIRECT wants file positions, lengths and addresses to be multiples of; enough for every common device."""
+"""With O_DIRECT, file positions, lengths and addresses are multiples of this; enough for every common device."""
 
 TRANSIENT = frozenset(
-    {
-        errno.EIO,
-        errno.ESTALE,
-        errno.EAGAIN,
-        errno.EINTR,
-        errno.EBUSY,
-        errno.ETIMEDOUT,
-        errno.ECONNRESET,
-        errno.ECONNABORTED,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.EREMOTEIO,
-    }
+    getattr(errno, name)
+    for name in "EIO ESTALE EAGAIN EINTR EBUSY ETIMEDOUT ECONNRESET ECONNABORTED "
+    "ENETDOWN ENETUNREACH EHOSTDOWN EHOSTUNREACH EREMOTEIO".split()
 )
-"""Numbers of errors that may be gone a moment later. ENOENT, EACCES and a file's end are not: those want a person."""
+"""Errors that may be gone a moment later. ENOENT, EACCES and a file's end are not: those need a person."""
 
 MIB = 2**20
 
@@ -54,16 +42,12 @@ STREAMS_PER_HOST = 32
 
 
 def open_nonblocking(path: str, flags: int) -> int:
-    """For ``open(opener=...)``: opening a pipe without a writer would wait for ever; regular files do not care."""
+    """For ``open(opener=...)``: a plain open of a pipe without a writer waits for ever. Regular files are the same."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def status_of_regular(path: str, handle: int | None = None) -> os.stat_result:
-    """The status of the file at `path`, or of its open handle.
-
-    Raises:
-        CheckpointError: it is no regular file, nor a link that ends at one.
-    """
+    """The status of the file at `path`, or of its open handle; a CheckpointError if it is not a regular file."""
     status = os.stat(path) if handle is None else os.fstat(handle)
     if not stat.S_ISREG(status.st_mode):
         kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, a socket or a device"
@@ -73,7 +57,7 @@ def status_of_regular(path: str, handle: int | None = None) -> os.stat_result:
 
 
 def advance(pending: list[memoryview], count: int) -> None:
-    """Take the first `count` bytes off `pending`, after a read or write that did only these."""
+    """Drop the first `count` bytes of `pending`, after a read or write that did only these."""
     while pending and count >= len(pending[0]):
         count -= len(pending.pop(0))
     if count:
@@ -82,8 +66,6 @@ def advance(pending: list[memoryview], count: int) -> None:
 
 @dataclass
 class _HeaderFile:
-    """One open file, for reading its header."""
-
     size_bytes: int
     file: BinaryIO
 
@@ -99,11 +81,9 @@ class LocalFiles:
     file system where reusing the handle costs 0.05 (hyper-parallel #624).
 
     Args:
-        files: the first files (see :meth:`add`).
         direct_io: read with O_DIRECT, past the page cache; a file system that refuses is read with buffers instead.
-        cache_bytes: if the files together are larger, what was read is dropped from the page cache: it would only push
-            its own beginning out, and all else first.
-        retries: how what fails for a passing reason is tried again.
+        cache_bytes: where the files together are larger, drop from the page cache what was read: it would push out
+            all else, then its own beginning.
     """
 
     def __init__(
@@ -142,12 +122,11 @@ class LocalFiles:
         self._keep_cached = sum(file.size_bytes for file in self._files) < self._cache_bytes
 
     def hints(self, paths: Sequence[str]) -> Hints:
-        """2 MiB from a local disk: while they are copied, the system reads ahead. 8 MiB past the page cache, where
-        nothing does. 4 MiB over a network: many streams are faster there than one long run.
-        """
         # The hub's cache is made of links, and its files may lie elsewhere.
         folders = {os.path.dirname(os.path.realpath(path)) for path in paths}
         on_network = any(map(is_on_network, folders))
+        # 2 MiB from a local disk: the system reads ahead while they are copied. 8 MiB past the page cache, where
+        # nothing reads ahead. 4 MiB over a network: many streams are faster there than one long run.
         return Hints(
             request_bytes=(4 if on_network else 8 if self._direct_io else 2) * MIB,
             is_remote=on_network,
@@ -233,23 +212,24 @@ class LocalFiles:
             position += len(buffer)
 
     def _read_some(self, number: int, buffers: list[memoryview], position: int) -> int:
-        """One ``preadv``, again if it failed for a passing reason; by a new handle if the old one is stale."""
+        """One ``preadv``, tried again if it failed for a passing reason; with a new handle if the old one is stale."""
 
         def read() -> int:
             try:
                 return os.preadv(self._handle(number), buffers, position)
             except OSError as error:
                 if error.errno == errno.ESTALE:
-                    self._forget_handle(number)
+                    with self._lock:
+                        if number in self._handles:  # not closed yet: another thread may be reading from it
+                            self._stale.append(self._handles.pop(number))
                 raise
 
         return self._retries.call(read, self.is_transient)
 
     def _aligned_buffer(self, nbytes: int) -> memoryview:
-        """This thread's page-aligned buffer of at least `nbytes`.
+        """This thread's page-aligned buffer of at least `nbytes`, in huge pages where the system has them.
 
-        In huge pages if they are to be had: a request to the device lists the pages that it fills, and has no room for
-        as many as 8 MiB are of 4 KiB each.
+        A request to the device lists the pages that it fills, and has no room for the 4 KiB pages of 8 MiB.
         """
         buffer = getattr(self._aligned, "buffer", None)
         if buffer is None or len(buffer) < nbytes:
@@ -261,19 +241,13 @@ class LocalFiles:
         return buffer
 
     def _handle(self, number: int) -> int:
-        handle = self._handles.get(number)
+        handle = self._handles.get(number)  # without the lock: every read comes through here
         if handle is not None:
             return handle
         with self._lock:
             if number not in self._handles:
                 self._handles[number] = self._open(number)
             return self._handles[number]
-
-    def _forget_handle(self, number: int) -> None:
-        with self._lock:
-            handle = self._handles.pop(number, None)
-            if handle is not None:
-                self._stale.append(handle)  # not closed yet: another thread may be reading from it
 
     def _open(self, number: int) -> int:
         file = self._files[number]
@@ -302,14 +276,14 @@ class LocalFiles:
         return handle
 
     def _check_identity(self, path: str, status: os.stat_result) -> None:
-        """Compare an open file with what it was when this rank saw it for the first time."""
+        """Compare a file with what it was when this rank first saw it."""
         change = _change_between(self._seen.setdefault(path, status), status)
         if change:
             raise _changed(path, change)
 
 
 def _change_between(before: os.stat_result, now: os.stat_result) -> str:
-    """What was done to a file; "" if nothing. Both are of this host: others may see times of another precision."""
+    """What was done to a file; "" if nothing. Both are this host's: others may see times of another precision."""
     if now.st_size < before.st_size:
         return "truncated"
     if not os.path.samestat(before, now):

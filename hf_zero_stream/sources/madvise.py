@@ -1,4 +1,4 @@
-"""Huge pages, and advice to the system about memory (``madvise(2)``) that Python's mmap module cannot give."""
+"""Huge pages, and advice about memory (``madvise(2)``) that Python's mmap module cannot give."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MADV_POPULATE_WRITE = 23
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:
-    """``madvise`` for the pages that hold any of these bytes, without the GIL; whether the system took it."""
+    """Call ``madvise`` for the pages of these bytes, without the GIL; whether the system took the advice."""
     begin = address // mmap.PAGESIZE * mmap.PAGESIZE
     length = ctypes.c_size_t(address + nbytes - begin)
     return bool(_c_library().madvise(ctypes.c_void_p(begin), length, advice) == 0)

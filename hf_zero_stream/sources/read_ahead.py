@@ -19,34 +19,28 @@ __all__ = ["ReadAhead"]
 
 WINDOW_BYTES = 16 * 2**20
 LEAD_BYTES = 4 * 2**30
-"""Most that is brought in before it is read; less on a host with little free memory, where it might be dropped again
-before it was of use."""
+"""Most that is brought in before it is read; less where free memory is short and might drop it before its use."""
 
 
 class ReadAhead:
     """A thread that brings its share of a checkpoint into the page cache, in file order; each rank of a host has one.
 
-    It is for loads in which the ranks of this host together need each byte of the files. So it can begin before there
-    is a plan. The storage sees one long run through the files, where the reads of each rank alone have holes for the
-    parts of the others.
+    It is for loads in which the ranks of this host together need each byte of the files, so it can begin before there
+    is a plan. The storage sees one long run through the files, where the reads of each rank alone have holes.
 
-    A window of the file is mapped, populated and unmapped again: nothing is copied, and it costs little time of the
-    processor. Linux caches what is populated with ``MADV_HUGEPAGE`` in pages of 2 MiB where the file system can
-    (``do_sync_mmap_readahead`` in mm/filemap.c); what is read with ``preadv``, or upon ``POSIX_FADV_WILLNEED``, it
-    caches in pages of 4 KiB at first, which takes more time and smaller requests.
+    The thread maps, populates and unmaps windows of the files: nothing is copied. Linux caches what is populated with
+    ``MADV_HUGEPAGE`` in pages of 2 MiB where the file system can (``do_sync_mmap_readahead`` in mm/filemap.c); what
+    ``preadv`` or ``POSIX_FADV_WILLNEED`` reads, in pages of 4 KiB at first, which is slower.
 
-    All of it is advice. An error here (a file cut short, a system without ``MADV_POPULATE_READ``) ends the thread and
-    is ignored: the read itself will raise.
-
-    The files `paths` come in the order in which they will be read; this rank takes every `shares`-th window, from
-    number `share` on.
+    An error here (a file cut short, a system without ``MADV_POPULATE_READ``) ends the thread and is ignored: the read
+    itself will raise. `paths` come in the order in which they will be read; this rank takes every `shares`-th window,
+    from number `share` on.
     """
 
     def __init__(self, paths: Sequence[str], share: int, shares: int) -> None:
         self._files = [(path, os.path.getsize(path)) for path in paths]
         self._share, self._shares = share, shares
         self.total_bytes = sum(size for _, size in self._files)
-        """Size of all files together."""
         self._lead = min(LEAD_BYTES, psutil.virtual_memory().available // 4)
         self._reached = 0
         self._stopped = threading.Event()
@@ -54,11 +48,11 @@ class ReadAhead:
         self._thread.start()
 
     def reached(self, part: float) -> None:
-        """Note how far the reads have come, in [0, 1]; called after each read."""
+        """Called after each read: the reads have come this far, in [0, 1]."""
         self._reached = int(part * self.total_bytes)
 
     def stop(self) -> None:
-        """End the thread; waits for the window that it is at. May be called again."""
+        """End the thread, after the window that it is at. May be called again."""
         self._stopped.set()
         self._thread.join()
 
@@ -83,8 +77,8 @@ class ReadAhead:
 
 
 def _populate(path: str, begin: int, nbytes: int) -> bool:
-    """Whether these bytes of a file are cached now."""
-    # Private and writable, because ctypes tells the address of nothing else; it is not written to.
+    """Bring these bytes of a file into the page cache; whether the system took the advice."""
+    # Private and writable, because ctypes gives the address of nothing else. Nothing is written.
     access = mmap.PROT_READ | mmap.PROT_WRITE
     with (
         open(path, "rb", buffering=0, opener=open_nonblocking) as file,

@@ -1,12 +1,11 @@
 """Reading for ranks that cannot, or should not, read for themselves.
 
 One rank (the *reader*) has the shards; the others ask it for byte ranges and get them over a gloo group, a chunk at a
-time. Each rank asks for just the bytes of its own plan, so what crosses the network is what stays there, and neither
-side ever holds more than a chunk. DeepSpeed PR #8103 (``stage3_partition_stream_chunk_size``) bounds memory in the
-same way, but broadcasts every chunk to all ranks.
+time. Each rank asks for the bytes of its own plan only, and neither side ever holds more than a chunk. DeepSpeed
+PR #8103 (``stage3_partition_stream_chunk_size``) bounds memory in the same way, but broadcasts every chunk.
 
-The reader answers in threads of its own, from before anything is planned: planning may need values, and ranks that
-plan do not wait for each other.
+The reader answers in threads, which start before the planning: planning may need values, and ranks that plan do not
+wait for each other.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -22,24 +21,24 @@ import torch.distributed as dist
 from ..config import StreamingConfig
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
-from .base import ByteSource, Hints, ReadableFile, SourceFile
+from .base import ByteSource, SourceFile
 
 
 __all__ = ["RelayedFiles", "ServingFiles", "reader_and_clients", "through_relay"]
 
 CLOSING_S = 10.0
-"""How long a reading rank waits, after an error, for the ranks that it reads for to say that they are done."""
+"""How long the reader waits, after an error, for its clients to say that they are done."""
 
 _DONE = -1
-"""Stands for the file's number in a request that ends a client's session."""
+"""In place of a file's number in a request: the client is done."""
 
 
 def through_relay(
     source: ByteSource, paths: Sequence[str], config: StreamingConfig, coordinator: Coordinator
 ) -> ByteSource:
-    """The source that this rank reads from, where ranks read for others (all ranks; a PeerError if one died).
+    """The source for this rank where ranks read for others (all ranks; a PeerError if one died).
 
-    `source`, to which files with these `paths` have been added, is what a rank that reads itself reads from.
+    The reader reads from `source`, to which files with these `paths` have been added.
     """
     reader, *clients = reader_and_clients(config, coordinator)
     with coordinator.naming_dead_rank():
@@ -50,37 +49,27 @@ def through_relay(
 
 
 def reader_and_clients(config: StreamingConfig, coordinator: Coordinator) -> list[int]:
-    """The rank that reads for this one, and after it all others that it reads for."""
+    """The rank that reads for this one, followed by all others that it reads for."""
     if config.read_from == "local_rank0":
         return list(coordinator.topology.ranks_of_host)
     return list(range(coordinator.world_size))
 
 
 class _Wrapped:
-    """Headers, hints and the files' numbers: what both ends of a relay leave to the source that they wrap."""
+    """What both ends of a relay leave to the source that they wrap."""
 
     def __init__(self, source: ByteSource) -> None:
         self._source = source
-
-    def open_file(self, path: str) -> AbstractContextManager[ReadableFile]:
-        return self._source.open_file(path)
-
-    def is_transient(self, error: BaseException | None) -> bool:
-        return self._source.is_transient(error)
+        self.open_file = source.open_file
+        self.is_transient = source.is_transient
+        self.hints = source.hints
 
     def add(self, files: Sequence[SourceFile]) -> None:
         self._source.add(files)
 
-    def hints(self, paths: Sequence[str]) -> Hints:
-        return self._source.hints(paths)
-
 
 class RelayedFiles(_Wrapped):
-    """The files of a checkpoint as rank `reader` reads them (see :class:`.base.ByteSource`).
-
-    `source` is for headers and hints. `group`, a gloo group with all ranks, is destroyed by :meth:`close`. At most
-    `chunk_bytes` are asked for at once.
-    """
+    """The client's end: files that rank `reader` reads; `source` is for headers and hints only."""
 
     def __init__(
         self, source: ByteSource, paths: Sequence[str], reader: int, group: dist.ProcessGroup, chunk_bytes: int
@@ -100,10 +89,10 @@ class RelayedFiles(_Wrapped):
         self._paths += [file.path for file in files]
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Does nothing: the reading rank opens its files itself."""
+        """Do nothing: the reader opens its files itself."""
 
     def check_unchanged(self) -> None:
-        """Does nothing: the reading rank checks its files itself."""
+        """Do nothing: the reader checks its files itself."""
 
     def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
         with self._conversation:  # requests and answers of two threads must not mix
@@ -132,12 +121,12 @@ class RelayedFiles(_Wrapped):
         dist.recv(torch.frombuffer(part, dtype=torch.uint8), self._reader, self._group)
 
     def finish(self) -> None:
-        """Tell the reader, which waits for it, that nothing more will be asked for. May be called again."""
+        """Tell the reader, which waits for this, that the client is done. May be called again."""
         with self._conversation:
             group, self._group = self._group, None
             if group is None:
                 return
-            with suppress(RuntimeError):  # the reader is not there any more, and need not know
+            with suppress(RuntimeError):  # the reader has gone, and need not know
                 dist.send(torch.tensor([_DONE, 0, 0]), self._reader, group)
         dist.destroy_process_group(group)
 
@@ -145,11 +134,10 @@ class RelayedFiles(_Wrapped):
 
 
 class ServingFiles(_Wrapped):
-    """The files of a checkpoint, which this rank reads for others too (see :class:`.base.ByteSource`).
+    """The reader's end: files that this rank reads for itself and for its clients.
 
-    Each client has a thread that listens to it alone: listening to all at once, gloo does not notice when one of them
-    dies. They are answered one at a time, until each has finished; then `group`, a gloo group with all ranks, is
-    destroyed. At most `chunk_bytes` are sent at once.
+    Each client has a thread of its own: a gloo receive from all at once misses the death of one. They are answered
+    one at a time.
     """
 
     def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
@@ -177,12 +165,7 @@ class ServingFiles(_Wrapped):
         return self._source.reads
 
     def finish(self) -> None:
-        """Wait until all clients have finished.
-
-        Raises:
-            ReadError: the first read that failed.
-            RuntimeError: the connection to a client was lost.
-        """
+        """Wait until all clients are done; raise the first failed read, or a RuntimeError if a connection was lost."""
         for listener in self._listeners:
             listener.join()
         if self._failures:

@@ -1,4 +1,4 @@
-"""Trying again what failed for a reason that may pass; which reasons these are, the source says."""
+"""Trying again what failed for a reason that may pass; the source says which reasons these are."""
 
 from __future__ import annotations
 
@@ -18,24 +18,18 @@ LONGEST_PAUSE_S = 5.0
 
 
 class Retries:
-    """Runs calls again that fail for a reason that may pass; safe to use from several threads.
+    """Tries each call again up to `limit` times, after 0.1 s, 0.2 s, 0.4 s and so on; threads may share it.
 
-    Args:
-        limit: how often one call is tried again, after 0.1 s, 0.2 s, 0.4 s and so on; 0 never.
+    `count` is how many calls were tried again so far.
     """
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit
         self._lock = threading.Lock()
         self.count = 0
-        """Calls that were made again so far."""
 
     def call(self, function: Callable[[], T], is_transient: Callable[[BaseException], bool]) -> T:
-        """What `function` returns in the end, or its last error.
-
-        Args:
-            is_transient: whether an error may be gone a moment later.
-        """
+        """What `function` returns in the end, or its last error; only transient errors are tried again."""
         try:
             return function()  # without tenacity, which takes 40 us: every read comes through here
         except BaseException as error:
