@@ -14,8 +14,7 @@ Tried with DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -102,7 +101,7 @@ def convert(
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
         values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
-        with torch.device("meta"), _recorders_found_by_name():
+        with torch.device("meta"), _RECORDERS.held():
             auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
         for spec, taken, of_block in zip(specs, values, shapes, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
@@ -232,7 +231,7 @@ def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], plac
 
 
 def _find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
-    """What ``deepspeed.initialize`` gets as the layers to convert: none, if they were converted when loading."""
+    """The layers that ``deepspeed.initialize`` is to convert: none, if they were converted when loading."""
     sizes = {auto_ep.model.get_submodule(name).ep_size for name in converted_layers(auto_ep.model)}
     if not sizes:
         return original(auto_ep)
@@ -248,10 +247,10 @@ _PREEMPTION = patching.Patches({(AutoEP, "ep_parser"): _find_layers})
 
 
 class _ByName(dict):
-    """transformers' table of what models record, by class name, whichever way its own methods are keyed.
+    """transformers' table of what models record, by class name.
 
-    Since it is a dict subclass that is given models (transformers 5.23), DeepSpeed's two-argument `get` with a name
-    is an error, and what it stores by name lands under the name of `str`.
+    From transformers 5.23 on its own methods take models: DeepSpeed's `get` with a name and a default is an error,
+    and what it stores by name lands under the name of `str`.
     """
 
     def __init__(self, registry: dict[str, Any]) -> None:
@@ -270,7 +269,7 @@ class _ByName(dict):
         dict.__setitem__(self._registry, name, value)
 
 
-def _install_recorders(original: Any, model: Any, entries: Any, output_capturing: Any, *args: Any) -> bool:
+def _install_by_name(original: Any, model: Any, entries: Any, output_capturing: Any, *args: Any) -> bool:
     by_name = SimpleNamespace(
         maybe_install_capturing_hooks=output_capturing.maybe_install_capturing_hooks,
         _CAN_RECORD_REGISTRY=_ByName(output_capturing._CAN_RECORD_REGISTRY),
@@ -278,13 +277,4 @@ def _install_recorders(original: Any, model: Any, entries: Any, output_capturing
     return original(model, entries, by_name, *args)
 
 
-_RECORDERS = patching.Patches({(presets, "_install_instance_transformers_output_recorders"): _install_recorders})
-
-
-@contextmanager
-def _recorders_found_by_name() -> Iterator[None]:
-    _RECORDERS.acquire()
-    try:
-        yield
-    finally:
-        _RECORDERS.release()
+_RECORDERS = patching.Patches({(presets, "_install_instance_transformers_output_recorders"): _install_by_name})

@@ -52,7 +52,7 @@ it, and the ranks that share it. FP16_UnfusedOptimizer has no flat buffers, but 
 class Master(NamedTuple):
     """Flat values that an optimizer trains in place of elements ``[start, stop)`` of a parameter.
 
-    `is_whole` says that every rank has all of them; otherwise this rank has its fragment.
+    `is_whole`: every rank has all of them; otherwise this rank has its fragment.
     """
 
     values: torch.Tensor

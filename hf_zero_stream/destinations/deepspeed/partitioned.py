@@ -67,8 +67,11 @@ class Partitioned(Destination):
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
+        swapper_dtype = zero3.partition_dtype(self._ds_config)
         self._swapped = [
-            param for param in model.parameters() if zero3.is_placeholder(param) and self._goes_to_swap_file(param)
+            param
+            for param in filter(zero3.is_placeholder, model.parameters())
+            if nvme.goes_to_swap_file(param.dtype, self._share(param)[0], swapper_dtype, self._ds_config)
         ]
         swapped = set(map(id, self._swapped))
         direct = [item for key, item in items.items() if key not in swapped]
@@ -78,10 +81,6 @@ class Partitioned(Destination):
     def _share(self, param: Any) -> tuple[int, int, int]:
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
         return partition_range(param.numel(), *place)
-
-    def _goes_to_swap_file(self, param: nn.Parameter) -> bool:
-        dtype = zero3.partition_dtype(self._ds_config)
-        return nvme.goes_to_swap_file(param.dtype, self._share(param)[0], dtype, self._ds_config)
 
     def _parameter(self, name: str, param: torch.Tensor) -> nn.Parameter:
         dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype

@@ -53,8 +53,7 @@ __all__ = [
     "undecided",
 ]
 
-_TRUE = ("true", "1", "on", "t", "y", "yes")
-"""What pydantic, with which DeepSpeed parses its config, takes for true."""
+_TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpeed parses its config
 
 _RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
 refuse_unknown_version("deepspeed", [f"zero.Init.{name}" for name in _RELIED_ON if not hasattr(Init, name)])
@@ -156,10 +155,9 @@ def box_of(param: Any) -> ParameterBox:
 
 
 def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
-    """(this rank, number of ranks) of the group that a parameter is partitioned over: its own, if it was given one.
+    """(this rank, number of ranks) of the group that a parameter is partitioned over; default: `rank`, `world_size`.
 
-    See DeepSpeed's ``ds_zero_partition_process_group`` attribute; default: `rank` and `world_size`. Where there is no
-    group, as when planning for other ranks, ``ds_zero_partition_rank`` and ``ds_zero_partition_world_size`` say it.
+    In a plan for other ranks a parameter has no process group, but only its place in it.
     """
     group = getattr(param, "ds_zero_partition_process_group", None)
     if group is not None:

@@ -1,19 +1,16 @@
 """DeepSpeed's flatten of ZeRO stages 1 and 2 takes a buffer in which parameters lie already, instead of copying them.
 
 While its optimizer is constructed, DeepSpeed (``runtime/zero/stage_1_and_2.py``, 0.18.9 and 0.19.8) flattens one group
-after the other: on the device if ``available_memory()`` says that a second copy fits, else each parameter goes to the
-host, is concatenated there and comes back. Three attributes are replaced, from the moment when parameters have been
-laid out (see ``replicas.py``) until an engine has taken them over, or they are gone when the next are laid out:
+after the other: on the device if ``available_memory()`` says that a second copy fits, else through the host. Three
+attributes are replaced, from when parameters are laid out (see ``replicas.py``) until an engine takes them over:
 
-- the optimizer's constructor: for an optimizer of such parameters, everything is first moved to where its groups ask
-  for it (see ``relayout.py``), which is nothing in the usual case of one group of all trainable parameters;
+- the optimizer's constructor: everything is first moved to where its groups ask for it (see ``relayout.py``), which is
+  nothing in the usual case of one group of all trainable parameters;
 - ``flatten_dense_tensors_aligned``: returns the buffer if the tensors lie in it, in order and with the padding;
 - ``available_memory`` of the accelerator: inside that constructor the room is there, because nothing will be copied.
 
-Optimizers of other parameters never see a difference. A buffer is recognised once: a second engine over the same
-parameters copies them, as in stock. `round_robin_gradients` and `parameter_alignment` are recognised like the usual
-order. Left to DeepSpeed's own flatten: ZenFlow, DeepSpeed's MoE layers, groups of several dtypes, and parameters that
-are not on the device.
+Optimizers of other parameters see no difference. A second engine over the same parameters copies them, as in stock;
+and what :func:`_stock_reason` names is left to DeepSpeed's own flatten.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ _taking_over: ContextVar[bool] = ContextVar("hf_zero_stream_taking_over", defaul
 
 
 def watch(buffer: Tensor, layout: FlatLayout) -> None:
-    """From now on DeepSpeed's flatten recognises parameters that lie in `buffer` as `layout` says."""
+    """Let DeepSpeed's flatten recognise parameters that lie in `buffer` as `layout` says."""
     WAITING.add(buffer, layout)
     _install_or_remove()
 
@@ -121,12 +118,9 @@ def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
 def _prepare(arguments: dict[str, Any], param_groups: Sequence[Any], everything: Sequence[nn.Parameter]) -> str:
     process_group = arguments.get("dp_process_group")
     world_size = dist.get_world_size(process_group)
-    groups: list[Group] = []
-    moved: set[int] = set()
-    for params in param_groups:
-        flattened = [param for param in params if _is_flattened(param)]
-        groups.append(Group(*in_buffer_order(flattened, world_size, arguments)))
-        moved.update(map(id, flattened))
+    flattened = [list(filter(_is_flattened, params)) for params in param_groups]
+    groups = [Group(*in_buffer_order(params, world_size, arguments)) for params in flattened]
+    moved = {id(param) for params in flattened for param in params}
     others = {id(param): param for param in everything if id(param) not in moved}
     how = lay_out(groups, list(others.values()), process_group, free_device_bytes)
     if dist.get_rank(process_group) == 0:

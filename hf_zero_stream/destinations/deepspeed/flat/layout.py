@@ -26,13 +26,10 @@ _PART_ALIGNMENT = 2
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """Places in one flat buffer, in elements."""
+    """Where parameters lie in a buffer of `numel` elements, padding included: (offset, numel) of each, ascending."""
 
     places: tuple[tuple[int, int], ...]
-    """(offset, numel) of each parameter, ascending."""
-
     numel: int
-    """Elements of the whole buffer, padding included."""
 
     @classmethod
     def padded(cls, numels: Sequence[int], paddings: Sequence[int], alignment: int) -> FlatLayout:
@@ -60,12 +57,10 @@ class FlatLayout:
 
 @dataclass(frozen=True)
 class WaitingBuffer:
-    """A buffer that parameters were laid out in; it keeps no memory alive."""
+    """A buffer that parameters were laid out in, from address `start` on; it keeps no memory alive."""
 
     reference: StorageWeakRef
     start: int
-    """The address of its first byte."""
-
     nbytes: int
     device: torch.device
     dtype: torch.dtype

@@ -1,9 +1,8 @@
 """Moving parameters into the flat buffers that ZeRO stage 1 or 2 is about to ask for.
 
-The layout that a loader chose before the optimizer existed need not be the one that the optimizer's groups ask for: a
-parameter was frozen, weight decay made two groups, a new head came in. Because all parameters then share one buffer,
-which is freed only as a whole, DeepSpeed's own flatten, one group after the other, could need more device memory than
-without our layout. So everything is moved here, before DeepSpeed starts, in the first way for which there is room:
+The optimizer's groups may ask for another layout than the load chose: a parameter was frozen, weight decay made two
+groups, a new head came in. One buffer, freed only as a whole, would then make DeepSpeed's own flatten, group by group,
+need more device memory than in stock. So everything is moved before it starts, in the first way that has room:
 
 1. ``recognised``: nothing has to be moved.
 2. ``device``: copied on the device; needs as much free memory as the new buffers take.
@@ -73,14 +72,14 @@ def lay_out(
     wanted = [index for index, group in enumerate(groups) if find_buffer(group.params, group.layout) is None]
     moving = [groups[index] for index in wanted]
     freed, sharing = _vacated(moving, frozen)
-    how, can_distribute = _choose(moving, freed, sharing, process_group, free_bytes())
-    how = _agree(how, can_distribute, wanted, process_group)
+    how = _choose(moving, wanted, freed, sharing, process_group, free_bytes())
+    if how in ("device", "distributed"):
+        for param in sharing:
+            param.data = param.data.clone()
     if how == "device":
-        _separate(sharing)
         for group in moving:
             group.move_to(group.empty(group.layout.numel), group.params)
     elif how == "distributed":
-        _separate(sharing)
         _distribute(moving, process_group)
     elif how == "host":
         _through_host(moving, sharing)
@@ -88,9 +87,14 @@ def lay_out(
 
 
 def _choose(
-    moving: Sequence[Group], freed: int, sharing: Sequence[nn.Parameter], process_group: Any, free: int
-) -> tuple[str, bool]:
-    """(the best way for this rank alone, whether this rank could take part in a distributed flatten)."""
+    moving: Sequence[Group],
+    wanted: list[int],
+    freed: int,
+    sharing: Sequence[nn.Parameter],
+    process_group: Any,
+    free: int,
+) -> str:
+    """This rank's way, once the ranks have told each other what each would do alone (all ranks)."""
     flat_bytes = sum(group.nbytes for group in moving)
     separate_bytes = sum(param.nbytes for param in sharing)
     world_size = dist.get_world_size(process_group)
@@ -99,16 +103,13 @@ def _choose(
     replicas = not any(hasattr(param, "ds_optim_param") for group in moving for param in group.params)
     can_distribute = world_size > 1 and replicas and free >= part_bytes and free + freed >= part_bytes + flat_bytes
     if not moving:
-        return "recognised", False
-    return ("device" if free >= flat_bytes + separate_bytes else "host"), can_distribute
-
-
-def _agree(how: str, can_distribute: bool, wanted: Sequence[int], process_group: Any) -> str:
-    """What this rank does, now that it knows what the others would do."""
-    everyone: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(everyone, (how, can_distribute, tuple(wanted)), group=process_group)
+        how, can_distribute = "recognised", False
+    else:
+        how = "device" if free >= flat_bytes + separate_bytes else "host"
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, (how, can_distribute, wanted), group=process_group)
     short_of_room = any(theirs == "host" for theirs, _, _ in everyone)
-    alike = all(can and theirs == tuple(wanted) for _, can, theirs in everyone)
+    alike = all(can and theirs == wanted for _, can, theirs in everyone)
     return "distributed" if short_of_room and alike else how
 
 
@@ -142,11 +143,6 @@ def _through_host(moving: Sequence[Group], sharing: Sequence[nn.Parameter]) -> N
     for param, value in zip(sharing, separate, strict=True):
         # On a CPU "the host" is the same memory, and the value still lies in the shared buffer.
         param.data = value.clone() if param.device == value.device else value.to(param.device)
-
-
-def _separate(params: Sequence[nn.Parameter]) -> None:
-    for param in params:
-        param.data = param.data.clone()
 
 
 def _free(moving: Sequence[Group]) -> None:

@@ -5,9 +5,9 @@ usual optimizer: one group of all trainable parameters in the model's order. ``d
 buffer as it is (see ``flatten_hook.py``); an optimizer with other groups is right as well, but has to copy (see
 ``relayout.py``).
 
-Each parameter has a storage of its own over its part of the buffer, so that saving, pickling and sharing it concern
-that part alone. Two things differ from parameters in memory of their own: the buffer is freed only as a whole, and a
-parameter begins at any multiple of its element's size, unless `zero_optimization.parameter_alignment` is set.
+Each parameter has a storage of its own over its part, so that saving, pickling and sharing it concern that part alone.
+But the buffer is freed only as a whole, and a parameter begins at any multiple of its element's size, unless
+`zero_optimization.parameter_alignment` is set.
 """
 
 from __future__ import annotations
