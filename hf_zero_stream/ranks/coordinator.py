@@ -37,10 +37,7 @@ class Coordinator:
     """Collectives between the ranks that load or save one model together.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
-        alone: whether this rank talks to no other: it reads for itself what rank 0 would have sent, and assumes that
-            the others succeed.
+        alone: this rank talks to no other: it reads itself what rank 0 would send, and assumes that all succeed.
     """
 
     def __init__(self, rank: int, world_size: int, *, alone: bool) -> None:
@@ -60,7 +57,7 @@ class Coordinator:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which acts for all."""
+        """Whether this is rank 0."""
         return self.rank == 0
 
     @cached_property
@@ -69,8 +66,6 @@ class Coordinator:
         if self.is_alone:
             return Topology.announced(self.rank, self.world_size)
         return Presence.in_default_group().topology()
-
-    # ------------------------------------------------------------------------------------------- agreements
 
     def agree(self, error: BaseException | None = None) -> None:
         """Return on every rank if no rank brings an `error`, else raise on every rank.
@@ -81,7 +76,7 @@ class Coordinator:
         self.all_gather(None, error)
 
     def all_gather(self, value: T, error: BaseException | None = None) -> list[T]:
-        """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`) as well."""
+        """Every rank's `value`, in order of rank; an agreement (see :meth:`agree`), as are all methods that use it."""
         if error is not None and (self.is_alone or self._reported):
             self._reported = True
             _raise_again(error)
@@ -100,6 +95,10 @@ class Coordinator:
             if error is None:
                 raise
             _raise_again(error)
+        except BaseException as interruption:  # Ctrl-C; there is no way to bring it to the agreement that is going on
+            self._reported = True
+            watch.announce(interruption, comes=False)
+            raise
         failures = [(rank, *failure) for rank, (_, failure) in enumerate(everyone) if failure is not None]
         if not failures:
             return [value for value, _ in everyone]
@@ -110,7 +109,7 @@ class Coordinator:
         raise peer_error(*failures[0])
 
     def _gather(self, value: Any) -> list[Any]:
-        """As ``dist.all_gather_object``, which could not be left when a rank dies."""
+        """Like ``dist.all_gather_object``, but raises when a rank dies."""
         mine = _pickled(value)
         lengths = [torch.empty(1, dtype=torch.int64, device=mine.device) for _ in range(self.world_size)]
         self.wait(dist.all_gather(lengths, torch.tensor([mine.numel()], device=mine.device), async_op=True))
@@ -122,11 +121,7 @@ class Coordinator:
         return [_unpickled(data[:count]) for data, count in zip(everyone, counts, strict=True)]
 
     def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
-        """Every rank's `beside`, if all ranks have the same `what` and none brings an `error`; an agreement.
-
-        Raises:
-            DisagreementError: on all ranks, if `what` differs between ranks.
-        """
+        """Every rank's `beside`; raises :class:`DisagreementError` on all ranks if `what` differs between ranks."""
         everyone = self.all_gather((what, beside), error)
         expected = everyone[0][0]
         for rank, (found, _) in enumerate(everyone):
@@ -138,7 +133,7 @@ class Coordinator:
         return [each for _, each in everyone]
 
     def broadcast(self, produce: Callable[[], T]) -> T:
-        """Run `produce` on rank 0, and return its result on every rank; an agreement as well."""
+        """Run `produce` on rank 0, and return its result on every rank."""
         if self.is_alone:
             return produce()
         value: Any = self.run_on_main(produce)
@@ -151,11 +146,11 @@ class Coordinator:
         return value if self.is_main else _unpickled(data)
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
-        """Run `work` on rank 0. Returns its result there, None elsewhere; an agreement as well."""
+        """Run `work` on rank 0. Returns its result there, None elsewhere."""
         return self.run_on_all(lambda: work() if self.is_main else None)
 
     def run_on_all(self, work: Callable[[], T]) -> T:
-        """Run `work` on every rank, and return its result here once it has succeeded on all; an agreement as well."""
+        """Run `work` on every rank, and return its result here once it has succeeded on all."""
         error: BaseException | None = None
         try:
             result = work()
@@ -181,23 +176,15 @@ class Coordinator:
                         raise agreed from error
             raise
 
-    # ------------------------------------------------------------------------------------------- dying ranks
-
     @contextmanager
     def watched(self, occasion: Occasion = LOAD, subject: str = "") -> Iterator[None]:
-        """Inside, all ranks are there and watch each other: agreements and :meth:`wait` raise if one dies.
+        """Wait for all ranks; inside, they watch each other: agreements and :meth:`wait` raise if one dies.
 
         If an error leaves it that the other ranks have not heard of, they are told that this rank has given up.
-        Nested in itself, it does nothing.
+        Nested in itself, it does nothing. Raises what :meth:`Round.gather` raises.
 
         Args:
-            occasion: what the ranks come together for.
             subject: what this rank would load; only if it may do so alone.
-
-        Raises:
-            Apart: the ranks do not come together, and need not.
-            PeerError: a rank is dead, or has ended.
-            HfZeroStreamError: a rank came with an error, or not all came in time.
         """
         if self.is_alone or self._watch is not None:
             yield
@@ -234,12 +221,12 @@ class Coordinator:
             self._watch.timeout_s = seconds
 
     def check(self) -> None:
-        """Raise what the next agreement will raise, if a rank is known to be dead or to have failed; costs nothing."""
+        """Raise what the next agreement will raise, if a rank is known to be dead or to have failed; free."""
         if self._watch is not None:
             self._watch.check()
 
     def wait(self, work: Any) -> None:
-        """Wait for an asynchronous collective; raises :class:`PeerError` if a rank is dead."""
+        """Wait for an asynchronous collective; raises :class:`PeerError` if a rank dies."""
         with self.naming_dead_rank():
             if self._watch is not None:
                 for _ in pauses(0.005, share=0.1):
@@ -256,8 +243,8 @@ class Coordinator:
         except PeerError:
             raise
         except RuntimeError as error:
-            is_of_connection = isinstance(error, dist.DistError)
-            if not is_of_connection and not any(word in str(error) for word in ("gloo", "NCCL", "Connection")):
+            of_connection = any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
+            if not of_connection and not isinstance(error, dist.DistError):
                 raise
             verdict = None if self._watch is None else self._watch.wait_for_verdict()
             if verdict is not None:
@@ -293,10 +280,7 @@ def _raise_again(error: BaseException) -> NoReturn:
 
 @contextmanager
 def expected_at(occasion: Occasion) -> Iterator[None]:
-    """Around what a rank does until it comes together with the others, who wait for it, and while it does so.
-
-    If it fails before it gets there, they are told, and do not wait.
-    """
+    """Around what a rank does before it comes to an `occasion`: if it fails, the others are told, and do not wait."""
     if is_alone():
         yield
         return

@@ -1,7 +1,6 @@
-"""What launchers announce: all of the environment variables that this package reads of them.
+"""The environment variables of launchers that this package reads.
 
-Known are torchrun, accelerate, deepspeed, Open MPI, Hydra (MPICH and Intel MPI) and Slurm. They only count for a rank
-that cannot ask the others where they run (see :mod:`.topology`).
+Ranks and sizes only count for a rank that cannot ask the others where they run (see :mod:`.topology`).
 """
 
 from __future__ import annotations
@@ -22,26 +21,21 @@ __all__ = [
 ]
 
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-"""A rank's number on its host: torchrun, accelerate and deepspeed; Open MPI; Hydra; Slurm."""
+"""A rank's number on its host: torchrun, accelerate and deepspeed; Open MPI; Hydra (MPICH, Intel MPI); Slurm."""
 
-LOCAL_SIZES = (
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
-)
+_OF_MPI = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *_OF_MPI, "SLURM_NTASKS_PER_NODE")
 """Ranks on this host: torchrun and accelerate; deepspeed; Open MPI; Hydra; Slurm."""
 
 
 def announced_local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This rank's number on its host; 0 if no launcher announces it."""
-    return _number(LOCAL_RANKS, environ, 0)
+    return _first_number(LOCAL_RANKS, environ, 0)
 
 
 def announced_local_size(environ: Mapping[str, str] = os.environ) -> int:
     """The number of ranks on this host; 1 if no launcher announces it."""
-    return _number(LOCAL_SIZES, environ, 1)
+    return _first_number(LOCAL_SIZES, environ, 1)
 
 
 def agent_holds_store() -> bool:
@@ -59,7 +53,7 @@ def announces_zero3_init(environ: Mapping[str, str] = os.environ) -> bool:
     return environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
 
 
-def _number(names: tuple[str, ...], environ: Mapping[str, str], default: int) -> int:
+def _first_number(names: tuple[str, ...], environ: Mapping[str, str], default: int) -> int:
     found = next((environ[name] for name in names if name in environ), "")
     match = re.match(r"\d+", found)  # Slurm may write "2(x3)"
     return int(match[0]) if match else default

@@ -1,16 +1,14 @@
 """Which ranks live while they load or save together.
 
-A rank that was killed would leave the others in a collective until its time-out, which is half an hour for gloo and
-ten minutes for NCCL. So a thread of every rank looks at others, from the moment that the rank comes to a load or a
-save until that ends: rank 0 looks at everybody, everybody at rank 0 and at the ranks of its own host. A rank whose
-process can be looked at, directly or through the kernel of its host (see :mod:`.presence`), is dead when the process
-is gone, and no sooner: a slow rank is waited for, whatever makes it slow. Of the others heartbeats in the store tell:
-a rank is dead whose heartbeat has not moved for some seconds.
+If a rank is killed, the others stay in a collective until its time-out: half an hour for gloo, ten minutes for NCCL.
+So during a load or a save a thread of every rank looks at others: rank 0 at all, each rank at rank 0 and at the ranks
+of its own host. If it can see a rank's process, directly or through the kernel of its host (see :mod:`.presence`), the
+rank is dead when the process is gone, and no sooner, however slow it is. Otherwise a rank is dead if its heartbeat in
+the store has not moved for some seconds.
 
 The rank that finds a dead one writes a *verdict* into the store, so that all ranks name the same one. A rank that
-fails without dying announces that in the same way, so that the others do not read on.
-
-Cost: three small requests to the store per rank and half second.
+fails without dying writes one too, so that the others stop reading. Cost: three small requests to the store per rank
+and half second.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Verdict(NamedTuple):
     rank: int
     """-1 if the store, and not a rank, is lost."""
     is_dead: bool
-    """Whether it will never come to an agreement; otherwise it is on its way, with an error."""
+    """Whether it will never come to an agreement; otherwise it is on its way there, with an error."""
     kind: str
     """The class of its error; ``"Ended"`` if its process ended by itself."""
     message: str
@@ -82,7 +80,6 @@ class Watch:
 
     def __init__(self, presence: Presence, meeting: str) -> None:
         self.timeout_s: float = StreamingConfig.peer_timeout_s
-        """Seconds without a heartbeat after which a rank counts as dead."""
         self.verdict: Verdict | None = None
         """The first verdict that this rank has heard of; one on a dead rank replaces one on a rank that failed."""
         self._presence = presence
@@ -111,8 +108,6 @@ class Watch:
                         break
             self._beat(has_left=True)
 
-    # ------------------------------------------------------------------------------------------- called by the load
-
     @property
     def knows_dead(self) -> bool:
         """Whether a rank is known to be dead, or the store to be lost."""
@@ -124,20 +119,15 @@ class Watch:
             raise self.verdict.error()
 
     def announce(self, error: BaseException, *, comes: bool) -> None:
-        """Tell the others that this rank has failed; `comes`: it will bring its `error` to the next agreement."""
+        """Tell the others that this rank has failed, and `comes` to the next agreement with its `error`, or never."""
         rank, kind, message = self._presence.rank, type(error).__name__, str(error)
-        verdict = Verdict(rank, False, kind, message)
-        if not comes:
-            verdict = _death_of(rank, f"has given up this load ({kind}: {message})")
+        given_up = _death_of(rank, f"has given up this load ({kind}: {message})")
+        verdict = Verdict(rank, False, kind, message) if comes else given_up
         with suppress(PeerError), self.naming_lost_store():
             self._pronounce(verdict)
 
     def meet(self) -> None:
-        """Return once every rank has come here as often as this one, however slow it is.
-
-        Raises:
-            PeerError: a rank is dead, or not all ranks have come within the time-out of the process group.
-        """
+        """Return once every rank has come here as often as this one; raises if one dies, or a time-out is over."""
         self._agreements += 1
         expected = self._agreements * self._presence.world_size
         timeout_s, key = self._presence.group_timeout_s, f"{self._meeting}/agreements"
@@ -180,13 +170,14 @@ class Watch:
                 self.verdict = Verdict(rank, True, "PeerError", self._store.why_lost())
             raise self.verdict.error() from error
 
-    # ------------------------------------------------------------------------------------------- this thread
-
     def _run(self) -> None:
         with suppress(PeerError), self.naming_lost_store():
             while True:
-                # Looks before the first pause, which opens a connection to each host: it tells of a death there.
-                self._listen()
+                # Also before the first pause: a look opens a connection to each host, which tells of a death there.
+                for name in ("failed", "dead"):
+                    written = self._store.get(f"{self._meeting}/{name}")
+                    if written is not None:
+                        self._believe(Verdict(*written))
                 found = None if self.knows_dead else self._look()
                 if found is not None:
                     self._pronounce(found)
@@ -197,13 +188,6 @@ class Watch:
     def _beat(self, has_left: bool = False) -> None:
         beat = _Beat(self._meeting, time.monotonic(), self._agreements, has_left)
         self._store.set(f"{PREFIX}/beat/{self._presence.rank}", beat)
-
-    def _listen(self) -> None:
-        """Take up the verdicts of other ranks."""
-        for name in ("failed", "dead"):
-            found = self._store.get(f"{self._meeting}/{name}")
-            if found is not None:
-                self._believe(Verdict(*found))
 
     def _pronounce(self, verdict: Verdict) -> None:
         """Put `verdict` into the store, and take up the one of its kind that was there first."""
@@ -221,12 +205,10 @@ class Watch:
     def _look(self) -> Verdict | None:
         """The verdict on the first rank, of those that this one looks at, that is dead."""
         now = time.monotonic()
-        # If this process, or the store, has stood still for long, the heartbeats in the store have, too: that is not
-        # their ranks' fault, and does not count.
+        # If this process or the store has stood still for long, so have the heartbeats: that time does not count.
         passed_s, self._looked = min(now - self._looked, 2 * INTERVAL_S), now
         presence = self._presence
-        watched = range(1, presence.world_size) if presence.rank == 0 else (0,)
-        ranks = sorted({*watched, *presence.neighbours()})
+        ranks = sorted({0, *presence.neighbours()}) if presence.rank > 0 else range(1, presence.world_size)
         for rank, beat in zip(ranks, self._read(ranks), strict=True):
             if beat is not None and beat.has_left:
                 continue
@@ -234,8 +216,7 @@ class Watch:
             if is_alive is False:
                 seen, has_ended = presence.end_of(rank)
                 return _death_of(rank, seen, kind="Ended" if has_ended else "PeerError")
-            # A rank that has not come to this meeting may come whenever it likes, unless its host answered for it
-            # before, and does no longer.
+            # A rank that has not come to this meeting may take its time, unless its host has ceased to answer for it.
             last, still_s = self._seen.get(rank, (None, 0.0))
             is_quiet = beat == last and (beat is not None or presence.has_answered(rank))
             still_s = still_s + passed_s if is_quiet and not is_alive else 0.0

@@ -1,9 +1,9 @@
 """Who the ranks of a process group are, and whether their processes still exist, also between loads and saves.
 
-At its first contact (:func:`make_contact`) a rank writes where it runs into the store of torch's default process
-group. From then on the others can tell that its process is gone: ranks of its host look at the process, ranks of other
-hosts ask the kernel of its host (see :mod:`.pulse`). Neither needs the process to do anything, so a process that is
-stopped, or in which something holds Python's lock, is not taken for dead.
+At its first contact a rank writes where it runs into the store of torch's default process group. From then on the
+others can tell when its process is gone: ranks of its host look at the process, ranks of other hosts ask the kernel of
+its host (see :mod:`.pulse`). A process that is stopped, or in which something holds Python's lock, is not taken for
+dead, because neither needs it to do anything.
 """
 
 from __future__ import annotations
@@ -34,14 +34,7 @@ refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasat
 
 
 class Presence:
-    """This process among the ranks of a process group.
-
-    Args:
-        store: the group's store.
-        rank: this rank.
-        world_size: number of ranks.
-        holds_store: whether rank 0's process holds the store, so that both end together.
-    """
+    """This process among the ranks of a process group; `holds_store`: rank 0's process holds its `store`."""
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, holds_store: bool) -> None:
         self.store = SharedStore(store, ends_with_rank_0=holds_store)
@@ -66,7 +59,7 @@ class Presence:
 
     @classmethod
     def in_default_group(cls) -> Presence:
-        """That of this process in torch's default process group, made at the first call."""
+        """This process in torch's default process group, made at the first call."""
         global _current
         group_store = distributed_c10d._get_default_store()
         with _making:
@@ -88,15 +81,12 @@ class Presence:
         for line in self._lines.values():
             line.close()
 
-    # ------------------------------------------------------------------------------------------- the others
-
     def topology(self) -> Topology:
         """How the ranks lie on hosts; all of them must have made contact."""
         if self._topology is None:
             self._read_locations(range(self.world_size))
-            locations = [self._locations[rank] for rank in range(self.world_size)]
-            hosts, machines = [location.host for location in locations], [location.machine for location in locations]
-            self._topology = Topology(hosts, machines, self.rank)
+            there = [self._locations[rank] for rank in range(self.world_size)]
+            self._topology = Topology([each.host for each in there], [each.machine for each in there], self.rank)
         return self._topology
 
     def neighbours(self) -> list[int]:
@@ -139,8 +129,6 @@ class Presence:
     def _key(self, rank: int) -> str:
         return f"{PREFIX}/location/{rank}"
 
-    # ------------------------------------------------------------------------------------------- the end
-
     def _say_end(self, host: str, port: int) -> None:
         """Tell the others, when the interpreter exits, that this process ended by itself."""
         if self.store.is_lost or (self.store.ends_with_rank_0 and self.rank == 0):
@@ -156,10 +144,7 @@ _making = threading.Lock()
 
 
 def is_alone() -> bool:
-    """Whether this process has nobody to talk to in torch's default process group, or there is none.
-
-    In a *fake* group, which stands for ranks beyond this machine, collectives deliver nothing.
-    """
+    """Whether this process has no other rank to talk to; collectives of torch's *fake* groups deliver nothing."""
     if not dist.is_available() or not dist.is_initialized():
         return True
     return dist.get_world_size() == 1 or dist.get_backend() == "fake"

@@ -1,8 +1,8 @@
 """A sign of life for which a process only needs to exist: its kernel answers on a listening socket.
 
-A rank on another host cannot be looked at as a process, and its heartbeat stops when something holds Python's lock,
-as a slow ``dlopen`` does. But while the process exists, the kernel of its host accepts connections to a socket that it
-listens on; when it ends, for whatever reason, the kernel resets them, and refuses new ones. Nothing is ever sent.
+A rank cannot see a process on another host, and the heartbeat there stops when something holds Python's lock, as a
+slow ``dlopen`` does. But while the process exists, its kernel accepts connections to a socket that it listens on; when
+it ends, for whatever reason, the kernel resets them, and refuses new ones. Nothing is ever sent.
 """
 
 from __future__ import annotations
@@ -17,16 +17,11 @@ from contextlib import suppress
 __all__ = ["Line", "Listener"]
 
 BACKLOG = 4096
-"""Connections that the kernel holds until the process takes them, or fewer, as the kernel is configured."""
+"""Most connections that the kernel holds until the process takes them."""
 
 
 class Listener:
-    """This process's socket. Forked children close it, or it would outlive the process.
-
-    Args:
-        towards: name or address of a host that other ranks reach too; the socket is bound to the interface that leads
-            there.
-    """
+    """This process's socket, on the interface that leads `towards` a host. Forked children close their copy of it."""
 
     def __init__(self, towards: str) -> None:
         self.address, self.port = "", 0
@@ -49,11 +44,11 @@ class Listener:
 
     def close(self) -> None:
         """Close the socket, and the connections to it."""
-        for opened in (self._socket, *self._accepted):
-            if opened is not None:
-                opened.close()
+        while self._accepted:
+            self._accepted.pop().close()
+        if self._socket is not None:
+            self._socket.close()
         self._socket = None
-        self._accepted.clear()
 
 
 class Line:
@@ -66,7 +61,7 @@ class Line:
         """Whether it ever led to the process: then no firewall is in between, and silence means something."""
 
     def is_alive(self) -> bool | None:
-        """Whether the process exists, without waiting; None if that is not known now, or not yet."""
+        """Whether the process exists, without waiting; None if that is not known (yet)."""
         if self._socket is None:
             self._dial()
             return None

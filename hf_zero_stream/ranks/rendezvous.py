@@ -1,10 +1,9 @@
 """Where ranks come together for a load or a save, or find that they do not, by one decision that holds for all.
 
-Each *occasion* (a load, a save) has numbered rounds. A round ends with one decision in the store, which the first rank
-makes that can: *together*, the last of all ranks to arrive; *apart*, one that has waited long enough; *failed*, one
-that comes with an error. The store keeps the first decision only, so no rank can believe that it is alone while
-another believes that the two are together. A rank arrives in the first round that is not decided: whatever happened
-before, the ranks that arrive next meet.
+Each *occasion* (a load, a save) has numbered rounds. A round ends with one decision in the store: the last rank to
+arrive decides *together*; a rank that has waited long enough, *apart*; one that comes with an error, *failed*. The
+store keeps the first decision only, so no rank believes that it is alone while another believes that both are
+together. A rank arrives in the first round that is not decided: whatever happened before, the next ranks meet.
 """
 
 from __future__ import annotations
@@ -26,27 +25,23 @@ __all__ = ["LOAD", "SAVE", "SHARED_LOAD", "Apart", "Occasion", "Round"]
 logger = logging.getLogger(__name__)
 
 SHARING_PATIENCE_S = 5.0
-"""How long ranks wait for each other where they need not load together.
-
-Ranks that do load together arrive within a second or two of each other; ranks that do not (one after the other, or
-one alone) lose this much once.
-"""
+"""How long ranks wait for each other where they need not load together; those that do come within 2 s."""
 
 SHORT_PATIENCE_S = 0.5
 """The same, after a time that not all ranks came, until all come again."""
 
 FAILURE_HOLDS_S = 60.0
-"""How long ranks that come late are told of an error; after that, they come for something else."""
+"""How long late ranks are told of an error; ranks that come later come for something else."""
 
 _KEYS = ("count", "decision", "subject", *liveness.KEYS)
 """What a round may have in the store."""
 
 REMINDER_S = 30.0
-"""After so long, a rank that waits logs which ranks it waits for."""
+"""How long a rank waits before it logs which ranks are absent."""
 
 
 class Apart(Exception):  # noqa: N818 - not an error
-    """Ranks do not come together, and need not; says why."""
+    """Why ranks do not come together, where they need not."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +53,16 @@ class Occasion:
     purpose: str
     """Completes "ranks came to ..."."""
     advice: str
-    """What to do if not all ranks come."""
     patience_s: float | None = None
     """How long a rank waits for the others; None: as long as the process group's time-out."""
     is_optional: bool = False
     """Whether ranks may go on without each other."""
     error: type[HfZeroStreamError] = PeerError
-    """What is raised if not all come in time."""
+    """Raised if not all ranks come in time, unless `is_optional`; its message ends with `advice`."""
 
 
 LOAD = Occasion("load", "load", "All ranks must make the same load.")
-"""A load under ZeRO-3, which no rank can make without the others."""
+"""A load under ZeRO-3."""
 
 SAVE = Occasion(
     "save",
@@ -77,28 +71,27 @@ SAVE = Occasion(
     "`if accelerator.is_main_process:` and the like.",
     error=SaveError,
 )
-"""A save, which no rank can make without the others; one that saves alone gets an error instead of waiting forever."""
+"""A save; a rank that saves alone gets an error instead of waiting forever."""
 
 SHARED_LOAD = Occasion("shared", "share the load", "", SHARING_PATIENCE_S, is_optional=True)
-"""A load that ranks share outside ZeRO-3, and that each can make alone."""
+"""A load outside ZeRO-3, which ranks share if all come."""
 
 
 class _Decision(NamedTuple):
-    """How a round ended, and why; of a failure also the rank, the class of its error, and when."""
+    """How a round ended: ``"together"``, ``"apart"`` or ``"failed"``; the fields after `why` are only of a failure."""
 
     outcome: str
-    """``"together"``, ``"apart"`` or ``"failed"``."""
     why: str = ""
     rank: int = -1
     kind: str = ""
+    """The class of the rank's error."""
     when: float = 0.0
 
 
 class Round:
     """This rank's arrival at an occasion, in the first round that is not over.
 
-    Args:
-        subject: what this rank would load, of an occasion where ranks may load alone.
+    Where ranks may load alone, `subject` is what this rank would load.
     """
 
     def __init__(self, presence: Presence, occasion: Occasion, subject: str = "") -> None:
@@ -137,10 +130,10 @@ class Round:
             self._decide(_Decision("failed", str(error), rank, type(error).__name__, time.time()))
 
     def gather(self, watch: Watch) -> None:
-        """Return once all ranks are here; `watch` is over the meeting of this :attr:`key`.
+        """Return once all ranks are here; `watch` is that of the meeting with this :attr:`key`.
 
         Raises:
-            Apart: ranks go on alone; only where they may.
+            Apart: ranks go on alone, where they may.
             HfZeroStreamError: a rank is dead, or came with an error, or not all came in time.
         """
         try:
@@ -154,8 +147,8 @@ class Round:
         if is_optional:
             self._presence.last_was_apart = decision.outcome != "together"
         if decision.outcome == "together":
-            # No rank looks at earlier rounds any more. The last rank to come deletes their keys; if rounds went before
-            # in which ranks were missing, perhaps this last one, each rank deletes those that it has passed.
+            # No rank looks at earlier rounds any more. The last rank to come deletes their keys; if ranks were missing
+            # in rounds before, perhaps this last one, each rank deletes those that it has passed.
             if self._is_last or len(passed) > 1:
                 self._store.delete(f"{key}/{name}" for key in passed for name in _KEYS)
             passed.clear()

@@ -25,13 +25,9 @@ TIMEOUT_S = 20.0
 
 
 class SharedStore:
-    """A connection of our own to the store, for any thread. Values are written as JSON.
+    """A second connection to a process group's `store`, for any thread. Values are written as JSON.
 
     A method that gets no answer raises :class:`PeerError`. The store is lost then: later calls raise at once.
-
-    Args:
-        store: the process group's connection.
-        ends_with_rank_0: whether rank 0's process holds the store.
     """
 
     def __init__(self, store: dist.Store, *, ends_with_rank_0: bool) -> None:
@@ -65,15 +61,13 @@ class SharedStore:
         with self._answering():
             self._written |= {key for key in keys if key not in self._written and self._store.check([key])}
             there = [key for key in keys if key in self._written]
-            if there and self._store.has_extended_api():
-                texts = self._store.multi_get(there)
-            else:
-                texts = [self._store.get(key) for key in there]
-        found = {key: json.loads(text) for key, text in zip(there, texts, strict=True)}
+            has_multi_get = there and self._store.has_extended_api()
+            texts = self._store.multi_get(there) if has_multi_get else map(self._store.get, there)
+            found = {key: json.loads(text) for key, text in zip(there, texts, strict=True)}
         return [found.get(key) for key in keys]
 
     def add(self, key: str, amount: int) -> int:
-        """Add `amount` to a counter, which begins at 0; returns the sum."""
+        """Add `amount` to a counter that begins at 0; returns the sum."""
         with self._answering():
             return self._store.add(key, amount)
 
@@ -103,7 +97,7 @@ class SharedStore:
 
 
 def pauses(longest_s: float, share: float = 0.5) -> Iterator[float]:
-    """Yield the seconds waited so far: at once, and after pauses that are a `share` of the wait up to then."""
+    """Yield the seconds waited so far, first at once, then after pauses of a `share` of the wait so far."""
     began = time.monotonic()
     while True:
         waited_s = time.monotonic() - began

@@ -1,8 +1,7 @@
-"""Which ranks share a host: asked of the ranks, not computed from their numbers.
+"""Which ranks share a host: each says where it runs, and all derive the same :class:`Topology` from that.
 
-Launchers number ranks host by host or round-robin over hosts (``mpirun --map-by node``, cyclic ``srun``), and some
-tell a rank nothing about the others of its host. So each rank says where it runs (:class:`Location`), once per process
-group, and every rank derives the same :class:`Topology` from that.
+It cannot be computed from the numbers of the ranks: launchers number them host by host or round-robin over hosts
+(``mpirun --map-by node``, cyclic ``srun``), and some tell a rank nothing about the others of its host.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ __all__ = ["Location", "Topology"]
 class Location(NamedTuple):
     """Where a rank runs.
 
-    There are three notions of "the same host", because two containers on one machine share its cores, but have names
-    of their own, may see other files, and cannot see each other's processes.
+    `machine`, `host` and `sight` differ for two containers on one machine: they share its cores, but have names of
+    their own, may see other files, and cannot see each other's processes.
     """
 
     machine: str
@@ -31,15 +30,15 @@ class Location(NamedTuple):
     host: str
     """The same for ranks that share files: one machine under one name, which is what launchers call a node."""
     sight: str
-    """The same for ranks that see each other's processes; empty where processes cannot be looked at."""
+    """The same for ranks that see each other's processes; empty where processes cannot be seen."""
     pid: int
     started: int
-    """When the process started, in clock ticks since the boot; a later process of that number started at another."""
+    """When the process started, in clock ticks since the boot; tells it from a later one with the same `pid`."""
     address: str = ""
     port: int = 0
     """Where the process listens (see :mod:`.pulse`); 0 if it does not."""
     has_ended: bool = False
-    """Whether the process wrote, when it ended, that it did so by itself."""
+    """Whether the process has written, at its end, that it ended by itself."""
 
     @classmethod
     def here(cls, address: str = "", port: int = 0) -> Location:
@@ -58,7 +57,7 @@ class Location(NamedTuple):
         return bool(self.sight) and self.sight == other.sight
 
     def is_running(self) -> bool:
-        """Whether the process, which is in sight, runs. A stopped one does; one that nobody has reaped does not."""
+        """Whether the process, which this one sees, runs; true of a stopped process, not of one to be reaped."""
         state = _state_of(self.pid)
         if state is not None:
             return state[0] not in "ZX" and state[1] == self.started
@@ -70,13 +69,7 @@ class Location(NamedTuple):
 
 
 class Topology:
-    """How the ranks of a process group lie on hosts, as one of them sees it.
-
-    Args:
-        hosts: the host of each rank, in order of rank.
-        machines: the machine of each rank.
-        rank: this rank.
-    """
+    """How the ranks of a process group lie on hosts, seen from `rank`; `hosts` and `machines` are in order of rank."""
 
     def __init__(self, hosts: Sequence[str], machines: Sequence[str], rank: int) -> None:
         self.ranks_of_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
