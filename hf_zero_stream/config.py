@@ -25,11 +25,11 @@ __all__ = [
     "without_own_section",
 ]
 
-SECTION = "hf_zero_stream"
+_SECTION = "hf_zero_stream"
 """The top-level key of a DeepSpeed config that holds our settings."""
 
-ENVIRONMENT_PREFIX = "HF_ZERO_STREAM_"
-"""What the name of an environment variable starts with; the field's name in capitals follows."""
+_PREFIX = "HF_ZERO_STREAM_"
+"""Of environment variables; the field's name in capitals follows."""
 
 CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 """DeepSpeed's own name for `chunk_bytes`, in elements (DeepSpeed PR #8103)."""
@@ -76,13 +76,13 @@ class StreamingConfig:
     """
 
     seek_bytes: int = 4096
-    """Price of a seek, in bytes: a hole of up to so many bytes between two runs is read through, not skipped."""
+    """Price of a seek, in bytes: a hole of up to this size between two runs is read, not skipped."""
 
     read_from: Literal["all", "rank0", "local_rank0"] = "all"
     """Which ranks read the shards: `"all"`; `"rank0"`, where other nodes cannot see them; `"local_rank0"`, one a node.
 
-    The readers send every other rank just its own bytes, also those that planning needs. Every rank must still see
-    the checkpoint's small files (config, index), and files that are not safetensors.
+    The readers send every other rank only its own bytes. Every rank must still see the checkpoint's small files
+    (config, index), and files that are not safetensors.
     """
 
     chunk_bytes: int = 8 * 2**20
@@ -92,10 +92,7 @@ class StreamingConfig:
     """
 
     direct_io: bool = False
-    """Read past the page cache (O_DIRECT), where the file system can: cold loads do not push out what is cached.
-
-    Each reader thread then has a second staging buffer of `request_bytes`.
-    """
+    """Bypass the page cache (O_DIRECT), where the file system can; each reader thread then has two staging buffers."""
 
     share_reads: bool = True
     """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
@@ -107,52 +104,46 @@ class StreamingConfig:
     replicas_on: Literal["cpu", "device"] = "cpu"
     """Where a load that shares reads puts parameters: `"cpu"`, as stock, or `"device"`, on which this rank trains.
 
-    On the device, parameters under a config of stage 1 or 2 lie in one buffer, which `deepspeed.initialize` takes over
-    without copying it.
+    On the device, under stage 1 or 2, they lie in one buffer, which `deepspeed.initialize` uses without a copy.
     """
 
     strict: bool = False
     """Raise on all ranks, before any weights are read, if a key is missing, unexpected or of another shape.
 
-    The default is transformers': missing keys are initialised, and reported. `from_pretrained(strict=True)` says the
-    same for one call.
+    Otherwise missing keys are initialised, and reported. `from_pretrained(strict=True)` sets it for one call.
     """
 
     verify: Literal["off", "sizes", "sample", "full"] = "sizes"
     """What is checked beyond structure: `"sizes"`, that no shard changed while it was read, which is free.
 
     `"sample"`: besides, some chunks of every parameter are read again and compared with what was placed. `"full"`: all
-    of them, which costs one more pass over this rank's bytes. `"off"`: nothing.
+    chunks, which costs one more pass over this rank's bytes. `"off"`: nothing.
     """
 
     write_from: WriteFrom = "auto"
     """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the others send what they hold.
 
-    `"auto"`: all, if all see the folder that rank 0 has made, and may write into it; else rank 0, so that the folder
-    is whole on its disk. Rank 0's setting counts.
+    `"auto"`: all, if all can write into the folder that rank 0 has made; else rank 0. Rank 0's setting counts.
     """
 
     read_retries: int = 4
-    """How often an open or a read that failed for a passing reason (EIO, ESTALE, ETIMEDOUT, ...) is tried again.
+    """How often an open or a read is tried again after a passing error (EIO, ESTALE, ETIMEDOUT, ...).
 
-    After 0.1 s, then twice as long each time. 0: never.
+    The first time after 0.1 s, then after twice as long each time.
     """
 
     peer_timeout_s: int = 8
-    """Seconds without a heartbeat after which a rank counts as dead whose process nobody can look at.
+    """Seconds without a heartbeat after which a rank counts as dead.
 
-    Ranks of one host see each other's processes, and those of other hosts ask the kernel there: a process that exists
-    is not dead. So it matters only where ranks cannot open TCP connections to each other.
+    It only matters between hosts that cannot open TCP connections to each other; elsewhere ranks know whether the
+    process of another rank exists, and wait as long as it does.
     """
 
     progress: bool = True
-    """Show one progress bar, in bytes, on the local main process.
-
-    HF_HUB_DISABLE_PROGRESS_BARS and transformers' verbosity silence it too.
-    """
+    """Show one progress bar, unless HF_HUB_DISABLE_PROGRESS_BARS or transformers' verbosity hides it."""
 
     log_report: bool = True
-    """Log the table of the load report once, at level INFO, on the main process."""
+    """Log the table of the load report, at level INFO, on the main process."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -183,30 +174,29 @@ class StreamingConfig:
     ) -> StreamingConfig:
         """The settings of a load or save.
 
-        Settings made in code (`explicit`) win entirely. Else each field comes from the environment variable
-        `HF_ZERO_STREAM_<FIELD>`, or from the section `"hf_zero_stream"` of the DeepSpeed config, or is the default, in
-        that order.
+        If settings are made in code (`explicit`), only they count. Else each field comes from the environment variable
+        `HF_ZERO_STREAM_<FIELD>`, or else the section `"hf_zero_stream"` of the DeepSpeed config, or is the default.
 
-        In variables and in the section, fields in bytes also accept a size with a unit: KB, MB, GB, TB (or K, M, G, T)
-        are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024, in small letters or capitals (`"64MiB"`,
-        `"1.5 GB"`). Booleans accept 1, 0, true, false, yes, no.
+        There, fields in bytes also accept a size with a unit, in small letters or capitals: KB, MB, GB, TB (or K, M,
+        G, T) are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024 (`"64MiB"`, `"1.5 GB"`). Booleans accept 1, 0,
+        true, false, yes, no.
 
         Raises:
             ConfigError: a name is not known, or a value cannot be understood or lies outside its range.
         """
         if explicit is not None:
             return explicit
-        section = {} if ds_config is None else ds_config.get(SECTION, {})
+        section = {} if ds_config is None else ds_config.get(_SECTION, {})
         if not isinstance(section, Mapping):
-            raise ConfigError(f'"{SECTION}" in the DeepSpeed config: expected a mapping; got {section!r}')
+            raise ConfigError(f'"{_SECTION}" in the DeepSpeed config: expected a mapping; got {section!r}')
         defaults = {field.name: field.default for field in fields(cls)}
         values: dict[str, Any] = {}
         for name, value in section.items():
-            _check_known(name, defaults, f'key of "{SECTION}" in the DeepSpeed config')
-            values[name] = _parse(name, value, defaults[name], f'"{SECTION}.{name}" in the DeepSpeed config')
-        variables = {ENVIRONMENT_PREFIX + name.upper(): name for name in defaults}
+            _check_known(name, defaults, f'key of "{_SECTION}" in the DeepSpeed config')
+            values[name] = _parse(name, value, defaults[name], f'"{_SECTION}.{name}" in the DeepSpeed config')
+        variables = {_PREFIX + name.upper(): name for name in defaults}
         for variable, text in environ.items():
-            if variable.startswith(ENVIRONMENT_PREFIX):
+            if variable.startswith(_PREFIX):
                 _check_known(variable, variables, "environment variable")
                 name = variables[variable]
                 values[name] = _parse(name, text, defaults[name], f"environment variable {variable}")
@@ -215,42 +205,34 @@ class StreamingConfig:
 
 def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """A shallow copy of a DeepSpeed config without our section, for readers that refuse unknown keys."""
-    return {key: value for key, value in ds_config.items() if key != SECTION}
+    return {key: value for key, value in ds_config.items() if key != _SECTION}
 
 
 def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a DeepSpeed config without the keys that are ``"auto"``, which DeepSpeed takes for absent.
-
-    `reduce_bucket_size` stays, because transformers and accelerate fill it in from the model, by a known rule.
-    """
+    """A copy of a DeepSpeed config without the keys that are ``"auto"``, which DeepSpeed takes for absent."""
     return {
         key: without_auto(value) if isinstance(value, Mapping) else value
         for key, value in ds_config.items()
-        if value != "auto" or key == "reduce_bucket_size"
+        if value != "auto" or key == "reduce_bucket_size"  # transformers and accelerate compute it from the model
     }
 
 
 def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
-    """Move :data:`CHUNK_ALIAS` of a DeepSpeed config into our section, in place; `itemsize` is in bytes per element.
-
-    A DeepSpeed without that PR refuses the key, so it must be gone before DeepSpeed reads this config.
-    """
+    """Move :data:`CHUNK_ALIAS` into our section, in place: a DeepSpeed without that PR refuses the key."""
     elements = ds_config.get("zero_optimization", {}).pop(CHUNK_ALIAS, 0)
     if elements and elements != "auto":
-        ds_config[SECTION] = {"chunk_bytes": elements * itemsize, **ds_config.get(SECTION, {})}
+        ds_config[_SECTION] = {"chunk_bytes": elements * itemsize, **ds_config.get(_SECTION, {})}
 
 
 def _check_known(name: str, known: Iterable[str], kind: str) -> None:
-    if name in known:
-        return
-    known = sorted(known)
-    near = difflib.get_close_matches(str(name), known, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"unknown {kind}: {name!r}{hint} Known: {', '.join(known)}")
+    if name not in known:
+        near = difflib.get_close_matches(str(name), sorted(known), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"unknown {kind}: {name!r}{hint} Known: {', '.join(sorted(known))}")
 
 
 def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
-    """A value of a JSON file or of an environment variable, as one of the type of the field `name`."""
+    """Convert a value of a JSON file or of an environment variable to the type of the field `name`."""
     if isinstance(default, str):
         return value
     parsed: int | None
@@ -277,17 +259,13 @@ def parse_size(value: Any, units: bool = True) -> int | None:
 
 
 def buildable(ds_config: Any) -> Any:
-    """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it.
-
-    Raises:
-        ConfigError: the stage is a string, in which transformers would not see ZeRO-3, and not say so.
-    """
+    """A DeepSpeed config with which a model can be built before the batch size is known, as accelerate makes it."""
     if not isinstance(ds_config, Mapping):
         with open(ds_config, encoding="utf-8") as file:
             ds_config = json.load(file)
     config = dict(ds_config)
     zero = config.get("zero_optimization")
-    if isinstance(zero, Mapping) and isinstance(zero.get("stage"), str):
+    if isinstance(zero, Mapping) and isinstance(zero.get("stage"), str):  # transformers would not see ZeRO-3 in it
         raise ConfigError(f"zero_optimization.stage: expected a number, 0 to 3; got {zero['stage']!r}")
     for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
         if config.get(key, "auto") == "auto":

@@ -1,7 +1,6 @@
-"""A checkpoint on disk into another one: other shards, dtype or layout; by the map of a load, in one pass.
+"""Convert a checkpoint on disk into one with other shards, dtype or layout, by the map of a load, in one pass.
 
-No model is built and no process group is needed, except that for another layout the model's class says what it is:
-then its code runs over tensors that carry only their layout.
+It needs no process group, and no model: for another layout the model's code runs over tensors without values.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from transformers import PreTrainedModel
 
 from .checkpoint.index import CheckpointIndex
 from .checkpoint.layout import NotedShard
@@ -51,13 +51,10 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has written.
+    """What a conversion has written; bytes are without headers.
 
     Attributes:
         files: the names of the shards.
-        tensors: their number.
-        bytes_read: from the source's shards, headers apart.
-        bytes_written: to the new ones, headers apart.
         anonymous_growth_peak: most anonymous host memory, in bytes over what it was before.
     """
 
@@ -83,11 +80,10 @@ def convert(
     Args:
         source: a folder with safetensors shards; it may be `destination`.
         dtype: of the floating-point tensors; default: each keeps its own.
-        max_shard_size: of a file, in bytes, or as in ``"5GB"``.
+        max_shard_size: in bytes, or as in ``"5GB"``.
         layout: names and layouts of tensors: the ``"same"``; those of the ``"hub"``, as ``save_pretrained`` writes
             them (one tensor per expert); or those of the ``"model"``, which need no conversion when loading.
         trust_remote_code: for another layout, whether Python code in `source` may run.
-        progress: show a bar.
 
     Raises:
         CheckpointError, ReadError: `source` is not a sound checkpoint.
@@ -111,16 +107,16 @@ def convert(
     publication = Publication.begin(Path(destination))
     try:
         with memory:
-            _copy_other_files(source, publication.temporary, dtype)
+            folder = publication.temporary
+            _copy_other_files(source, folder, dtype)
             if layout == "same":
-                noted = _split(index, checkpoint, publication.temporary, dtype, max_shard_size)
+                noted = _split(index, checkpoint, folder, dtype, max_shard_size)
             else:
-                noted = _in_layout(
-                    source, checkpoint, publication.temporary, dtype, max_shard_size, layout, trust_remote_code
-                )
+                model, tied = _lazily_loaded(source, checkpoint, trust_remote_code)
+                how: dict[str, Any] = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
+                noted = _laid_out(model, tied, folder, dtype, **how)
             shards = [shard_to_write(shard) for shard in noted]
-            reader = Reader(checkpoint, config, alone, PhaseClock(), memory)
-            _write(shards, reader, publication.temporary)
+            _write(shards, Reader(checkpoint, config, alone, PhaseClock(), memory), folder)
         publication.commit(WEIGHTS, INDEX)
     except BaseException:
         publication.abandon()
@@ -139,9 +135,8 @@ def convert(
 def _refuse_quantised(source: Path, index: CheckpointIndex) -> None:
     config = source / "config.json"
     quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
-    small = [
-        name for name, entry in index.tensors.items() if entry.dtype.itemsize == 1 and entry.dtype.is_floating_point
-    ]
+    dtypes = {name: entry.dtype for name, entry in index.tensors.items()}
+    small = [name for name, dtype in dtypes.items() if dtype.itemsize == 1 and dtype.is_floating_point]
     if quantised or small:
         found = f"tensor {small[0]!r}" if small else "its config has a quantization_config"
         raise UnsupportedError(
@@ -151,7 +146,7 @@ def _refuse_quantised(source: Path, index: CheckpointIndex) -> None:
 
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
-    """Config, tokenizer, code, licence: everything but weights."""
+    """Copy config, tokenizer, code, licence: everything but weights."""
     for path in sorted(source.iterdir()):
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
@@ -160,16 +155,12 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def _split(
-    index: CheckpointIndex,
-    checkpoint: OpenCheckpoint,
-    folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
+    index: CheckpointIndex, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, shard_size: int | str
 ) -> list[NotedShard]:
     """The same tensors, in order of the source's files."""
     slices = checkpoint_slices(index, checkpoint.materialise)
     tensors = {name: in_dtype(piece[...], dtype) for name, piece in slices.items()}
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard_size)
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_size)
     if split.is_sharded:
         content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -180,16 +171,10 @@ def _split(
     ]
 
 
-def _in_layout(
-    source: Path,
-    checkpoint: OpenCheckpoint,
-    folder: Path,
-    dtype: torch.dtype | None,
-    max_shard_size: int | str,
-    layout: str,
-    trust_remote_code: bool,
-) -> list[NotedShard]:
-    """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
+def _lazily_loaded(
+    source: Path, checkpoint: OpenCheckpoint, trust_remote_code: bool
+) -> tuple[PreTrainedModel, set[str]]:
+    """The model that ``from_pretrained`` would make, of tensors without values, and the keys that are tied."""
     from .loading.dry_load import lazily_loaded, load_of_layouts
 
     load = load_of_layouts(StreamingConfig())
@@ -203,19 +188,17 @@ def _in_layout(
             f"{source}: layout: the checkpoint has no values for {', '.join(lost[:8])} ({len(lost)} in all), so it is "
             "not all of the model. Keep its layout, or load and save the model."
         )
+    return model, tied
+
+
+def _laid_out(
+    model: PreTrainedModel, tied: set[str], folder: Path, dtype: torch.dtype | None, **how: Any
+) -> list[NotedShard]:
+    """What ``save_pretrained`` would write of `model`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state_dict = {name: in_dtype(value, dtype) for name, value in model.state_dict().items() if name not in tied}
     count = sum(param.numel() for name, param in parameters.items() if name not in tied)
-    return lay_out_pretrained(
-        model,
-        folder,
-        state_dict,
-        parameters,
-        count,
-        dtype,
-        max_shard_size=max_shard_size,
-        save_original_format=layout == "hub",
-    )
+    return lay_out_pretrained(model, folder, state_dict, parameters, count, dtype, **how)
 
 
 def _write(shards: Sequence[ShardToWrite], reader: Reader, folder: Path) -> None:
@@ -235,13 +218,11 @@ def _pieces(shards: Sequence[ShardToWrite]) -> Iterator[Piece]:
     """All tensors in order of the new files, cut where one is larger than a chunk."""
     for number, shard in enumerate(shards):
         for name, position in shard.layout.starts.items():
-            view = shard.views[name]
-            dtype = view.node.dtype
+            view, dtype = shard.views[name], shard.views[name].node.dtype
             limit = CHUNK_BYTES // dtype.itemsize
             for start in range(0, view.numel, limit):
                 stop = min(view.numel, start + limit)
-                target = Target(name, dtype, stop - start, start, stop)
-                yield number, position + start * dtype.itemsize, target, view
+                yield number, position + start * dtype.itemsize, Target(name, dtype, stop - start, start, stop), view
 
 
 def _chunks(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:

@@ -1,7 +1,7 @@
-"""A context around the body of a function of any kind, also of one that is suspended and goes on later.
+"""Run the body of a function of any kind in a context.
 
-The steps of a generator run in the context, and the code that consumes it does not. A coroutine that waits stays in
-the context, with the tasks and threads that it waits for.
+Each step of a generator runs in the context; the code that consumes it does not. A coroutine that waits stays in the
+context, with the tasks and threads that it waits for.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
 def decorated(what: Any, make_context: MakeContext, decorator: str) -> Any:
-    """`what`, a function or method of any kind, such that each call runs its body in a context of its own.
+    """`what`, a function or method of any kind, such that each call or step of a generator runs in a new context.
 
-    Args:
-        make_context: makes the context of one call, or of one step of a generator.
-        decorator: its name, for the :class:`ConfigError` that is raised if `what` is a class, or no function at all.
+    Raises :class:`ConfigError`, which names the `decorator`, if `what` is a class, or no function at all.
     """
     if isinstance(what, (staticmethod, classmethod)):
         return type(what)(decorated(what.__func__, make_context, decorator))

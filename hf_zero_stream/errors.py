@@ -1,8 +1,4 @@
-"""Every exception of hf_zero_stream.
-
-All of them derive from :class:`HfZeroStreamError`; each also inherits the builtin that a caller would expect for
-its kind of fault, so that ``except OSError`` keeps working around a failed read.
-"""
+"""Every exception of hf_zero_stream; each also inherits the builtin that a caller would expect."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ __all__ = [
 
 
 class HfZeroStreamError(Exception):
-    """Base class of every error that hf_zero_stream raises on purpose."""
+    """Base class of all errors that hf_zero_stream raises on purpose."""
 
 
 class ConfigError(HfZeroStreamError, ValueError):
@@ -30,7 +26,7 @@ class ConfigError(HfZeroStreamError, ValueError):
 
 
 class CheckpointError(HfZeroStreamError, ValueError):
-    """A checkpoint is not what its format promises; names the file and the field or tensor."""
+    """A checkpoint violates its format; names the file and the field or tensor."""
 
 
 class ReadError(HfZeroStreamError, OSError):
@@ -38,11 +34,11 @@ class ReadError(HfZeroStreamError, OSError):
 
 
 class DisagreementError(HfZeroStreamError, RuntimeError):
-    """Ranks that load together are about to load different things; names the rank and what differs."""
+    """Ranks would load different things together; names the rank and what differs."""
 
 
 class LoadError(HfZeroStreamError, RuntimeError):
-    """A parameter ended up with no values, or with the wrong shape; a wrong load must be loud."""
+    """A parameter has got no values, or has the wrong shape."""
 
 
 class SaveError(HfZeroStreamError, OSError):
@@ -54,8 +50,8 @@ class PeerError(HfZeroStreamError, RuntimeError):
 
 
 class UnsupportedError(HfZeroStreamError, NotImplementedError):
-    """A combination of settings that cannot be right is refused before anything is loaded."""
+    """A combination of settings that cannot be right; raised before anything is loaded."""
 
 
 class VersionError(HfZeroStreamError, ImportError):
-    """transformers or DeepSpeed lacks something that we rely on; names the version found."""
+    """transformers or DeepSpeed lacks something that this package relies on; names the version found."""

@@ -1,4 +1,4 @@
-"""Replacing attributes of classes and modules for a while, from several threads, and putting them back."""
+"""Replace attributes of classes and modules for a while, from several threads, and put them back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ Replacement = Callable[..., Any]
 
 
 class Patches:
-    """Replaces attributes from the first :meth:`acquire` to the last :meth:`release`.
-
-    Args:
-        replacements: (owner, attribute) -> what is called in its place.
-    """
+    """Replaces the keys, ``(owner, attribute)``, of `replacements` from the first `acquire` to the last `release`."""
 
     def __init__(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
         self._replacements = replacements
@@ -30,7 +26,7 @@ class Patches:
         self._saved: list[tuple[Any, str, Any, Any]] = []
 
     def acquire(self) -> None:
-        """Put the replacements in, unless they are in already."""
+        """Put the replacements in, unless they are in."""
         with self._lock:
             if self._users == 0:
                 for (owner, name), replacement in self._replacements.items():
@@ -61,7 +57,7 @@ class Patches:
 
 
 def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:
-    """What takes the place of `original`, of its kind: a class method, a static method, or a function."""
+    """A class method, a static method or a function, as `original` is, that calls `replacement`."""
     if isinstance(original, (classmethod, staticmethod)):
         return type(original)(_patched(owner, original.__func__, replacement))
     if isinstance(owner, ModuleType):

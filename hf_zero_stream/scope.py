@@ -1,8 +1,8 @@
 """Which ``streaming()`` blocks the running code is in, and with which settings.
 
-A context variable alone cannot say it. A block may be left in another context than it was entered in: the garbage
-collector closes an unfinished generator wherever it runs. And a task keeps a copy of the context that it was made in,
-also when the block there has been left. So the variable holds the blocks, and a block knows whether it is still open.
+A context variable holds the blocks, and each block knows whether it is open, because the variable alone cannot tell: a
+block may be left in another context than it was entered in (the garbage collector closes an unfinished generator
+wherever it runs), and a task keeps a copy of the context that it was made in, also when the block has been left there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Block", "active_configs", "current_config", "enter", "leave"]
 
 @dataclass(eq=False)
 class Block:
-    """One ``with streaming(config)``, from entering to leaving."""
+    """One ``with streaming(config)``."""
 
     config: StreamingConfig | None
     is_open: bool = True
@@ -28,7 +28,7 @@ _blocks: ContextVar[tuple[Block, ...]] = ContextVar("hf_zero_stream_blocks", def
 
 
 def active_configs() -> tuple[StreamingConfig | None, ...]:
-    """The settings of the open blocks around the running code, the innermost last; empty outside ``streaming()``."""
+    """The settings of the open blocks around the running code, the innermost last."""
     return tuple(block.config for block in _open_blocks())
 
 
@@ -38,17 +38,14 @@ def current_config() -> StreamingConfig | None:
 
 
 def enter(config: StreamingConfig | None) -> Block:
-    """Begin a block; without settings of its own it has those of the block around it."""
+    """Begin a block; without a `config` it has that of the block around it."""
     block = Block(current_config() if config is None else config)
     _blocks.set((*_open_blocks(), block))
     return block
 
 
 def leave(mine: list[Block]) -> None:
-    """End the innermost of the blocks `mine`, and take it out of the list.
-
-    If none of them was entered in this context, it is the last one that was entered anywhere.
-    """
+    """End the innermost of the blocks `mine`, else the last that was entered in any context; remove it from `mine`."""
     if not mine:
         raise RuntimeError("streaming() is left more often than it was entered.")
     block = next((block for block in reversed(_blocks.get()) if block in mine), mine[-1])

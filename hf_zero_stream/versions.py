@@ -1,4 +1,4 @@
-"""Installed versions of other packages that lack what is relied on: one error for all of them."""
+"""Refuse installed versions of other packages that lack what this package relies on."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ PACKAGE = "hf_zero_stream"
 
 
 def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = "") -> None:
-    """Raise a :class:`VersionError` if the installed version of `package` lacks names that this package relies on.
-
-    Args:
-        package: as it is installed, for instance ``"deepspeed"``.
-        missing: the names that were looked for and not found; if there are none, nothing happens.
-        purpose: what needs them, if that is not everything.
-    """
+    """Raise a :class:`VersionError` if names are `missing` in the installed `package`; `purpose`: what needs them."""
     if missing:
         need = f", which {purpose} needs" if purpose else ""
         raise VersionError(
@@ -33,7 +27,7 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
 
 
 def _requirement(package: str) -> str:
-    """What this package's own metadata requires of `package`; its bare name if this package is not installed."""
+    """The requirement in this package's metadata; the bare name if this package is not installed."""
     with suppress(metadata.PackageNotFoundError):
         for required in map(Requirement, metadata.requires(PACKAGE) or []):
             if required.name == package and not required.marker:
