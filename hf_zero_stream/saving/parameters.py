@@ -184,17 +184,26 @@ class Parameters:
         return dataclasses.replace(value, node=done[id(node)])
 
     def _full(self, source: Stored) -> torch.Tensor:
+        """All values of a source in host memory, on every rank."""
+        shares = self.sources.shares[source.name]
+
+        def with_own_shares() -> torch.Tensor:
+            full = torch.empty(source.numel, dtype=source.dtype, device=collective_device())
+            for share in shares:
+                if share.rank == self._coordinator.rank:
+                    values, first = opened.values(source.name)
+                    full[share.start : share.stop].copy_(values[share.start - first : share.stop - first])
+            return full
+
         with Opened(self.holdings) as opened:
             if source.name in self.sources.everywhere:
                 return opened.values(source.name)[0].cpu()
-            full = torch.empty(source.numel, dtype=source.dtype, device=collective_device())
-            for share in self.sources.shares[source.name]:
-                part = full[share.start : share.stop]
-                if share.rank == self._coordinator.rank:
-                    values, first = opened.values(source.name)
-                    part.copy_(values[share.start - first :][: len(part)])
-                if not self._coordinator.is_alone:
-                    self._coordinator.wait(dist.broadcast(part.view(torch.uint8), share.rank, async_op=True))
+            # An agreement: if a rank cannot read its share, no other rank may wait for it in the broadcasts.
+            full = self._coordinator.run_on_all(with_own_shares)
+        if not self._coordinator.is_alone:
+            for share in shares:
+                part = full[share.start : share.stop].view(torch.uint8)
+                self._coordinator.wait(dist.broadcast(part, share.rank, async_op=True))
         return full.cpu()
 
 
