@@ -43,7 +43,7 @@ class Box(NamedTuple):
 
     @property
     def to_extent(self) -> int:
-        """The same of the destination."""
+        """:attr:`at_extent` for the destination."""
         return _extent(self.sizes, self.to_strides)
 
     def outermost_first(self) -> Box:
@@ -129,9 +129,8 @@ def flat_range(
         to += inner - head
         first += 1
     if first < last:
-        rows = tuple(sizes[1:])
-        inner_strides = row_major_strides(rows)
-        yield Box((last - first, *rows), offset + first * strides[0], tuple(strides), to, (inner, *inner_strides))
+        rows = (last - first, *sizes[1:])
+        yield Box(rows, offset + first * strides[0], tuple(strides), to, row_major_strides(rows))
         to += (last - first) * inner
     if tail:
         yield from row(last, 0, tail, to)

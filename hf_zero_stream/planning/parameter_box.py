@@ -22,12 +22,9 @@ Interval = tuple[int, int]
 
 
 class Cut(NamedTuple):
-    """One of several parts of a dimension.
+    """Part number `part` of the `parts` of dimension `dim`.
 
     Attributes:
-        dim: the dimension, counted from 0.
-        parts: number of parts.
-        part: which of them, counted from 0.
         groups: cut the dimension into so many groups first, and take the part of each (``_StridedShard``'s
             ``split_factor``). A fused weight is cut so that each rank gets a part of each of the weights in it.
     """
@@ -51,7 +48,6 @@ class ParameterBox(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> ParameterBox:
-        """All of a parameter of this shape."""
         return cls(tuple(shape), tuple(((0, size),) for size in shape))
 
     @classmethod

@@ -22,16 +22,7 @@ from .reads import Piece, Read, merge_pieces, pieces_of_region
 from .regions import Leaf, Region, regions_of_range
 
 
-__all__ = [
-    "BatchPlan",
-    "LoadPlan",
-    "Placement",
-    "PlanCost",
-    "Target",
-    "materialise_reason",
-    "partition_range",
-    "plan_batch",
-]
+__all__ = ["BatchPlan", "LoadPlan", "Placement", "Target", "materialise_reason", "partition_range", "plan_batch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +65,7 @@ class Placement(NamedTuple):
 
     Attributes:
         target: position of the target in the batch.
-        leaf: number of the source among those that were returned beside the plan (see :func:`plan_batch`).
-        box: elements of the source -> elements of the target.
+        leaf: number of the source among those that :func:`plan_batch` returned beside the plan.
         casts: dtypes to cast to, in turn.
     """
 
@@ -108,11 +98,9 @@ class BatchPlan:
     """How the targets of one batch are filled, which have memory at the same time.
 
     Attributes:
-        targets: what is filled.
         reads: byte ranges to read, in file order, with the copies out of each.
         placements: copies from host memory and from functions, executed after the reads.
         materialised: parameter -> why it could not be planned by ranges alone.
-        cost: what it takes.
     """
 
     targets: tuple[Target, ...]
@@ -132,7 +120,6 @@ class LoadPlan:
     Attributes:
         rank: the rank that it is for.
         world_size: number of ranks that share the checkpoint.
-        shards: the checkpoint's files.
         batches: what is filled at the same time, in this order.
     """
 
@@ -143,7 +130,6 @@ class LoadPlan:
 
     @property
     def targets(self) -> tuple[Target, ...]:
-        """Those of all batches."""
         return tuple(chain.from_iterable(batch.targets for batch in self.batches))
 
     @property
@@ -153,7 +139,7 @@ class LoadPlan:
 
     @property
     def cost(self) -> PlanCost:
-        """The sum of what the batches take."""
+        """The sum over the batches."""
         return PlanCost(*map(sum, zip(PlanCost(0, 0, 0, 0, 0), *(batch.cost for batch in self.batches), strict=True)))
 
     def __iter__(self) -> Iterator[Read]:
@@ -169,10 +155,9 @@ def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int, i
 def plan_batch(
     views: Iterable[tuple[Target, View]], *, request_bytes: int, seek_bytes: int
 ) -> tuple[BatchPlan, tuple[Leaf, ...]]:
-    """Plan the copies that fill each target from its view.
+    """Plan the copies that fill each target from elements ``[target.start, target.stop)`` of its view.
 
     Args:
-        views: each target with the view whose elements ``[target.start, target.stop)`` fill it from position 0.
         request_bytes: largest single read.
         seek_bytes: a hole of at most this many bytes is read through.
 

@@ -29,10 +29,10 @@ class Piece(NamedTuple):
     Attributes:
         shard: position of the shard in the checkpoint's index.
         start: file position of the first byte that the piece covers.
-        stop: one past the last byte that it covers; equal to ``start + payload`` where it has no holes.
+        stop: one past the last byte that it covers, holes included.
         target: position of the destination in the plan's targets.
         box: elements relative to `start` -> elements of the destination.
-        dtype: dtype of the elements in the file.
+        dtype: of the elements in the file.
         casts: dtypes to cast to, in turn.
     """
 

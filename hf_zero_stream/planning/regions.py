@@ -1,8 +1,7 @@
 """From a lazy tensor's flat range to regions: which elements of which source go where.
 
 A region is one box of copies out of a *leaf*: a tensor of a shard, a parameter that is being saved, values in host
-memory, or the result of a function.
-Copies, casts, concatenations and gathers between the leaf and the lazy tensor are resolved away here.
+memory, or the result of a function. Copies, casts, concatenations and gathers in between are resolved away here.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ Leaf = FileTensor | Stored | HostTensor | Computed
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Copies ``box`` of the leaf's buffer to a destination, cast to each of `casts` in turn.
-
-    The last cast, if any, gives the destination's dtype.
-    """
+    """Copies ``box`` of the leaf's buffer to a destination, cast to each of `casts` in turn."""
 
     leaf: Leaf
     box: Box
@@ -37,8 +33,7 @@ class Region:
 def regions_of_range(view: View, start: int, stop: int, dtype: torch.dtype | None = None) -> Iterator[Region]:
     """Regions for the elements ``[start, stop)`` of `view` in row-major order; destination positions begin at 0.
 
-    Args:
-        dtype: dtype of the destination (default: the view's own).
+    `dtype` is the destination's; default: the view's own.
     """
     casts = () if dtype is None or dtype == view.node.dtype else (dtype,)
     for box in flat_range(view.sizes, view.strides, view.offset, start, stop):
@@ -70,10 +65,9 @@ def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) ->
 
 def box_of_view(view: View, placed: Placed) -> Box:
     """A box given in the coordinates of `view`, as a box of the buffer that the view looks at."""
-    at = view.offset + sum(index * stride for index, stride in zip(placed.at, view.strides, strict=True))
     return Box(
         tuple(axis.size for axis in placed.axes),
-        at,
+        view.offset + sum(index * stride for index, stride in zip(placed.at, view.strides, strict=True)),
         tuple(axis.step * view.strides[axis.dim] if axis.dim >= 0 else 0 for axis in placed.axes),
         placed.to,
         tuple(axis.to_stride for axis in placed.axes),

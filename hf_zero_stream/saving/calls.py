@@ -35,8 +35,6 @@ from .plan import CHUNK_BYTES
 __all__ = ["is_led", "led", "patches", "save_pretrained"]
 
 _SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
-_OF_THE_CALLER = ("is_main_process", "save_function")
-"""Arguments of rank 0 alone, which may not be picklable; the other ranks do not need them."""
 
 
 def save_pretrained(
@@ -131,7 +129,7 @@ def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args:
 
 
 def _is_ours(arguments: Mapping[str, Any]) -> bool:
-    """Whether a call of ``save_pretrained`` saves what ranks hold between them."""
+    """Whether all ranks save together what a call of ``save_pretrained`` asks for; else transformers does."""
     if is_noting():
         return False
     leader = _leader.get()
@@ -155,16 +153,14 @@ patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrain
 def led(
     model: Any, work: Callable[[], Any], *, takes_all: bool = False, settings: Mapping[str, Any] | None = None
 ) -> SaveReport | None:
-    """Run `work` on rank 0; the saves that it comes to are carried out by all ranks, which must call this together.
+    """Run `work` on rank 0, and every save that it calls for on all ranks; all ranks must call this together.
 
     Args:
-        model: what is saved.
-        work: calls ``save_pretrained`` any number of times.
         takes_all: take over also the calls that would be left to transformers, because each rank has the whole model.
         settings: arguments of :class:`.save.Save` for the calls that do not give them.
 
     Returns:
-        The report of the last save.
+        The report of the last save, if there was one.
 
     Raises:
         HfZeroStreamError: on all ranks, if a save failed on any, or `work` on rank 0, which raises its own error.
@@ -220,16 +216,12 @@ class _Leader:
         return self._report
 
     def save(self, model: Any, folder: Any, arguments: Mapping[str, Any]) -> SaveReport:
-        """Carry out one save with all ranks.
-
-        Raises:
-            UnsupportedError: `model` is no part of what is being saved.
-        """
+        """Carry out one save with all ranks."""
         if self._failure is not None:
             raise _Failed from self._failure
         call = {**self._settings, **arguments, "folder": os.path.abspath(folder), "part": self._name_of(model)}
-        for name in _OF_THE_CALLER:
-            call.pop(name, None)
+        for of_rank_0 in ("is_main_process", "save_function"):  # may not be picklable; the others do not need them
+            call.pop(of_rank_0, None)
         if call.get("state_dict") is not None:
             call["state_dict"] = {
                 name: value.view_of_node if isinstance(value, LazyTensor) else value

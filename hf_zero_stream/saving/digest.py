@@ -16,11 +16,8 @@ import torch
 
 __all__ = ["digest"]
 
-_ROW = 128
-"""Numbers in a row."""
-
-_BLOCK = 2**16
-"""Numbers that are summed at once on a CPU: they stay in its cache from one step to the next."""
+_ROW = 128  # numbers in a row
+_BLOCK = 2**16  # numbers that are summed at once on a CPU: they stay in its cache from one step to the next
 
 
 def digest(values: torch.Tensor) -> bytes:

@@ -17,11 +17,7 @@ __all__ = ["Comparison", "ShardWriter", "Shards", "reserve"]
 
 
 def reserve(folder: Path, shards: Sequence[ShardToWrite]) -> None:
-    """Make each shard in `folder`, at its final size and with its header, so that a full disk shows at once.
-
-    Raises:
-        SaveError: there is no room, or a file cannot be made.
-    """
+    """Make each shard in `folder`, at its final size and with its header, so that a full disk shows immediately."""
     for shard in shards:
         path, size_bytes = folder / shard.name, shard.layout.size_bytes
         try:
@@ -48,14 +44,15 @@ _NO_FALLOCATE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 class Shards:
     """Files of a checkpoint, each opened at its first use; safe to use from several threads."""
 
-    def __init__(self, paths: Sequence[Path], flags: int) -> None:
+    _flags: int
+
+    def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._flags = flags
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
-        """Take `buffers`, one after the other, as the bytes of a shard from `position` on."""
+        """Take `buffers`, one after the other, as the bytes of a shard from `position` on; SaveError if it fails."""
         raise NotImplementedError
 
     def _handle(self, shard: int) -> int:
@@ -72,7 +69,6 @@ class Shards:
             return self._handles[shard]
 
     def close(self) -> None:
-        """Close every file."""
         with self._lock:
             handles, self._handles = self._handles, {}
         for handle in handles.values():
@@ -89,15 +85,10 @@ class Shards:
 class ShardWriter(Shards):
     """Writes into shards, which must exist already."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        super().__init__(paths, os.O_WRONLY)
+    _flags = os.O_WRONLY
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
-        """Write `buffers`, one after the other, from byte `position` on.
-
-        Raises:
-            SaveError: a write failed.
-        """
+        """Write `buffers`, one after the other, from byte `position` on."""
         handle = self._handle(shard)
         pending = [buffer for buffer in buffers if len(buffer)]
         try:
@@ -109,11 +100,7 @@ class ShardWriter(Shards):
             raise self._error(shard, position, sum(map(len, pending)), error) from error
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk.
-
-        Raises:
-            SaveError: the disk reports that it is not.
-        """
+        """Wait until what was written is on the disk."""
         for shard, handle in list(self._handles.items()):
             try:
                 os.fsync(handle)
@@ -124,15 +111,10 @@ class ShardWriter(Shards):
 class Comparison(Shards):
     """Compares with what is in the shards; its reads bypass the page cache where the system drops those pages."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        super().__init__(paths, os.O_RDONLY)
+    _flags = os.O_RDONLY
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
-        """Raise if the bytes from `position` on are not those of `buffers`.
-
-        Raises:
-            SaveError: they differ, or cannot be read.
-        """
+        """Raise :class:`SaveError` if the bytes from `position` on are not those of `buffers`."""
         handle = self._handle(shard)
         os.posix_fadvise(handle, position, sum(map(len, buffers)), os.POSIX_FADV_DONTNEED)
         for buffer in buffers:

@@ -108,11 +108,7 @@ def _trainer_save_model(
 
 
 def _saves_as_transformers(trainer: Any) -> bool:
-    """Whether what `trainer` does with a state dict is to save it, once.
-
-    Raises:
-        UnsupportedError: on all ranks, if several of them are to save what only rank 0 could be given.
-    """
+    """Whether what `trainer` does with a state dict is to save it, once; raises on all ranks if several would."""
     if not saves_by_default(trainer):
         return False
     if not trainer.args.save_on_each_node:

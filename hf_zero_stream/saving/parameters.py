@@ -51,8 +51,6 @@ class Parameters:
     """All parameters of a model, as ranks hold them between them. Made by all ranks together.
 
     Args:
-        model: what is saved.
-        coordinator: the ranks that save together.
         dtype: what those of floating point are saved in; default: as they are held.
         single_writer: rank 0 gives what every rank holds.
         threads: how many threads compare replicas.
@@ -61,10 +59,6 @@ class Parameters:
         lazy: a lazy tensor for each name; names of one parameter have one and the same.
         numel: elements of all parameters, each counted once.
         holdings: what this rank holds, by source.
-        sources: who gives which elements.
-
-    Raises:
-        SaveError: on all ranks, if elements of a parameter are held by nobody.
     """
 
     def __init__(
@@ -76,8 +70,7 @@ class Parameters:
         single_writer: bool,
         threads: int,
     ) -> None:
-        self._model, self._dtype = model, dtype
-        self._coordinator = coordinator
+        self._model, self._dtype, self._coordinator = model, dtype, coordinator
         holdings = coordinator.run_on_all(lambda: _holdings(model, coordinator, dtype))
         self.lazy = _lazy_parameters(holdings, self.gather, dtype)
         by_parameter = {name: holdings[name] for name in _first_names(holdings).values()}
@@ -140,10 +133,7 @@ class Parameters:
         return sources
 
     def _agree_on_source(self, source: str, numel: int, held: Sequence[_Held], compared: bool) -> bool:
-        """Choose who gives which elements of `source`; False if ranks that hold all of it have different values.
-
-        Then the first of these ranks gives them.
-        """
+        """Choose who gives elements; if ranks that hold all have different values, the first, and return False."""
         holders = [rank for rank, mine in enumerate(held) if mine is not _NOT_HELD]
         first = held[holders[0]]
         same = compared and all(held[rank].is_whole and held[rank].digest == first.digest for rank in holders)
@@ -156,9 +146,9 @@ class Parameters:
         return all(held[rank].digest in (None, first.digest) for rank in holders)
 
     def gather(self, view: View) -> torch.Tensor:
-        """The values of `view` in host memory, on every rank; its parameters are gathered in full for it.
+        """The values of `view` in host memory; all ranks must call this in the same order, as it gathers parameters.
 
-        The last resort, for functions that cannot be turned into ranges. All ranks must call it in the same order.
+        The last resort, for functions that cannot be turned into ranges.
         """
         evaluator = Evaluator(LocalFiles(), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
         return evaluator.materialise(self._with_values(view, {}))
@@ -208,7 +198,7 @@ class Parameters:
 
 
 def _digests(holdings: Mapping[str, Holding], threads: int) -> dict[str, bytes]:
-    """What tells whether other ranks have the same values, for each parameter of which this rank holds all its box."""
+    """A digest of each parameter of which this rank holds all its box."""
     digests: dict[str, bytes] = {}
 
     def work(names: Iterator[str]) -> None:
@@ -243,10 +233,7 @@ def _holdings(model: nn.Module, coordinator: Coordinator, dtype: torch.dtype | N
 def _lazy_parameters(
     holdings: Mapping[str, Holding], materialise: Materialise, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """A lazy tensor for each name, cast to `dtype` if it is of floating point.
-
-    Names of one parameter have the same lazy tensor, also if it is a cast: transformers must see that they are tied.
-    """
+    """A lazy tensor for each name, the same for names of one parameter: transformers must see that they are tied."""
 
     def lazy(name: str, holding: Holding) -> torch.Tensor:
         shape = holding.box.shape
@@ -260,7 +247,7 @@ def _lazy_parameters(
 def _lazy_state_dict(
     model: nn.Module, parameters: Mapping[str, torch.Tensor], materialise: Materialise, dtype: torch.dtype | None
 ) -> dict[str, Any]:
-    """``model.state_dict()`` with lazy tensors: `parameters`, and buffers in `dtype` if they are of floating point."""
+    """``model.state_dict()`` with lazy tensors, those of floating point in `dtype`."""
     memories: dict[Any, HostTensor] = {}
 
     def lazy(name: str, value: Any) -> Any:
@@ -269,8 +256,7 @@ def _lazy_state_dict(
         # Every rank has its own values of a buffer; those of rank 0 are written.
         return in_dtype(LazyTensor.of(view_of(value, memories), materialise), dtype)
 
-    entries = {name: lazy(name, value) for name, value in model.state_dict().items()}
-    return with_original_experts(model, entries)
+    return with_original_experts(model, {name: lazy(name, value) for name, value in model.state_dict().items()})
 
 
 def _first_names(holdings: Mapping[str, Holding]) -> dict[int, str]:
@@ -283,11 +269,7 @@ def _first_names(holdings: Mapping[str, Holding]) -> dict[int, str]:
 def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) -> View:
     """A parameter put together of boxes: it is cut into slabs along dimension `dim`, and each slab along the next.
 
-    Args:
-        boxes: in order of their first indices, each with its elements.
-
-    Raises:
-        SaveError: the boxes overlap, leave something out, or are cut in another way.
+    `boxes` are in order of their first indices, each with its elements.
     """
     shape = boxes[0][0].shape
     if dim == len(shape):
@@ -315,13 +297,13 @@ def cover(name: str, numel: int, held: Sequence[tuple[int, int]]) -> tuple[Share
     """Shares that cover a parameter of `numel` elements, chosen from what each rank holds, with no overlap."""
     shares: list[Share] = []
     position = 0
-    by_start = sorted((start, -stop, rank) for rank, (start, stop) in enumerate(held) if start < stop)
-    for start, minus_stop, rank in by_start:
+    owned = [(start, stop, rank) for rank, (start, stop) in enumerate(held) if start < stop]
+    for start, stop, rank in sorted(owned, key=lambda own: (own[0], -own[1], own[2])):
         if start > position:
             break
-        if -minus_stop > position:
-            shares.append(Share(rank, position, -minus_stop))
-            position = -minus_stop
+        if stop > position:
+            shares.append(Share(rank, position, stop))
+            position = stop
     if position < numel:
         raise SaveError(
             f"{name}: expected that the ranks hold all {numel} elements between them; nobody holds number {position}. "
@@ -331,7 +313,7 @@ def cover(name: str, numel: int, held: Sequence[tuple[int, int]]) -> tuple[Share
 
 
 class Opened:
-    """The values of the parameters that are being worked on; those that come from swap files are closed in between."""
+    """The values of the parameters that are being worked on; of those in swap files, one at a time."""
 
     def __init__(self, holdings: Mapping[str, Holding]) -> None:
         self._holdings = holdings
@@ -351,13 +333,9 @@ class Opened:
         holding = self._holdings[source]
         if source not in self._values:
             if holding.is_swapped:
-                self._close_swapped()
+                for name in [name for name in self._values if self._holdings[name].is_swapped]:
+                    del self._values[name]
+                self._from_file.close()
             contexts = self._from_file if holding.is_swapped else self._in_memory
             self._values[source] = contexts.enter_context(holding.open())
         return self._values[source], holding.first
-
-    def _close_swapped(self) -> None:
-        """Give back the memory of values that come from swap files."""
-        for source in [source for source in self._values if self._holdings[source].is_swapped]:
-            del self._values[source]
-        self._from_file.close()

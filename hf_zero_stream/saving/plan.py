@@ -32,7 +32,6 @@ from ..planning.regions import Region, regions_of_box, regions_of_range
 
 __all__ = [
     "CHUNK_BYTES",
-    "Computation",
     "Part",
     "Round",
     "Run",
@@ -47,9 +46,8 @@ __all__ = [
     "view_of",
 ]
 
-
 CHUNK_BYTES = 16 * 2**20
-"""Largest segment, if the caller does not say."""
+"""Default size of the largest segment."""
 
 
 class Share(NamedTuple):
@@ -97,13 +95,7 @@ class Sources:
 
 @dataclass(frozen=True)
 class ShardToWrite:
-    """One file of the checkpoint.
-
-    Attributes:
-        name: its file name.
-        layout: its header, and where each tensor begins.
-        views: what each tensor's elements are.
-    """
+    """One file of the checkpoint: its name, its header with where each tensor begins, and each tensor's elements."""
 
     name: str
     layout: ShardLayout
@@ -168,8 +160,6 @@ class Segment:
     """`numel` elements of a shard from byte `position` on.
 
     Attributes:
-        shard: position of the shard among the files.
-        parts: what ranks hold of it.
         constants: what is not a parameter's: buffers of the model, padding. Rank 0 writes a segment that has any.
     """
 
@@ -201,15 +191,7 @@ class Computation(NamedTuple):
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes, and in which exchanges all take part.
-
-    Attributes:
-        runs: this rank's, in file order.
-        segments: those that this rank puts together alone, in file order.
-        rounds: exchanges, the same on every rank.
-        computations: the same on every rank.
-        bytes_written: by this rank.
-    """
+    """What one rank writes alone (runs and segments, in file order), and what all do together, the same on each."""
 
     runs: tuple[Run, ...]
     segments: tuple[Segment, ...]
@@ -227,14 +209,7 @@ def make_save_plan(
     chunk_bytes: int,
     single_writer: bool,
 ) -> SavePlan:
-    """Plan what `rank` writes.
-
-    Args:
-        shards: the files of the checkpoint.
-        sources: who gives which elements.
-        chunk_bytes: largest segment.
-        single_writer: rank 0 writes everything.
-    """
+    """Plan what `rank` writes, in segments of at most `chunk_bytes`; a `single_writer` is rank 0."""
     runs: list[Run] = []
     own: list[Segment] = []
     exchanged: list[Segment] = []
@@ -252,7 +227,8 @@ def make_save_plan(
                 computations.append(Computation(number, position, name, view, reason))
                 nbytes += view.numel * itemsize if rank == 0 else 0
                 continue
-            if all(map(_is_stored_run, regions)) and (not single_writer or _givers(regions, sources) == {0}):
+            are_runs = all(region.box.is_run and isinstance(region.leaf, Stored) for region in regions)
+            if are_runs and (not single_writer or _givers(regions, sources) == {0}):
                 for region in regions:
                     mine = list(_own_runs(region, sources, rank, number, position, itemsize))
                     nbytes += sum(run.stop - run.start for run in mine) * itemsize
@@ -277,10 +253,6 @@ def make_save_plan(
 def _is_of_rank_0(segment: Segment, single_writer: bool) -> bool:
     """Whether rank 0 must write `segment`: stock, too, saves rank 0's values of what is not a parameter's."""
     return single_writer or bool(segment.constants)
-
-
-def _is_stored_run(region: Region) -> bool:
-    return region.box.is_run and isinstance(region.leaf, Stored)
 
 
 def _givers(regions: Sequence[Region], sources: Sources) -> set[int]:
@@ -320,7 +292,7 @@ def _segments(view: View, sources: Sources, shard: int, position: int, limit: in
 
 
 def _given_by_one(segment: Segment, everywhere: Set[str], turn: int) -> Segment:
-    """`segment` with all that every rank holds given by one: by one that gives other parts of it, else by `turn`."""
+    """`segment` with what every rank holds given by one: the first that gives other parts of it, else rank `turn`."""
     held = {part.rank for part in segment.parts if part.source not in everywhere}
     giver = min(held, default=turn)
     parts = tuple(part._replace(rank=giver) if part.source in everywhere else part for part in segment.parts)

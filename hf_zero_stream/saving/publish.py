@@ -28,23 +28,14 @@ _SHARD = re.compile(r"(.*?)-\d{5}-of-\d{5}")
 
 @dataclass(frozen=True)
 class Publication:
-    """A save into `folder` that is being prepared; made on one rank.
-
-    Attributes:
-        folder: the final folder.
-        temporary: where files are written first.
-    """
+    """A save into `folder` that is being prepared in the folder `temporary`; made on one rank."""
 
     folder: Path
     temporary: Path
 
     @classmethod
     def begin(cls, folder: Path) -> Publication:
-        """Finish or remove what earlier saves have left, then make the temporary folder.
-
-        Raises:
-            SaveError: the folder cannot be written to.
-        """
+        """Finish or remove what earlier saves have left, then make the temporary folder."""
         try:
             if folder.exists() and not folder.is_dir():
                 raise SaveError(f"{folder}: expected a folder to save into, found a file.")
@@ -71,9 +62,6 @@ class Publication:
         Args:
             weights_name: the name of an unsharded checkpoint, for instance ``model.safetensors``.
             index_name: that of a sharded one's index, for instance ``model.safetensors.index.json``.
-
-        Raises:
-            SaveError: a file cannot be renamed; what is missing is done by the next save or load.
         """
         try:
             names = sorted(entry.name for entry in self.temporary.iterdir())
@@ -105,11 +93,7 @@ class Publication:
 
 
 def finish_interrupted(folder: Path) -> list[str]:
-    """Finish saves into `folder` that were complete, but died while files got their final names.
-
-    Returns:
-        The names of the files that were still to be renamed.
-    """
+    """Finish saves into `folder` that died while files got their final names; returns the names that were missing."""
     finished: list[str] = []
     for temporary in sorted(folder.glob(f"{PREFIX}*")):
         if (temporary / _LIST).exists():

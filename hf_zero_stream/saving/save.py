@@ -46,11 +46,8 @@ __all__ = ["Save", "occasion_to_save"]
 
 logger = logging.get_logger(__name__)
 
-ARRIVAL_S = 600.0
-"""How long the first rank waits for the last one to begin a save."""
-
-OTHERS_COME_S = 30.0
-"""How long rank 0 waits for the others inside a ``GatheredParameters``."""
+ARRIVAL_S = 600.0  # how long the first rank waits for the last one to begin a save
+OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``GatheredParameters``
 
 LayOut = Callable[[Path, Parameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
@@ -91,11 +88,8 @@ class Save:
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
-        refuse_wrapped(
-            inner.named_parameters(),
-            "save_pretrained",
-            "Save it with model.save_pretrained, which gathers such tensors.",
-        )
+        advice = "Save it with model.save_pretrained, which gathers such tensors."
+        refuse_wrapped(inner.named_parameters(), "save_pretrained", advice)
         self.model: PreTrainedModel = inner
         self._folder = Path(folder)
         self._dtype = _floating_dtype(dtype)
@@ -119,25 +113,17 @@ class Save:
             else:
                 entries = {name: _with_values(value, parameters.gather) for name, value in self._state_dict.items()}
                 _refuse_empty(entries, parameters)
+            numel, dtype = parameters.numel, self._dtype
             return lay_out_pretrained(
-                self.model,
-                folder,
-                dict(entries),
-                entries,
-                parameters.numel,
-                self._dtype,
-                own_code=False,
-                **self._kwargs,
+                self.model, folder, dict(entries), entries, numel, dtype, own_code=False, **self._kwargs
             )
 
         return self.run(lay_out, index_name(self._kwargs.get("variant")))
 
     def call_own_code(self) -> None:
         """Call the ``save_pretrained`` of the model's own class, with a lazy state dict if it takes one."""
-        given = dict(self._kwargs)
-        if self._state_dict is not None:
-            given["state_dict"] = self._state_dict
-        else:
+        given = {**self._kwargs, "state_dict": self._state_dict}
+        if self._state_dict is None:
             given["state_dict"] = state_dict_without_values(self.model, self._dtype)
             try:
                 inspect.signature(self.model.save_pretrained).bind(self._folder, **given)
@@ -176,16 +162,10 @@ class Save:
                 raise
             return self._report(plan, shards)
 
-    # ------------------------------------------------------------------------------------------------------- phases
-
     def _planned(self, publication: Publication, lay_out: LayOut) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
-        coordinator = self._coordinator
+        coordinator, single_writer = self._coordinator, self._single_writer
         parameters = Parameters(
-            self.model,
-            coordinator,
-            dtype=self._dtype,
-            single_writer=self._single_writer,
-            threads=_threads(coordinator.topology.sharing_cores),
+            self.model, coordinator, dtype=self._dtype, single_writer=single_writer, threads=self._threads()
         )
         shards = coordinator.run_on_all(lambda: self._shards(publication, parameters, lay_out))
         plan = coordinator.run_on_all(
@@ -195,7 +175,7 @@ class Save:
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,
                 chunk_bytes=self._chunk_bytes,
-                single_writer=self._single_writer,
+                single_writer=single_writer,
             )
         )
         digests = coordinator.all_gather(hashlib.sha256(b"".join(shard.layout.header for shard in shards)).hexdigest())
@@ -210,10 +190,10 @@ class Save:
     def _is_hidden(self, publication: Publication) -> bool:
         """Whether there are ranks that cannot write into the folder that rank 0 has made: its name is unique."""
         sees = self._coordinator.all_gather(os.access(publication.temporary, os.W_OK | os.X_OK))
-        if not all(sees) and self._coordinator.is_main:
-            blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
+        blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
+        if blind and self._coordinator.is_main:
             logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
-        return not all(sees)
+        return bool(blind)
 
     def _shards(self, publication: Publication, parameters: Parameters, lay_out: LayOut) -> list[ShardToWrite]:
         """The files to write; on rank 0 everything else gets into the temporary folder."""
@@ -232,10 +212,13 @@ class Save:
                 self._execute(plan, parameters, comparison, "Verifying weights")
 
     def _execute(self, plan: SavePlan, parameters: Parameters, files: Shards, description: str) -> None:
-        threads = _threads(self._coordinator.topology.sharing_cores)
         with progress_bar(plan.bytes_written, description, self._progress) as bar:
-            execute_save(plan, parameters, files, self._coordinator, threads=threads, on_bytes=bar.update)
+            execute_save(plan, parameters, files, self._coordinator, threads=self._threads(), on_bytes=bar.update)
         self._memory.sample()
+
+    def _threads(self) -> int:
+        """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""
+        return max(1, min(8, len(os.sched_getaffinity(0)) // self._coordinator.topology.sharing_cores))
 
     def _report(self, plan: SavePlan, shards: Sequence[ShardToWrite]) -> SaveReport:
         mine = SavingRank(
@@ -260,8 +243,7 @@ class Save:
 def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasion:
     """How ranks come together to save `model`.
 
-    Inside a ``GatheredParameters`` rank 0 has often changed the values, and comes last if the others come at all. So
-    it does not wait for long there.
+    Inside a ``GatheredParameters`` rank 0 is often the only one that saves, so it waits only briefly there.
     """
     if coordinator.is_alone or not coordinator.is_main or not gathered(model.parameters()):
         return replace(SAVE, patience_s=ARRIVAL_S)
@@ -312,7 +294,7 @@ def _with_values(value: Any, materialise: Callable[[View], torch.Tensor]) -> Any
 
 
 def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:
-    """What ``model.state_dict()`` gives for a ZeRO-3 parameter has no elements, and must not be saved for it."""
+    """Refuse the empty tensors that ``model.state_dict()`` gives for ZeRO-3 parameters."""
     for name, value in entries.items():
         expected = parameters.lazy[name].numel() if name in parameters.lazy else 0
         if expected and isinstance(value, torch.Tensor) and value.numel() == 0:
@@ -326,11 +308,6 @@ def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:
 def _settings() -> StreamingConfig:
     """Those of the ``streaming()`` around this thread's code, if any."""
     return StreamingConfig.resolve(current_config(), zero3_config() or other_config())
-
-
-def _threads(ranks: int) -> int:
-    """Writers into the page cache are bound by memory bandwidth: the share of one of `ranks` of the cores, up to 8."""
-    return max(1, min(8, len(os.sched_getaffinity(0)) // ranks))
 
 
 @contextmanager

@@ -42,10 +42,6 @@ def execute_save(
     Args:
         threads: how many threads write at once.
         on_bytes: called with the number of bytes after each write.
-
-    Raises:
-        SaveError: on all ranks, if a file could not be written on any.
-        PeerError: another rank died.
     """
 
     def put(shard: int, position: int, buffers: Sequence[memoryview]) -> None:
@@ -107,7 +103,7 @@ def _neighbours(runs: Iterable[Run]) -> Iterator[list[Run]]:
 
 
 def _write_runs(runs: Sequence[Run], values: Opened, put: Put) -> None:
-    """Write runs of one shard; those that follow each other, and are in host memory as they are wanted, at once."""
+    """Write runs of one shard; those that follow each other in one call."""
     buffers: list[memoryview] = []
     start = stop = 0
     for position, data in _pieces(runs, values):
@@ -135,7 +131,7 @@ def _pieces(runs: Sequence[Run], values: Opened) -> Iterator[tuple[int, memoryvi
 
 
 def _assemble(segment: Segment, values: Opened) -> torch.Tensor:
-    """The elements of a segment all of which this rank holds; flat, in host memory."""
+    """The elements of a segment all of which this rank holds; flat, on the device of its parameters."""
     device = torch.device("cpu")
     for part in segment.parts:
         device = values.values(part.source)[0].device
@@ -202,7 +198,7 @@ def _take(part: Part, values: Opened) -> torch.Tensor:
 
 
 def _place(values: torch.Tensor, box: Box, buffer: torch.Tensor) -> None:
-    """Put values in the shape of `box` where it wants them."""
+    """Copy values in the shape of `box` to its places in `buffer`."""
     buffer[box.to :].as_strided(box.sizes, box.to_strides).copy_(values)
 
 
@@ -221,5 +217,4 @@ def _cast(values: torch.Tensor, casts: Sequence[torch.dtype]) -> torch.Tensor:
 
 def _bytes_of(values: torch.Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order; no copy if they lie so in host memory already."""
-    flat = values.detach().cpu().contiguous().view(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return memoryview(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
