@@ -30,10 +30,7 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """What one rank reads of a shard and all ranks share: the file's size, and the header or what stands for one.
-
-    `text` has not been checked; it is equal for equal shards.
-    """
+    """What one rank reads of a shard and all ranks share; `text` is unchecked, and equal for equal shards."""
 
     size_bytes: int
     text: bytes
@@ -41,20 +38,20 @@ class ShardHeader:
 
 @dataclass(frozen=True, slots=True)
 class Shard(SourceFile):
-    """One file whose header has been checked; `metadata` is what the file says of itself."""
+    """A file whose header has been checked; `metadata` is from the header."""
 
     metadata: Mapping[str, str]
 
 
 class Format(Protocol):
-    """From files to entries; a module can be one. Calls come in this order, for each file:
+    """Finds the tensors in files; a module can be one. Calls come in this order, for each file:
 
     1. :meth:`read_header`, on one rank.
     2. :meth:`parse_header`, on every rank, of what that rank read.
     """
 
     def read_header(self, source: ByteSource, path: str) -> ShardHeader:
-        """Read what says which tensors are in a file, at a bounded cost whatever the file is.
+        """Read what says which tensors are in a file; the cost is bounded whatever the file holds.
 
         Raises:
             ReadError: the file is missing or cannot be read; its cause is the source's error.
@@ -62,13 +59,7 @@ class Format(Protocol):
         """
 
     def parse_header(self, path: str, number: int, header: ShardHeader) -> tuple[Shard, Sequence[TensorEntry]]:
-        """Check a header, which is untrusted, at a cost that is linear in its length.
+        """Check a header, which is untrusted, in time linear in its length; a CheckpointError names file and field.
 
-        Args:
-            path: where the file lies for this rank.
-            number: of the shard, for its entries.
-            header: what some rank read.
-
-        Raises:
-            CheckpointError: names the file and the field.
+        `path` is where this rank sees the file; `number` is the shard's, for its entries.
         """

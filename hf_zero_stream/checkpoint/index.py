@@ -1,4 +1,4 @@
-"""All tensors of a checkpoint: which of them lies in which bytes of which file, whatever the files' format."""
+"""All tensors of a checkpoint: each one's file and bytes, whatever the files' format."""
 
 from __future__ import annotations
 
@@ -18,19 +18,14 @@ __all__ = ["CheckpointIndex"]
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """All shards of a checkpoint and all tensors in them.
-
-    Attributes:
-        shards: the files.
-        tensors: by name.
-        absent: tensors that ``model.safetensors.index.json`` promises and no shard holds -> the promised file.
-        notes: where the shards are not as that file says, and what was taken instead.
-    """
+    """All shards of a checkpoint and all tensors in them, by name."""
 
     shards: tuple[Shard, ...]
     tensors: Mapping[str, TensorEntry]
     absent: Mapping[str, str] = field(default_factory=dict)
+    """Tensors that ``model.safetensors.index.json`` promises and no shard holds -> the promised file."""
     notes: tuple[str, ...] = ()
+    """Where the shards are not as that file says, and what was taken instead."""
 
     @classmethod
     def from_files(
@@ -56,9 +51,9 @@ class CheckpointIndex:
         *,
         format: Format = safetensors,
     ) -> CheckpointIndex:
-        """Check `headers`, which some rank read, for the files `paths` as this rank sees them.
+        """Check `headers`, which some rank read, of the files that this rank sees at `paths`.
 
-        `weight_map`, as ``model.safetensors.index.json`` has it: a tensor's name -> its shard's name.
+        `weight_map` is that of ``model.safetensors.index.json``: a tensor's name -> its shard's name.
         """
         weight_map = weight_map or {}
         shards: list[Shard] = []
@@ -81,14 +76,10 @@ class CheckpointIndex:
                     "counts. Keep it in one of them."
                 )
             tensors[name] = promised[0]
-        absent: dict[str, str] = {}
-        misplaced: list[str] = []
-        for name, file in weight_map.items():
-            entry = tensors.get(name)
-            if entry is None:
-                absent[name] = file
-            elif names[entry.shard] != file:
-                misplaced.append(name)
+        absent = {name: file for name, file in weight_map.items() if name not in tensors}
+        misplaced = [
+            name for name, file in weight_map.items() if name in tensors and names[tensors[name].shard] != file
+        ]
         notes = []
         if repeated:
             notes.append(f"{_some(repeated)} in two shards or more; taken from the one that the index names.")
@@ -97,7 +88,7 @@ class CheckpointIndex:
         return cls(tuple(shards), tensors, absent, tuple(notes))
 
     def refuse_absent(self, wanted: Iterable[str]) -> None:
-        """Raise a CheckpointError if any of the tensors `wanted` is in no shard, although the index promises it."""
+        """Raise a CheckpointError if a tensor in `wanted` is in no shard, although the index promises it."""
         names = sorted(set(wanted) & self.absent.keys())
         if names:
             more = f" ({len(names)} such tensors in all)" if len(names) > 1 else ""
@@ -110,14 +101,14 @@ class CheckpointIndex:
 
     @property
     def note_of_absent(self) -> str:
-        """What to say of :attr:`absent` where nobody wants them."""
+        """What to log about :attr:`absent` where the model uses none of them."""
         return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
 
 
 def _names_in_folder(shards: Sequence[Shard], weight_map: Mapping[str, str]) -> list[str]:
     """The shards' paths relative to the checkpoint's folder, where the shards are those that `weight_map` names."""
     paths = [shard.path for shard in shards]
-    # In whatever order they come, the first path is the folder and the first name.
+    # Of paths and of names the smallest belong together: the folder is what they differ by.
     folder = min(paths).removesuffix(min(weight_map.values())) if paths and weight_map else ""
     return [path.removeprefix(folder) for path in paths]
 

@@ -22,24 +22,24 @@ from .untrusted_json import excerpt, parse_object
 __all__ = ["check_files", "fault_of_name", "faults_of_index", "parse_index", "read_index_file", "read_index_text"]
 
 MAX_INDEX_BYTES = 100_000_000
-"""Cap on the length of an index, as for a header; that of a checkpoint with 90,000 tensors has 8 MB."""
+"""As for a header; the index of a checkpoint with 90,000 tensors has 8 MB."""
 
 MAX_FILE_NAME_LENGTH = 1024
 """Characters of a shard's name, folders included."""
 
 
 def read_index_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read and check the index at `path`; see :func:`parse_index`.
-
-    Raises:
-        ReadError: it is missing or cannot be read.
-        CheckpointError: it is not sound, longer than :data:`MAX_INDEX_BYTES`, or no regular file.
-    """
+    """Read and check the index at `path`; raises as :func:`read_index_text` and :func:`parse_index` do."""
     return parse_index(os.fspath(path), read_index_text(path))
 
 
 def read_index_text(path: str | os.PathLike[str]) -> bytes:
-    """What the index at `path` contains, not yet checked; raises as :func:`read_index_file` does."""
+    """The unchecked text of the index at `path`.
+
+    Raises:
+        ReadError: it is missing or cannot be read.
+        CheckpointError: it is longer than :data:`MAX_INDEX_BYTES`, or no regular file.
+    """
     name = os.fspath(path)
     try:
         with open(name, "rb", opener=open_nonblocking) as file:
@@ -56,12 +56,9 @@ def read_index_text(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_index(path: str, text: bytes) -> dict[str, Any]:
-    """The fields of the index `text`, which was read from `path`.
+    """The fields of the index `text`, which was read from `path`; a CheckpointError names its first fault.
 
-    Of ``weight_map`` all has been checked, of ``metadata`` that it is an object, and its ``dtype``, if it has one.
-
-    Raises:
-        CheckpointError: it is not a JSON object without repeated keys; or the first of :func:`faults_of_index`.
+    Checked are all of ``weight_map``, and that ``metadata`` is an object whose ``dtype``, if any, torch has.
     """
     fields = parse_object(text, path)
     for fault in faults_of_index(path, fields):
@@ -70,7 +67,7 @@ def parse_index(path: str, text: bytes) -> dict[str, Any]:
 
 
 def faults_of_index(path: str, fields: Mapping[str, Any]) -> Iterator[str]:
-    """All that is wrong with the fields of the index at `path`; each name of a file once."""
+    """All that is wrong with the fields of the index at `path`; each file's name counts once."""
     weight_map, metadata = fields.get("weight_map"), fields.get("metadata")
     if not isinstance(weight_map, dict) or not weight_map:
         yield f"weight_map: expected a map of tensors' names to files' names, found {excerpt(weight_map)}."
@@ -85,8 +82,7 @@ def faults_of_index(path: str, fields: Mapping[str, Any]) -> Iterator[str]:
             yield f"weight_map: tensor {excerpt(tensor)}: expected a file's name, found {excerpt(file)}."
         elif file not in checked:
             checked.add(file)
-            fault = fault_of_name(path, file)
-            if fault:
+            if fault := fault_of_name(path, file):
                 name = excerpt(file)
                 yield f"weight_map: the file's name {name} {fault}. Expected a file below the checkpoint's folder."
 
@@ -110,18 +106,15 @@ def fault_of_name(path: str, file: str) -> str:
 
 
 def _is_dtype(name: Any) -> bool:
-    """transformers takes ``getattr(torch, metadata["dtype"])`` for the model's dtype, where nothing else says one."""
+    """Whether `name` is a torch dtype: transformers calls ``getattr(torch, metadata["dtype"])``."""
     return isinstance(name, str) and isinstance(vars(torch).get(name.removeprefix("torch.")), torch.dtype)
 
 
 def check_files(files: Iterable[str]) -> None:
-    """Check that `files` are regular ones, or links that end at regular ones; they need not exist.
+    """Raise a CheckpointError if a file is, or links to, a folder, a pipe, a socket or a device; it need not exist.
 
-    Who opens them must look again: a link can be changed in between.
-
-    Raises:
-        CheckpointError: a file is, or leads to, a folder, a pipe, a socket or a device.
+    Check again when opening a file: a link can change in between.
     """
     for file in files:
-        with suppress(OSError):  # not there, or a link that leads nowhere or in a circle: reading it says so
+        with suppress(OSError):  # missing, or a link that leads nowhere or in a circle: the read itself will raise
             status_of_regular(file)

@@ -1,4 +1,4 @@
-"""A file of a checkpoint that is going to be written: what goes into it, and where in it each tensor will lie."""
+"""A shard to be written: what goes into it, and where in it each tensor will lie."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["NotedShard", "ShardLayout", "lay_out_shard"]
 
 @dataclass(frozen=True)
 class NotedShard:
-    """What transformers would have written into the file `name`: lazy `tensors`, and texts for its header."""
+    """What transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header."""
 
     name: str
     tensors: Mapping[str, torch.Tensor]
@@ -24,24 +24,19 @@ class NotedShard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The header of a safetensors file, and what comes after it.
-
-    Attributes:
-        header: the file's first bytes: the header's length (8 bytes) and its JSON text.
-        starts: file position of each tensor's first byte, by name, in file order.
-        size_bytes: size of the whole file.
-    """
+    """Where everything lies in a safetensors file of `size_bytes`."""
 
     header: bytes
+    """The file's first bytes: the length of the header (8 bytes) and its JSON text."""
     starts: Mapping[str, int]
+    """File position of each tensor's first byte, by name, in file order."""
     size_bytes: int
 
 
 def lay_out_shard(noted: NotedShard) -> ShardLayout:
-    """The very header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone.
+    """The header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone.
 
-    The order of tensors, the names of dtypes and the metadata are taken from what the library itself makes of tensors
-    without elements; sizes and offsets are filled in.
+    The library writes a header for tensors without elements; sizes and offsets are then filled in.
     """
     empty = {tensor.dtype: torch.empty(0, dtype=tensor.dtype) for tensor in noted.tensors.values()}
     without_elements = save(

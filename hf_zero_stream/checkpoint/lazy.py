@@ -1,13 +1,12 @@
 """Tensors that carry their layout but no data.
 
-A :class:`LazyTensor` can be given to code that renames, splits, stacks, transposes or casts checkpoint tensors. It
-pairs a node (see :mod:`.nodes`) with a *meta* tensor whose storage stands for that node's buffer. An op whose meta
-result still lives in the same meta storage is a view, and is described in full by the result's sizes, strides and
-offset: no view op needs code of its own. ``cat``, ``stack``, copies, casts, row gathers and exact elementwise ops make
-new nodes. Any other op becomes a node that will be computed from whole inputs, or, if its result depends on values,
-is run at once on real tensors.
+Code that renames, splits, stacks, transposes or casts checkpoint tensors takes a :class:`LazyTensor` like any other.
+It pairs a node (see :mod:`.nodes`) with a *meta* tensor whose storage stands for that node's buffer. An op whose meta
+result has the same meta storage is a view, which the result's sizes, strides and offset describe in full: no view op
+needs code of its own. ``cat``, ``stack``, copies, casts, row gathers and exact elementwise ops make new nodes.
 
-A load's report names each parameter for which the last two happened.
+Any other op makes a node that is computed from whole inputs or, if its result depends on values, runs immediately on
+real tensors. A load's report names each parameter for which this happened.
 """
 
 from __future__ import annotations
@@ -30,31 +29,21 @@ __all__ = ["LazyTensor", "Materialise", "whole_meta"]
 aten = torch.ops.aten
 
 Materialise = Callable[[View], torch.Tensor]
-"""Reads the values of a view; only ops that need values at once call it."""
+"""Reads the values of a view; only ops that need values immediately call it."""
 
-# Elementwise ops that IEEE 754 rounds correctly, so that computing them piece by piece, in vector or in scalar code,
-# gives the same bits. Transcendental functions are not among them: their vector and scalar versions differ.
+# Elementwise ops that IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
+# Transcendental functions are not among them: their vector and scalar versions differ.
 EXACT_POINTWISE = {
-    aten.add.Tensor,
-    aten.add.Scalar,
-    aten.sub.Tensor,
-    aten.sub.Scalar,
-    aten.mul.Tensor,
-    aten.mul.Scalar,
-    aten.div.Tensor,
-    aten.div.Scalar,
-    aten.neg.default,
-    aten.abs.default,
-    aten.reciprocal.default,
+    *(overload for op in (aten.add, aten.sub, aten.mul, aten.div) for overload in (op.Tensor, op.Scalar)),
+    *(op.default for op in (aten.neg, aten.abs, aten.reciprocal)),
 }
 
 
 class LazyTensor(torch.Tensor):
-    """A tensor without data: `view` says where its elements would come from.
+    """A tensor without data: its node and its strides say where its elements would come from.
 
-    It reports device ``cpu``, its true shape, strides and dtype. Its addresses are not of memory: they only tell, to
-    code that looks for tied tensors, which lazy tensors share a node. Who reads from them, or pickles it, gets an
-    :class:`UnsupportedError`.
+    It reports device ``cpu``, its true shape, strides and dtype. Its addresses only tell code that looks for tied
+    tensors which lazy tensors share a node: reading from them, or pickling it, raises an :class:`UnsupportedError`.
     """
 
     _meta: torch.Tensor
@@ -74,14 +63,12 @@ class LazyTensor(torch.Tensor):
             device="cpu",
             requires_grad=False,
         )
-        self._meta = meta
-        self._node = node
-        self._materialise = materialise
+        self._meta, self._node, self._materialise = meta, node, materialise
         return self
 
     @classmethod
     def of(cls, view: View, materialise: Materialise) -> LazyTensor:
-        """A lazy tensor of the elements that `view` addresses."""
+        """A lazy tensor with the elements of `view`."""
         buffer = torch.empty(view.node.numel, dtype=view.node.dtype, device="meta")
         return cls(buffer.as_strided(view.sizes, view.strides, view.offset), view.node, materialise)
 
@@ -105,7 +92,7 @@ class LazyTensor(torch.Tensor):
         """Its values, read now, in a new host tensor."""
         return self._materialise(self.view_of_node)
 
-    # What would read its memory outside of torch's dispatcher reads its values now.
+    # Calls that would read memory outside of torch's dispatcher read the values now.
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
         return self.materialise().numpy(*args, **kwargs)
@@ -121,19 +108,18 @@ class LazyTensor(torch.Tensor):
         return self.materialise().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        """Another tensor of the same node: values of a node do not change."""
+        """A tensor of the same node: a node's values do not change."""
         return memo.setdefault(id(self), LazyTensor(self._meta, self._node, self._materialise))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise no_memory(self._node, "it cannot be pickled, nor saved by torch.save")
 
     def data_ptr(self) -> Any:
-        """As if each node had a memory of its own; can be compared and counted with, but not read from."""
+        """An address as if each node had its own memory; it can be compared and added to, but not read from."""
         start = self.untyped_storage().data_ptr()
         return Address(start + int(self._meta.storage_offset()) * self.dtype.itemsize, self._node)
 
     def untyped_storage(self) -> Any:
-        """What stands for the node's memory: it has a ``data_ptr()`` and a size."""
         return NodeStorage(self._node)
 
     storage = untyped_storage
@@ -150,24 +136,21 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         handler = _HANDLERS.get(func)
-        if handler is not None:
-            result = handler(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        return _run_on_meta(func, args, kwargs)
+        result = NotImplemented if handler is None else handler(func, args, kwargs)
+        return _run_on_meta(func, args, kwargs) if result is NotImplemented else result
 
 
 @functools.lru_cache(maxsize=4096)
 def whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous meta tensor; one serves all nodes of a shape, because making it takes longer than all the rest.
+    """A contiguous meta tensor; all nodes of a shape share one, because making it takes longer than all the rest.
 
-    So two inputs of an op may have one storage: its result is a view of the first then, as with every view op of aten.
+    So two inputs of an op may share a storage: the result is then a view of the first, as in every view op of aten.
     """
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
 def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    """The general case: views by what the meta result shares, all else as an opaque node or on real tensors."""
+    """The general case: a view if the meta result shares storage, else an opaque node or a result on real tensors."""
     # Composite ops arrive whole where autograd is switched off around us (our own handlers, torch.inference_mode).
     result = func.decompose(*args, **kwargs)
     if result is not NotImplemented:
@@ -191,22 +174,21 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
             lazy_results.append(LazyTensor(result, first._node, first._materialise))
             continue
         sizes = tuple(result.size())
-        view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
-        output = position if has_several else None
-        node = Opaque(result.numel(), result.dtype, sizes, func, view_args, view_kwargs, output)
+        inputs = tree_map(_to_view, (tuple(args), kwargs))
+        node = Opaque(result.numel(), result.dtype, sizes, func, *inputs, position if has_several else None)
         lazy_results.append(LazyTensor.of(View.whole(node, sizes), first._materialise))
     return type(meta_result)(lazy_results) if has_several else lazy_results[0]
 
 
 def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
-    """The op's result, or its very shape, depends on values: read its inputs whole and run it now."""
+    """Read the op's inputs whole and run it now, because its result or its shape depends on values."""
     schema, materialise = func._schema, _first_lazy(args, kwargs)._materialise
     for argument, value in zip(schema.arguments, args, strict=False):
         if isinstance(value, LazyTensor) and argument.alias_info is not None and argument.alias_info.is_write:
             raise NotImplementedError(f"{func} would write into a checkpoint tensor; make a new tensor instead")
 
     def to_lazy(value: Any) -> Any:
-        # A result without an input's laziness would hide that this parameter was materialised.
+        # A plain result would hide from the report that this parameter was materialised.
         if not isinstance(value, torch.Tensor) or schema.is_mutable:
             return value
         node = HostTensor.of(value, f"{func} depends on values")
@@ -282,7 +264,7 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
 
     def filled(amount: int, dim: int, shape: torch.Size) -> list[LazyTensor]:
         sizes = (*shape[:dim], amount, *shape[dim + 1 :])
-        one_element = View(filler, sizes, (0,) * len(sizes))  # seen again and again
+        one_element = View(filler, sizes, (0,) * len(sizes))  # strides of 0 repeat it
         return [LazyTensor.of(one_element, source._materialise)] if amount else []
 
     result = _copy(func, (source,), {})

@@ -1,4 +1,4 @@
-"""What a lazy tensor has in place of memory: addresses and a storage that can be compared, and not read from."""
+"""What a lazy tensor has in place of memory: addresses and a storage that can be compared, but not read from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Address", "NodeStorage", "no_memory"]
 
 
 def no_memory(node: Node, so: str) -> UnsupportedError:
-    """The error for code that wants `node`'s memory; `so` says what therefore cannot be done."""
+    """The error for code that needs `node`'s memory; `so` says what therefore cannot be done."""
     return UnsupportedError(
         f"This tensor of {node.numel} elements of {node.dtype} is lazy: inside hf_zero_stream.streaming() it has a "
         f"shape and a dtype, and no memory. So {so}. Save it with save_pretrained(..., state_dict=...) on all ranks; "
@@ -24,7 +24,7 @@ def no_memory(node: Node, so: str) -> UnsupportedError:
 
 @functools.total_ordering
 class Address:
-    """A number in place of an address: it can be compared and computed with, and nothing can be read from it."""
+    """A number in place of an address: it can be compared and computed with, but not read from."""
 
     def __init__(self, value: int, node: Node) -> None:
         self._value = value
@@ -39,12 +39,11 @@ class Address:
         return self._value - _number(other)
 
     def __mod__(self, other: int) -> int:
-        """For code that asks whether a tensor is aligned."""
-        return self._value % other
+        return self._value % other  # for code that asks whether a tensor is aligned
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, int) and other == 0 and self._value:
-            int(self)  # that is what safetensors asks before it reads
+            int(self)  # raises: safetensors compares with 0 before it reads
         return self._value == _number(other)
 
     def __lt__(self, other: Any) -> bool:
@@ -65,7 +64,7 @@ def _number(value: Any) -> Any:
 
 
 class NodeStorage:
-    """The ``UntypedStorage`` of a node: what code may ask for that reads no values."""
+    """In place of a node's ``UntypedStorage``: the methods that read no values."""
 
     def __init__(self, node: Node) -> None:
         self._node = node

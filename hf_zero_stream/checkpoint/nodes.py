@@ -1,9 +1,9 @@
 """What a lazy tensor is made of: flat logical buffers (*nodes*) and strided views of them.
 
-A node never holds the data of a checkpoint. It says where each of its elements comes from: a tensor in a shard, a
-copy of a view in another dtype, a concatenation of views, rows picked from a view, an exact elementwise function, or
-(the last resort) a function that needs its whole inputs. When a model is saved, its parameters are the sources. All
-offsets, sizes and strides are in elements, as in torch.
+A node never holds a checkpoint's data. It says where each of its elements comes from: a tensor in a shard, a copy of a
+view in another dtype, a concatenation of views, rows of a view, an exact elementwise function, or (the last resort) a
+function that needs its whole inputs. In a save, the sources are the model's parameters. All offsets, sizes and
+strides are in elements, as in torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ __all__ = [
 
 
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor with these sizes."""
     if not sizes:
         return ()
     return tuple(accumulate(reversed(sizes[1:]), lambda stride, size: stride * size, initial=1))[::-1]
@@ -89,23 +88,23 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class FileTensor(Node):
-    """A tensor of a shard, as it lies there: row-major."""
+    """A tensor of a shard, row-major as there."""
 
     entry: TensorEntry
 
 
 @dataclass(eq=False, slots=True)
 class Stored(Node):
-    """A parameter of a live model, flat, whose elements several ranks may hold between them."""
+    """A parameter of a live model, flat; several ranks may each hold part of its elements."""
 
     name: str
 
 
 @dataclass(eq=False, slots=True)
 class HostTensor(Node):
-    """Values that are in host memory already: given by the caller, memory-mapped, or computed by an op.
+    """Values in host memory: given by the caller, memory-mapped, or computed by an op.
 
-    `reason` is empty where the values were never in a shard; otherwise it says why they had to be materialised.
+    `reason` says why values from a shard had to be materialised; it is empty for all others.
     """
 
     tensor: torch.Tensor
@@ -113,7 +112,7 @@ class HostTensor(Node):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, reason: str = "") -> HostTensor:
-        """The values of `tensor`, row-major; copied only where they are not, or are on another device."""
+        """The values of `tensor`, row-major; copied only from another order or device."""
         flat = tensor.detach().cpu().contiguous().view(-1)
         return cls(flat.numel(), flat.dtype, flat, reason)
 
@@ -176,7 +175,7 @@ class Computed(Node):
         return [item for item in chain.from_iterable(items) if isinstance(item, View)]
 
     def result(self, value_of: Callable[[View], torch.Tensor]) -> Any:
-        """What `function` returns when `value_of` gives the values of the views among its arguments."""
+        """What `function` returns with the values that `value_of` gives for the views among its arguments."""
 
         def value(argument: Any) -> Any:
             return value_of(argument) if isinstance(argument, View) else argument
@@ -198,12 +197,12 @@ class Pointwise(Computed):
 class Blockwise(Computed):
     """A function whose result can be computed block by block, each from slices of its inputs; all args are Views.
 
-    `blocks[d]` is a block's length along dimension `d` of the result. ``parts[i][d] = (dim, ratio)`` says that each
-    element along it comes from `ratio` elements along dimension `dim` of input `i`: 1/2 if that holds two values in an
-    element, 1/128 if it is a scale of 128 values. An input's other dimensions are needed whole.
+    `blocks[d]` is a block's length along dimension `d` of the result. ``parts[i][d] = (dim, ratio)``: each element
+    along it comes from `ratio` elements along dimension `dim` of input `i`, for instance 1/2 if an element there packs
+    two values, 1/128 if it is the scale of 128 values. An input's other dimensions are needed whole.
 
-    The function is called with the index of the first element that is wanted, and with the slices. What it gives may
-    go beyond `sizes`, where an input's last element holds less than it could.
+    The function gets the index of the first wanted element, and the slices. Its result may go beyond `sizes`, where an
+    input's last element is not full.
     """
 
     blocks: tuple[int, ...]
@@ -212,7 +211,7 @@ class Blockwise(Computed):
 
 @dataclass(eq=False, slots=True)
 class Opaque(Computed):
-    """A function that needs its whole inputs; `output` picks one of several results (None: it has just one)."""
+    """A function that needs its whole inputs; `output` picks one of several results (None: there is one)."""
 
     output: int | None = None
 

@@ -2,11 +2,10 @@
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON
 object that maps each tensor's name to ``{"dtype", "shape", "data_offsets": [begin, end]}`` with offsets relative to
-the end of the header, then the data. The data must be covered from end to end, with no hole and no overlap.
+the end of the header, then the data, which the tensors cover with no hole and no overlap.
 
-A header is untrusted input: everything in it is checked before it is believed, at a cost linear in its length, and a
-fault is a :class:`~hf_zero_stream.errors.CheckpointError` that names the file and the field. Nothing is accepted that
-the safetensors library refuses; docs/untrusted.md lists what it accepts and we do not.
+A header is untrusted: all of it is checked before use. Nothing is accepted that the safetensors library refuses;
+docs/untrusted.md lists what it accepts and we do not.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own cap on the length of a header."""
 
 MAX_NAME_LENGTH = 1024
-"""Characters of a tensor's name: transformers matches names against patterns, whose cost may grow with the square."""
+"""transformers matches names against patterns, in time that may grow with the square of their length."""
 
 MAX_DIMENSIONS = 64
-"""Sizes of one tensor: more than torch's kernels take."""
+"""More than torch's kernels take."""
 
 _INT64_END = 2**63  # sizes, strides and byte counts are int64 in torch
 
@@ -67,7 +66,7 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """See :meth:`.format.Format.read_header`; reads at most :data:`MAX_HEADER_BYTES`."""
+    """See :meth:`.format.Format.read_header`."""
     try:
         with source.open_file(path) as file:
             prefix = file.read(0, 8)
@@ -107,7 +106,7 @@ def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, li
     """See :meth:`.format.Format.parse_header`; the entries come in order of the header."""
     fields = parse_object(header.text, f"{path}: header")
     metadata = fields.pop("__metadata__", None)
-    if metadata is None:  # absent, or null, as the library has it
+    if metadata is None:  # absent or null: the library takes both
         metadata = {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{path}: header field '__metadata__': expected a map of strings to strings.")
@@ -166,7 +165,7 @@ def _are_sizes(values: list[Any]) -> bool:
 
 
 def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterable[TensorEntry]) -> None:
-    """The tensors must cover the data from end to end: no hole, no overlap, nothing past the end of the file."""
+    """Check that the tensors cover the data from end to end: no hole, no overlap, nothing past the file's end."""
     covered = data_start
     for entry in sorted(entries, key=lambda entry: (entry.start, entry.stop)):
         if entry.start != covered:

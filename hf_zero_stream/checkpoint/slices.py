@@ -1,4 +1,4 @@
-"""What stands for a checkpoint's tensors in a state dict: nothing has been read, as with safetensors' slices."""
+"""What stands for a checkpoint's tensors in a state dict before anything is read, like safetensors' slices."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ __all__ = ["AbsentSlice", "CheckpointSlice", "checkpoint_slices"]
 
 
 class CheckpointSlice:
-    """Stands for one checkpoint tensor in a state dict, as ``safetensors.safe_open(...).get_slice`` does.
-
-    Indexing it gives a :class:`LazyTensor`; nothing is read.
-    """
+    """One tensor, like ``safetensors.safe_open(...).get_slice``; indexing it gives a :class:`LazyTensor`."""
 
     __slots__ = ("_materialise", "_node", "_shape")
 
@@ -38,31 +35,25 @@ class CheckpointSlice:
         return list(self._shape)
 
     def get_dtype(self) -> str:
-        """The dtype's name in the safetensors format, for instance ``"BF16"``."""
         return dtype_name(self._node.dtype)
 
 
 class AbsentSlice(CheckpointSlice):
-    """Stands for a tensor that the checkpoint's index promises and no shard holds.
-
-    Attributes:
-        is_wanted: whether its values were asked for: then the model wants it.
-    """
+    """A tensor that the checkpoint's index promises and no shard holds; `is_wanted` once somebody indexed it."""
 
     def __init__(self) -> None:
         super().__init__(HostTensor.of(torch.empty(0, dtype=torch.float32)), (0,), lambda view: torch.empty(0))
         self.is_wanted = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """An empty tensor, whatever `index` is: the load reports the missing tensor before the model is used."""
         self.is_wanted = True
-        return super().__getitem__(...)
+        return super().__getitem__(...)  # empty: the load reports the missing tensor before the model is used
 
 
 def checkpoint_slices(
     index: CheckpointIndex, materialise: Materialise, first_shard: int = 0
 ) -> dict[str, CheckpointSlice]:
-    """A state dict of lazy slices, one for each tensor of `index`, whose shards are numbered from `first_shard` on."""
+    """A state dict of lazy slices of `index`, whose shards are numbered from `first_shard` on."""
 
     def slice_of(entry: TensorEntry) -> CheckpointSlice:
         if first_shard:

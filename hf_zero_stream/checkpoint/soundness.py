@@ -1,7 +1,7 @@
 """Whether a checkpoint is whole and sound: every fault that can be found, not only the first.
 
-Structure costs the headers. Contents can only be compared with checksums that somebody else wrote down: the Hub names
-what it stores by SHA-256, and its downloads keep that (see :func:`known_sums`).
+For the structure only headers are read. Contents can only be compared with checksums that somebody else wrote down:
+the Hub names what it stores by SHA-256, and its downloads keep that (see :func:`_known_sums`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .index_file import check_files, fault_of_name, faults_of_index, read_index_
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["INDEX", "SINGLE", "Fault", "Soundness", "check_soundness", "known_sums", "read_sums", "shards_of"]
+__all__ = ["INDEX", "SINGLE", "Fault", "Soundness", "check_soundness", "read_sums", "shards_of"]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -33,10 +33,9 @@ _SHARD_OF_SET = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 class Fault:
     """One thing that is wrong: the file's name in the checkpoint, the kind of fault, and what to do.
 
-    The kinds: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (what safetensors do not
-    allow, a truncated file included), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in another
-    shard than promised), "link" (to something that is no regular file), "sha256" (contents that are not those of the
-    checksum, or no checksum).
+    The kinds: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (not valid, or the file
+    is truncated), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in another shard than
+    promised), "link" (to something that is no regular file), "sha256" (contents that differ, or no checksum).
     """
 
     file: str
@@ -46,14 +45,10 @@ class Fault:
 
 @dataclass
 class Soundness:
-    """What was looked at and what was found.
+    """What was checked (`shards`, by name) and what was found.
 
-    Attributes:
-        shards: names of the files that were looked at.
-        tensors: how many the shards with sound headers hold.
-        nbytes: size of those shards.
-        hashed: how many shards were compared with a checksum.
-        notes: what is odd, and no fault.
+    `tensors` and `nbytes` count what is in shards with sound headers, `hashed` the shards that were compared with a
+    checksum; `notes` are odd, and no faults.
     """
 
     shards: list[str] = field(default_factory=list)
@@ -74,11 +69,10 @@ def check_soundness(
     sums: Mapping[str, str] | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> Soundness:
-    """Look at all of a checkpoint: a folder, or one safetensors file.
+    """Check all of a checkpoint: a folder, or one safetensors file.
 
-    With `sha256`, or with `sums` (file name -> SHA-256 in hexadecimal digits), every shard is read and its SHA-256
-    compared with `sums`, or else with what the Hub's download noted. `on_bytes` is called with the length of each
-    piece that was hashed.
+    With `sha256`, or with `sums` (file name -> SHA-256 in hexadecimal digits), the SHA-256 of every shard is compared
+    with `sums`, or else with what the Hub's download noted. `on_bytes` gets the length of each piece that was hashed.
     """
     found = Soundness()
     folder = Path(path)
@@ -93,15 +87,14 @@ def check_soundness(
     _note_links(folder, found)
     if sha256 or sums is not None:
         present = [name for name in found.shards if (folder / name).is_file()]
-        _check_contents(folder, present, known_sums(folder, present) if sums is None else sums, found, on_bytes)
+        _check_contents(folder, present, _known_sums(folder, present) if sums is None else sums, found, on_bytes)
     return found
 
 
 def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] | None]:
     """(paths of the shards that a load would read, the index's weight map if there is an index).
 
-    As in transformers a ``model.safetensors`` goes before an index; where there is neither, all safetensors files of
-    the folder count.
+    As in transformers, a ``model.safetensors`` goes before an index. Without either, all safetensors files count.
 
     Raises:
         CheckpointError: there are none, the index is not sound, or a shard is no regular file.
@@ -118,9 +111,6 @@ def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] |
     return files, weight_map
 
 
-# ------------------------------------------------------------------------------------------------- structure
-
-
 def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str, str] | None]:
     if _exists(folder / SINGLE):
         return [SINGLE], None
@@ -131,7 +121,7 @@ def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str
     names = sorted(entry.name for entry in folder.glob("*.safetensors"))
     of_a_set = next((name for name in names if _SHARD_OF_SET.fullmatch(name)), None)
     if found.faults:
-        pass  # an index that cannot be used; what lies beside it is looked at all the same
+        pass  # the index cannot be used; the shards beside it are checked all the same
     elif of_a_set:
         message = f"{of_a_set} is one of several shards, but there is no index. Download or save the checkpoint again."
         found.fault(INDEX, "missing", message)
@@ -141,11 +131,11 @@ def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str
 
 
 def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()  # a link to nowhere is a file that is missing, not one that never was
+    return path.exists() or path.is_symlink()  # a link to nowhere counts: its file is missing
 
 
 def _read_index(path: Path, found: Soundness) -> dict[str, str] | None:
-    """The weight map, without what is wrong in it; None if nothing of it can be used."""
+    """The weight map without its faulty entries; None if nothing of it can be used."""
     try:
         fields = parse_object(read_index_text(path), str(path))
     except (ReadError, CheckpointError) as error:
@@ -164,7 +154,7 @@ def _read_index(path: Path, found: Soundness) -> dict[str, str] | None:
 
 
 def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]:
-    """The indexes of those shards whose headers are sound, each on its own so that no fault hides another shard's."""
+    """The index of each shard whose header is sound, on its own so that no fault hides another shard's."""
     indexes: dict[str, CheckpointIndex] = {}
     for name in found.shards:
         path = folder / name
@@ -192,10 +182,7 @@ def _without_path(error: Exception, path: Path) -> str:
 def _check_tensors(
     indexes: Mapping[str, CheckpointIndex], weight_map: Mapping[str, str] | None, found: Soundness
 ) -> None:
-    """Each tensor must be in one shard, the one that the index promises.
-
-    Where a promised shard has no sound header there is a fault already.
-    """
+    """Check that each tensor is in one shard, the one that the index promises."""
     homes: dict[str, list[str]] = {}
     for shard, index in indexes.items():
         for tensor in index.tensors:
@@ -207,7 +194,7 @@ def _check_tensors(
         return
     for tensor, promised in weight_map.items():
         if promised not in indexes or promised in homes.get(tensor, ()):
-            continue
+            continue  # a shard without a sound header is a fault already
         if tensor in homes:
             message = f"The index promises tensor {tensor!r} here, but it is in {', '.join(homes[tensor])}."
             found.fault(promised, "misplaced", message)
@@ -225,7 +212,7 @@ def _note_leftovers(folder: Path, found: Soundness) -> None:
 
 
 def _note_links(folder: Path, found: Soundness) -> None:
-    """Links out of the folder are read like files; who did not make them may want to know where they lead."""
+    """Note links out of the folder: they are read like files, and the user may not know of them."""
     own = Path(os.path.realpath(folder))
     others = [entry.name for entry in folder.iterdir() if entry.is_file() and not _is_at_home(entry, own)]
     names = sorted({*others, *(name for name in found.shards if not _is_at_home(folder / name, own))})
@@ -238,23 +225,18 @@ def _note_links(folder: Path, found: Soundness) -> None:
 def _is_at_home(file: Path, own: Path) -> bool:
     """Whether a file lies in its checkpoint's folder `own`, or where huggingface_hub keeps the files of its cache."""
     real = Path(os.path.realpath(file))
-    return real.is_relative_to(own) or any(map(_is_hub_blobs, real.parents))
+    # ``models--.../blobs`` of a hub cache, or the store that its repositories share.
+    return real.is_relative_to(own) or any(
+        folder.parent.name.startswith("models--") or (folder / ".huggingface-shared-blobs").is_file()
+        for folder in real.parents
+        if folder.name == "blobs"
+    )
 
 
-def _is_hub_blobs(folder: Path) -> bool:
-    """Whether `folder` is ``models--.../blobs`` of a hub cache, or the store that its repositories share."""
-    if folder.name != "blobs":
-        return False
-    return folder.parent.name.startswith("models--") or (folder / ".huggingface-shared-blobs").is_file()
-
-
-# ------------------------------------------------------------------------------------------------- contents
-
-
-def known_sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
+def _known_sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
     """The SHA-256 of those files that huggingface_hub downloaded and the Hub stores by checksum.
 
-    In the Hub's cache a file is a link to ``blobs/<sha256>``; beside a download to a folder of one's own,
+    In the Hub's cache a file is a link to ``blobs/<sha256>``; beside a download to another folder,
     ``.cache/huggingface/download/<name>.metadata`` has commit, checksum and time, a line each.
     """
     sums: dict[str, str] = {}
@@ -271,20 +253,14 @@ def known_sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def read_sums(path: str | os.PathLike[str]) -> dict[str, str]:
-    """File name -> SHA-256 from a file as ``sha256sum`` writes it.
-
-    Raises:
-        ReadError: it cannot be read.
-        CheckpointError: a line is not a checksum and a name.
-    """
+    """File name -> SHA-256, from a file as ``sha256sum`` writes it."""
     try:
         lines = Path(path).read_text(errors="replace").splitlines()
     except OSError as error:
         raise ReadError(f"{path}: cannot read the checksums: {error.strerror or error}.") from error
     sums: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
-        match = re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line)
-        if match:
+        if match := re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line):
             sums[os.path.normpath(match[2])] = match[1].lower()
         elif line.strip():
             raise CheckpointError(

@@ -1,8 +1,8 @@
-"""JSON that somebody else wrote, parsed so strictly that what comes out means one thing only.
+"""Untrusted JSON, parsed so strictly that the result means one thing only.
 
-Python's parser is laxer than the format: it lets the last of two equal keys win, takes ``-0`` for an integer, reads
-half a surrogate pair as a character, and puts no bound on what an error message may quote. The safetensors library
-(serde_json) takes none of the last three, and we accept nothing that it refuses.
+Python's parser is laxer than the format: it lets the last of two equal keys win, takes ``-0`` for an integer, and
+reads half a surrogate pair as a character. The safetensors library (serde_json) does not do the last two, and we
+accept nothing that it refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..errors import CheckpointError
 
 __all__ = ["excerpt", "parse_object"]
 
-# A minus sign before a zero where a value may stand. In a string it may stand too: then only the slower path is taken.
+# A minus sign before a zero where a value may stand; one in a string only costs the slower path.
 _MINUS_ZERO = re.compile(rb"[\[:,\s]-0")
 
 _short = reprlib.Repr()
@@ -27,15 +27,14 @@ _short.maxstring = _short.maxother = _short.maxlong = 200
 
 
 def excerpt(value: Any) -> str:
-    """``repr(value)``, cut to a length that an error message can bear whatever the value is."""
+    """``repr(value)``, cut to fit an error message whatever the value is."""
     return _short.repr(value)
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """The JSON object that `text`, in UTF-8, is; time and memory are linear in ``len(text)``.
+    """Parse `text`, one JSON object in UTF-8, in time and memory linear in its length.
 
-    Objects come out as dicts, whole numbers as ints of at most 4300 digits (the interpreter's own limit). `where` is
-    the file, and what of it this is, for error messages.
+    Whole numbers have at most 4300 digits (the interpreter's own limit). `where` names the file in error messages.
 
     Raises:
         CheckpointError: it is not one JSON object that begins at the first byte; a key occurs twice in an object; a

@@ -24,7 +24,7 @@ def lacks_values(tensor: torch.Tensor) -> bool:
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapper tensor holds its values in; empty if `tensor` is no wrapper."""
+    """The tensors that hold a wrapper tensor's values; none if `tensor` is no wrapper."""
     if type(tensor) in _PLAIN:
         return []
     flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
@@ -33,10 +33,7 @@ def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, instead: str) -> None:
-    """Raise an UnsupportedError that names the first wrapper tensor: its own bytes are not its values.
-
-    The message begins with `doing` and ends with `instead`.
-    """
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) for a wrapper tensor: its bytes are not its values."""
     for name, tensor in tensors:
         if hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, LazyTensor):
             raise UnsupportedError(
