@@ -1,4 +1,4 @@
-"""Where the bytes of a ``from_pretrained`` go: the one place that chooses its destination, or leaves it to stock."""
+"""Chooses the destination of a ``from_pretrained``, or leaves the load to stock transformers."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class Choice:
     """A load that streams.
 
     Attributes:
-        occasion: what its ranks come together for.
         subject: what this rank loads; see :meth:`..ranks.coordinator.Coordinator.watched`.
-        make_load: makes the load with its destination, once the ranks are together.
+        make_load: called once the ranks are together.
     """
 
     occasion: Occasion
@@ -42,18 +41,10 @@ class Choice:
 def choose(
     cls: Any, path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None, *, is_zero3: bool
 ) -> Choice | None:
-    """What a ``from_pretrained`` fills: partitions under ZeRO-3, else whole models whose ranks share the reading.
+    """The load into partitions under ZeRO-3, or into whole models whose ranks share the reading; None for stock.
 
-    Args:
-        cls: the model's class.
-        path: the checkpoint's.
-        kwargs: of ``from_pretrained``.
-        found: the DeepSpeed config, of whatever stage; empty if there is none.
-        strict: as it was given to ``from_pretrained``.
-        is_zero3: whether `found` is a config of ZeRO-3.
-
-    Returns:
-        None if the load is left to stock transformers.
+    `found` is the DeepSpeed config, of whatever stage, and empty if there is none; the other arguments are those of
+    ``from_pretrained``.
     """
     if is_zero3:
         from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
@@ -101,7 +92,7 @@ def _complete(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
-    """Our settings for a load under `ds_config`, whose `strict` is that of the call if it was given."""
+    """Our settings for a load under `ds_config`; `strict`, unless None, is that of the call, which counts more."""
     settings = StreamingConfig.resolve(scope.current_config(), ds_config)
     return settings if strict is None else replace(settings, strict=strict)
 
@@ -122,7 +113,7 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
 
 
 def warn_of_open_dtype(sections: list[str], advice: str) -> None:
-    """Say once that a DeepSpeed config leaves the dtype open in `sections`, and what that means."""
+    """Warn once that a DeepSpeed config leaves the dtype open in `sections`."""
     logger.warning_once(
         f'The DeepSpeed config has "{sections[0]}": {{"enabled": "auto"}}, and neither accelerate nor the Trainer has '
         f"filled it in. It counts as off, as in DeepSpeed: parameters are in fp32. {advice}"

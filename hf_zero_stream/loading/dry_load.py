@@ -1,4 +1,4 @@
-"""Loads that stop at the lazy model: ``plan()``, which reads no weights, and :func:`with_lazy_model` for others."""
+"""Loads that stop at the lazy model: ``plan()``, which reads no weights, and :func:`with_lazy_model`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
-from ..seams import Session, zero3_hidden
+from ..seams import Session
+from ..seams.ds_config import zero3_hidden
 from ..seams.placement import refuse_sharding
 from .choice import warn_of_open_dtype
 from .integration import streaming
@@ -28,12 +29,7 @@ __all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "pl
 
 @dataclass(frozen=True)
 class Forecast:
-    """What one rank is going to read, and the memory that it will need.
-
-    Attributes:
-        load: the load plan: which bytes of which shard go where, and what reading them takes.
-        memory: computed and not measured, in the load and in training.
-    """
+    """What one rank will read, and the memory that it will need, in the load and in training (both computed)."""
 
     load: LoadPlan
     memory: MemoryFootprint
@@ -93,7 +89,7 @@ def plan(
 
 
 def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
-    """The config once "auto" has become `dtype`; where that says nothing, DeepSpeed's reading, with a warning."""
+    """The config with `dtype` in place of "auto"; without a `dtype`, "auto" counts as off, with a warning."""
     from ..destinations.deepspeed import zero3
 
     sections = zero3.undecided(ds_config)
@@ -105,7 +101,7 @@ def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> d
 
 
 class _Nowhere(Destination):
-    """No memory; the lazy model that is never read has the dtypes of one under ZeRO-3."""
+    """Has no memory to fill; the lazy model gets the dtypes that it would have under ZeRO-3."""
 
     hides_zero3 = True
 
@@ -119,12 +115,12 @@ class _Nowhere(Destination):
 
 
 def load_of_layouts(config: StreamingConfig) -> Load:
-    """A load for :func:`lazily_loaded` whose model is only looked at; needs no DeepSpeed."""
+    """A load for :func:`lazily_loaded` of a model that is never read; needs no DeepSpeed."""
     return Load(config, {}, Coordinator(0, 1, alone=True), _Nowhere())
 
 
 UseOfModel = Callable[[torch.nn.Module, set[str], set[str]], Any]
-"""Is given a lazy model, the names that its checkpoint lacks, and those that are tied."""
+"""Called with a lazy model, the names that its checkpoint lacks, and the tied names among them."""
 
 
 def lazily_loaded(path: str, load: Load, use: UseOfModel, dtype: Any = "auto", **kwargs: Any) -> Any:
@@ -134,14 +130,9 @@ def lazily_loaded(path: str, load: Load, use: UseOfModel, dtype: Any = "auto", *
 
 
 def with_lazy_model(load: Load, use: UseOfModel, model_class: Any, path: str, **kwargs: Any) -> Any:
-    """What `use` returns for the lazy model of the checkpoint at `path`; nothing else is done with the model.
+    """What `use` returns for the lazy model of the checkpoint at `path`; raises if that load is left to stock.
 
-    Args:
-        load: gives the lazy tensors; it is closed afterwards, but can still be read from.
-        kwargs: for ``from_pretrained``.
-
-    Raises:
-        UnsupportedError: the load is one that is left to stock.
+    `load` gives the lazy tensors. It is closed afterwards, but can still be read from.
     """
     session = Session(load, instead_of_placing=use, strict=load.config.strict)
     with streaming(), zero3_hidden(), collector_paused():

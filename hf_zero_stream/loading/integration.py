@@ -1,14 +1,14 @@
-"""``streaming()``: where a ``from_pretrained`` becomes a streaming load (saving: ``saving/hooks.py``).
+"""``streaming()``: turns ``from_pretrained`` into a streaming load (for saving see ``saving/hooks.py``).
 
-Patches are put in when the first thread enters :func:`streaming` and taken out when the last one leaves. They look at
-context variables, so a thread that did not enter sees stock behaviour.
+The first thread that enters :class:`streaming` puts the patches in, and the last one that leaves takes them out. They
+look at context variables, so a thread that did not enter sees stock behaviour.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +30,7 @@ from ..saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
 from ..saving.hooks import trainer_patches
 from ..saving.publish import finish_interrupted
 from ..seams import REPLACEMENTS, ModelsConfig, Session, other_config, raise_if_misfit, zero3_config
+from ..seams.session import Original
 from .choice import choose, settings_for
 
 
@@ -43,15 +44,14 @@ Function = TypeVar("Function")
 class streaming:  # noqa: N801 - used like a function
     """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
 
-    Saving is the same, backwards: ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to
-    save a ZeRO model write each rank's own bytes, and gather nothing (see :func:`hf_zero_stream.save_pretrained`).
-
-    A context manager and a decorator; may be nested and re-entered, and always restores transformers. Without ZeRO-3
+    When saving, ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to save a ZeRO model
+    write each rank's own bytes, and gather nothing (see :func:`hf_zero_stream.save_pretrained`). Without ZeRO-3
     several ranks share the reading if all of them make the call (see :attr:`StreamingConfig.share_reads`); with one
     rank calls are exactly transformers' own.
 
-    Decorates functions and methods of every kind. The body of an ``async def`` is inside as long as it runs, with the
-    tasks and threads that it awaits. The body of a generator is inside; what consumes the generator is not.
+    A context manager and a decorator of any function or method; may be nested and re-entered, and always restores
+    transformers. The body of an ``async def`` is inside as long as it runs, with the tasks and threads that it awaits.
+    The body of a generator is inside; what consumes the generator is not.
 
     Args:
         config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from
@@ -90,7 +90,7 @@ class streaming:  # noqa: N801 - used like a function
         return decorated(function, lambda: streaming(self.config), "streaming()")
 
 
-def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwargs: Any) -> Any:
+def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
     original, around = functools.partial(original, cls), Session.current()
     if not scope.active_configs() or (around is not None and not around.building):
         return original(*args, **kwargs)
@@ -101,7 +101,7 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
         return _load(original, cls, args, kwargs, strict, None)
     with expected_at(_occasion_of(ds_config)):
         ds_config = buildable(ds_config)
-    with expected_at(_occasion_of(ds_config)):  # which is known now, if it was read from a file
+    with expected_at(_occasion_of(ds_config)):  # the stage is known now, if the config was a file's path
         own_config = ModelsConfig(ds_config)
     try:
         result = _load(original, cls, args, kwargs, strict, own_config)
@@ -113,7 +113,7 @@ def _from_pretrained(original: Callable[..., Any], cls: Any, *args: Any, **kwarg
 
 
 def _occasion_of(ds_config: Any) -> Occasion:
-    """What ranks come together for under `ds_config`, which may be wrong: ZeRO-3's load, if its stage is not known."""
+    """What ranks come together for under `ds_config`, which is not validated yet; ZeRO-3's load if in doubt."""
     if not isinstance(ds_config, Mapping):
         return LOAD
     zero = ds_config.get("zero_optimization", {})
@@ -121,8 +121,8 @@ def _occasion_of(ds_config: Any) -> Occasion:
     return SHARED_LOAD if str(stage) in ("0", "1", "2") else LOAD
 
 
-def _nested(around: Session, original: Callable[..., Any], args: Any, kwargs: Any, strict: bool) -> Any:
-    """A call in the ``__init__`` of the model that `around` builds; the settings are those of that model's load."""
+def _nested(around: Session, original: Original, args: Any, kwargs: Any, strict: bool) -> Any:
+    """A call in the ``__init__`` of the model that `around` builds, by the settings of that model's load."""
     session = around.nested(strict)
     if session is None:
         return _stock_from_pretrained(original, args, kwargs, strict)
@@ -135,9 +135,7 @@ def _path_of(args: Any, kwargs: Any) -> Any:
     return args[0] if args else kwargs.get("pretrained_model_name_or_path")
 
 
-def _load(
-    original: Callable[..., Any], cls: Any, args: Any, kwargs: Any, strict: Any, own_config: ModelsConfig | None
-) -> Any:
+def _load(original: Original, cls: Any, args: Any, kwargs: Any, strict: Any, own_config: ModelsConfig | None) -> Any:
     """Stream, together with the other ranks; or leave the load to stock."""
     found, path = other_config(own_config), _path_of(args, kwargs)
     choice = choose(cls, path, kwargs, found, strict, is_zero3=zero3_config(own_config) is not None)
@@ -160,12 +158,12 @@ def _load(
     return _stock_from_pretrained(original, args, kwargs, settings_for(found, strict).strict)
 
 
-def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What stock's `from_pretrained` returns while its seams are ours."""
+def _streamed(load: Load, original: Original, args: Any, kwargs: Any) -> Any:
+    """Call stock's `from_pretrained` with our seams, which make it stream."""
     finish_saves_into(_path_of(args, kwargs), load.config.read_from, load.coordinator)
-    # Partitions that are written later (by other threads, by training) must not be inference tensors.
+    # inference_mode is off: other threads and training write to the partitions later.
     with (
-        _patches.held(),  # streaming() may be left while a thread of its still loads
+        _patches.held(),  # another thread may leave streaming() while this one loads
         Session(load, strict=load.config.strict) as session,
         load.memory,
         load.clock("total"),
@@ -183,17 +181,15 @@ def _streamed(load: Load, original: Callable[..., Any], args: Any, kwargs: Any) 
 
 
 def _model_of(result: Any) -> Any:
-    """The model of what `from_pretrained` returned, with or without the loading info."""
+    """The model in what `from_pretrained` returned, with or without the loading info."""
     return result[0] if isinstance(result, tuple) else result
 
 
 def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> None:
-    """Have rank 0 finish a save into the folder `path` that died while its files got their final names.
+    """Have rank 0 finish a save into the folder `path` that died while it gave files their final names.
 
-    The first agreement of a load, and so the one that all ranks have the same `read_from`: the next ones depend on it.
-
-    Raises:
-        DisagreementError: on all ranks, if one has another `read_from`.
+    This is the first time that the ranks of a load agree. So it also compares `read_from`, on which the later ones
+    depend, and raises a DisagreementError on all ranks if one has another.
     """
     error: BaseException | None = None
     finished: list[str] = []
@@ -209,16 +205,16 @@ def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> No
 
 @contextmanager
 def _on_the_host() -> Iterator[None]:
-    """Inside, tensors without a device of their own are the host's, whatever torch's default device is."""
-    if torch.get_default_device().type == "cpu":  # nothing to do, and a context would slow every function of torch
+    """Inside, tensors are made in host memory unless a device is named, whatever torch's default device is."""
+    if torch.get_default_device().type == "cpu":  # a context would slow every function of torch
         yield
     else:
         with torch.device("cpu"):
             yield
 
 
-def _stock_from_pretrained(original: Callable[..., Any], args: Any, kwargs: Any, strict: bool) -> Any:
-    """Stock's own call, which knows no `strict`."""
+def _stock_from_pretrained(original: Original, args: Any, kwargs: Any, strict: bool) -> Any:
+    """Stock's own call, after which we carry out `strict`, an argument that it does not know."""
     if not strict:
         return original(*args, **kwargs)
     wants_info = kwargs.pop("output_loading_info", False)
@@ -228,9 +224,5 @@ def _stock_from_pretrained(original: Callable[..., Any], args: Any, kwargs: Any,
 
 
 _patches = patching.Patches(
-    {
-        (transformers.PreTrainedModel, "from_pretrained"): _from_pretrained,
-        **REPLACEMENTS,
-        **SAVING_REPLACEMENTS,
-    }
+    {(transformers.PreTrainedModel, "from_pretrained"): _from_pretrained, **REPLACEMENTS, **SAVING_REPLACEMENTS}
 )

@@ -1,4 +1,4 @@
-"""``load_into()``: streaming a checkpoint into a model that exists already, partitioned or not, in training or not."""
+"""``load_into()`` streams a checkpoint into a model that exists already, partitioned or not, in training or not."""
 
 from __future__ import annotations
 
@@ -34,17 +34,16 @@ logger = logging.get_logger(__name__)
 def load_into(
     model: Any, path: str, *, config: StreamingConfig | None = None, strict: bool = True, **kwargs: Any
 ) -> LoadReport:
-    """Stream the checkpoint at `path` into `model`: a better one, one of another run, the weights of a peer.
+    """Stream the checkpoint at `path` into `model`. All ranks must call it together, between steps.
 
-    Every rank reads the bytes of its partitions and nothing else, straight into them. Where a DeepSpeed optimizer
-    trains fp32 values in place of the model's own, at any ZeRO stage, these get the checkpoint's values too, and
-    without rounding. The optimizer's other states stay as they are. All ranks must call it together, between steps.
-
-    Master copies that another optimizer keeps, and averages of weights, are not known here: refresh them afterwards.
+    Every rank reads only the bytes of its partitions, straight into them. Where a DeepSpeed optimizer trains fp32
+    values in place of the model's own, at any ZeRO stage, these get the checkpoint's values too, without rounding. The
+    optimizer's other states stay as they are. Refresh afterwards what hf_zero_stream does not know: averages of
+    weights, and master copies that another optimizer keeps.
 
     Args:
         model: a transformers model, or what is around one: a DeepSpeed engine, DistributedDataParallel, the result
-            of ``torch.compile``. Whether the engine or the model inside it is passed makes no difference.
+            of ``torch.compile``.
         path: a folder or the id of a repository, as for ``from_pretrained``.
         config: our settings; default: from the environment.
         strict: raise if a key is missing, unexpected or of another shape. If false, what is missing stays as it is.
@@ -87,13 +86,13 @@ def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwa
         destination = LiveModel(live_model, coordinator, config.staging_bytes)
         load = Load(replace(config, strict=strict), {}, coordinator, destination)
         arguments = {
-            # Where fp32 values are trained, they are loaded without rounding to the model's own dtype.
+            # fp32 values that are trained must not be rounded to the model's own dtype on the way.
             "dtype": torch.float32 if destination.masters else live_model.dtype,
             "config": copy.deepcopy(live_model.config),
             **kwargs,
         }
         with load.memory, load.clock("total"), torch.no_grad():
-            # transformers makes a lazy model of the live one's class; its values are placed into the live one.
+            # transformers makes a lazy model of the same class, whose values are placed into the live one.
             with_lazy_model(load, load.place, type(live_model), path, **arguments)
         return load.finish(live_model, logger)
 

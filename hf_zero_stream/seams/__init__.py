@@ -19,20 +19,12 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 
 from ..versions import refuse_unknown_version
 from . import keys, loading, quantised  # noqa: F401 - they fill REPLACEMENTS
-from .ds_config import ModelsConfig, other_config, zero3_config, zero3_hidden
+from .ds_config import ModelsConfig, other_config, zero3_config
 from .loading import raise_if_misfit
 from .session import REPLACEMENTS, Session, missing_names
 
 
-__all__ = [
-    "ModelsConfig",
-    "REPLACEMENTS",
-    "Session",
-    "other_config",
-    "raise_if_misfit",
-    "zero3_config",
-    "zero3_hidden",
-]
+__all__ = ["ModelsConfig", "REPLACEMENTS", "Session", "other_config", "raise_if_misfit", "zero3_config"]
 
 _CALLED = (
     (PreTrainedModel, "_adjust_missing_and_unexpected_keys"),
@@ -41,7 +33,7 @@ _CALLED = (
     (transformers_deepspeed, "_hf_deepspeed_config_weak_ref"),
     (transformers_deepspeed, "set_hf_deepspeed_config"),
 )
-"""What is called, or set, besides the attributes that seams replace."""
+"""What we call, or set, besides the attributes that seams replace."""
 
 refuse_unknown_version(
     "transformers",

@@ -1,10 +1,9 @@
-"""The DeepSpeed config that transformers knows of: hiding it from a thread, and adding a model's own for a while.
+"""Hides transformers' DeepSpeed config from a thread, and adds a model's own config for as long as the model lives.
 
-All of transformers, model files included, asks one module attribute for it: a weak reference to the config object that
-was made last. That one has replaced all others for good: when it is gone, those that are still alive are not found any
-more. That is right for a config which a user makes once, and wrong for one that ``from_pretrained(ds_config=...)``
-makes on the way. So as long as a model has a config of its own, or a thread hides ZeRO-3, a :class:`_StandIn` is there
-instead of the weak reference.
+All of transformers, model files included, finds the config by one module attribute: a weak reference to the config
+object that was made last. Older ones are not found again once it is gone. That is right for a config that a user makes
+once, and wrong for one that ``from_pretrained(ds_config=...)`` makes. So while a model has a config of its own, or a
+thread hides ZeRO-3, a :class:`_StandIn` replaces the weak reference.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from transformers.integrations import HfDeepSpeedConfig
@@ -22,37 +22,31 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 
 __all__ = ["ModelsConfig", "other_config", "zero3_config", "zero3_hidden"]
 
-_Reference = Callable[[], Any]
-"""A weak reference to a config."""
-
 _lock = threading.RLock()  # reentrant: the garbage collector may run a finaliser inside that takes it again
 
 
 def zero3_config(own: ModelsConfig | None = None) -> dict[str, Any] | None:
     """`own`, or the DeepSpeed config that transformers finds, if it is one of ZeRO-3; else None."""
-    config = own if own is not None else _found()
+    config = _own_or_found(own)
     return config.config if config is not None and config.is_zero3() else None
 
 
 def other_config(own: ModelsConfig | None = None) -> dict[str, Any]:
     """`own`, or the DeepSpeed config that transformers finds, of whatever stage; empty if there is none."""
-    config = own if own is not None else _found()
+    config = _own_or_found(own)
     return {} if config is None else config.config
 
 
-def _found() -> Any:
+def _own_or_found(own: ModelsConfig | None) -> Any:
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    return None if reference is None else reference()
-
-
-# ------------------------------------------------------------------------------------------------ a model's own config
+    return own if own is not None or reference is None else reference()
 
 
 class ModelsConfig(HfDeepSpeedConfig):
     """The config of ``from_pretrained(ds_config=...)``: transformers finds it as long as the model keeps it alive.
 
-    Of several, and of those that users make, the newest that is alive counts. ``unset_hf_deepspeed_config()`` unsets
-    all of them, and a user's config replaces the user's one before, as always.
+    Among these and the user's configs the newest counts. ``unset_hf_deepspeed_config()`` unsets all of them, and a
+    user's config still replaces the user's earlier one.
     """
 
     def __init__(self, config: Any) -> None:
@@ -65,13 +59,13 @@ class ModelsConfig(HfDeepSpeedConfig):
             raise
 
     def withdraw(self) -> None:
-        """Have transformers find what it finds without this config."""
+        """Take this config back, so that transformers no longer finds it."""
         with _lock:
             present = _present()
             _put([entry for entry in present.entries if entry() is not self], present.hiding)
 
     def __deepcopy__(self, memo: Any) -> ModelsConfig:
-        """A copied model needs the config that is known, and not one that is merely equal."""
+        """Return the same object: a copied model needs the config that transformers finds, not an equal one."""
         return self
 
 
@@ -80,12 +74,10 @@ def _set_config(config: Any) -> None:
     with _lock:
         present = _present()
         is_models = isinstance(config, ModelsConfig)
-        # A user's config replaces what the user has set before, but no model's.
+        # A user's config replaces the user's earlier one, but no model's.
         kept = [entry for entry in present.entries if is_models or isinstance(entry(), ModelsConfig)]
         _put([*kept, weakref.ref(config)], present.hiding)
 
-
-# ------------------------------------------------------------------------------------------------ hiding ZeRO-3
 
 _hidden: ContextVar[bool] = ContextVar("hf_zero_stream_hides_zero3", default=False)
 
@@ -109,20 +101,17 @@ def _count_hiding(change: int) -> None:
         _put(present.entries, max(0, present.hiding + change))
 
 
-# ------------------------------------------------------------------------------------------------ the stand-in
-
-
+@dataclass(frozen=True, eq=False)
 class _StandIn:
-    """Stands in for transformers' weak reference: gives the newest config that is alive, but none to hiding threads.
+    """Replaces transformers' weak reference: returns the newest config that is alive, but None to hiding threads.
 
-    Args:
+    Attributes:
         entries: weak references, the newest last.
-        hiding: how many :func:`zero3_hidden` there are now.
+        hiding: how many :func:`zero3_hidden` are active, in all threads.
     """
 
-    def __init__(self, entries: Sequence[_Reference], hiding: int) -> None:
-        self.entries = entries
-        self.hiding = hiding
+    entries: Sequence[Callable[[], Any]]
+    hiding: int
 
     def __call__(self) -> Any:
         if _hidden.get():
@@ -132,15 +121,14 @@ class _StandIn:
 
 
 def _present() -> _StandIn:
-    """What transformers finds now."""
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
     if isinstance(reference, _StandIn):
         return reference
     return _StandIn(() if reference is None else (reference,), hiding=0)
 
 
-def _put(entries: Sequence[_Reference], hiding: int) -> None:
-    """Have transformers find this; without a stand-in if it would find the same."""
+def _put(entries: Sequence[Callable[[], Any]], hiding: int) -> None:
+    """Have transformers find the newest of `entries`, by a plain weak reference where that gives the same."""
     alive = [entry for entry in entries if entry() is not None]
     stands_in = hiding > 0 or any(isinstance(entry(), ModelsConfig) for entry in alive)
     plain = alive[-1] if alive else None
@@ -152,7 +140,7 @@ _original_set: Callable[[Any], None] | None = None
 
 
 def _replace_set(wanted: bool) -> None:
-    """Have a new config not replace the stand-in, or put transformers' function back."""
+    """Replace transformers' function, by which a new config would replace the stand-in; or put it back."""
     global _original_set
     found = transformers_deepspeed.set_hf_deepspeed_config
     if wanted and found is not _set_config:

@@ -1,8 +1,7 @@
 """transformers' loop over checkpoint keys: made fast, and able to work on lazy tensors.
 
-What transformers does for each key is done once for all keys that differ only in their numbers. A checkpoint of a
-hundred thousand tensors has some dozens of kinds of keys: ``layers.3.mlp.experts.17.w1.weight`` is renamed as that of
-any other layer and expert with as many digits. Results are those of transformers' functions.
+transformers renames key by key. Here keys that differ only in their digits are matched once: a checkpoint of a hundred
+thousand tensors has some dozens of such kinds. Results are those of transformers' functions.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from transformers import core_model_loading
 from transformers.core_model_loading import WeightTransform
 
 from ..checkpoint.lazy import LazyTensor
-from .session import Session, seam
+from .session import Original, Session, seam
 
 
 __all__ = ["RenamingChain"]
@@ -30,9 +29,9 @@ _RANGE_OF_DIGITS = re.compile(r"\[[^\]]*\d")
 class RenamingChain:
     """Finds which of transformers' ``WeightTransform`` objects match a key, by the key's *template*.
 
-    A template is the key with all digits made the same one, so that it is as long as the key. To a pattern that names
-    no digit itself all digits are alike; so it matches all keys of a template or none. A digit that some pattern names
-    is left as it is, and if one names a range of digits, or what an earlier group matched, all are.
+    A template is the key with one digit in place of all others, and so has the same length. A pattern that names no
+    digit matches all keys of a template or none. Digits that some pattern names are not replaced; none are if one
+    names a range of digits, or refers back to a group.
 
     Args:
         transforms: renamings or converters, tried in this order.
@@ -62,8 +61,8 @@ class RenamingChain:
         while pattern is None and position < len(self._transforms):
             key, pattern = self._rename(key, template, position)
             position += 1
-            if pattern is None:  # some match, and still leave the key alone, depending on the keys before it
-                template = self._template(key)  # one that is not transformers' own may have renamed it all the same
+            if pattern is None:  # some match and still leave the key alone, depending on the keys before it
+                template = self._template(key)  # a transform that is not transformers' own may have renamed it
                 position = self._first_match(key, template, position)
         return key, pattern
 
@@ -82,7 +81,6 @@ class RenamingChain:
         return found
 
     def _rename(self, key: str, template: bytes, position: int) -> tuple[str, str | None]:
-        """What the transform at `position` makes of `key`, which it may match."""
         kind = position, template
         known = self._renamings.get(kind)
         if known is not None and key.find(key[known.start : known.stop]) == known.start:
@@ -97,10 +95,10 @@ class RenamingChain:
 
 
 class _Renaming(NamedTuple):
-    """What a transform does to all keys of a template: ``key[start:stop]`` is replaced.
+    """What a transform does to all keys of a template: it replaces ``key[start:stop]``.
 
-    transformers replaces the first place in the key that reads like what matched. In another key of the template that
-    may be an earlier one, so it must be looked for each time.
+    transformers replaces the first occurrence of the text that matched. In another key of the template that may be an
+    earlier one, so each key is searched.
     """
 
     start: int
@@ -113,7 +111,7 @@ class _Renaming(NamedTuple):
 
 
 def _learn(transform: Any, key: str, pattern: str) -> _Renaming | None:
-    """The renaming of `key` by `transform`; None if what it puts in depends on the key."""
+    """How `transform` renames `key`; None if the replacement depends on the key."""
     replacement = transform.target_patterns[0]
     if "\\" in replacement:  # a group of what matched
         return None
@@ -123,12 +121,12 @@ def _learn(transform: Any, key: str, pattern: str) -> _Renaming | None:
 
 
 def _may_rename(transform: Any, key: str) -> bool:
-    """Whether `transform` matches `key`; one that is not transformers' own is always asked itself."""
+    """Whether `transform` matches `key`; always true for one that is not transformers' own."""
     return type(transform).__module__ != core_model_loading.__name__ or transform._scoped_match(key) is not None
 
 
 def _template_table(transforms: Sequence[Any]) -> bytes | None:
-    """For ``bytes.translate``: the digits that no transform can tell from each other become one of them."""
+    """For ``bytes.translate``: maps the digits that no transform can tell apart to one of them."""
     named: set[str] = set()
     for transform in transforms:
         pattern = _GROUP_NAME.sub("", transform.compiled_sources.pattern)
@@ -141,28 +139,25 @@ def _template_table(transforms: Sequence[Any]) -> bytes | None:
 
 
 @seam(core_model_loading, "apply_renamings", since="5.21")
-def _apply_renamings(session: Session, original: Callable[..., str], source_key: str, transforms: list[Any]) -> str:
+def _apply_renamings(session: Session, original: Original, source_key: str, transforms: list[Any]) -> str:
     return _chain(session, transforms).apply_all(source_key)
 
 
 @seam(core_model_loading, "apply_converters", since="5.21")
-def _apply_converters(
-    session: Session, original: Callable[..., Any], source_key: str, transforms: list[Any]
-) -> tuple[str, str | None]:
+def _apply_converters(session: Session, original: Original, source_key: str, transforms: list[Any]) -> Any:
     return _chain(session, transforms).apply_first(source_key)
 
 
 def _chain(session: Session, transforms: list[Any]) -> RenamingChain:
-    chain = session.chains.get(id(transforms))
-    if chain is None:
-        # The chain keeps the list alive, and with it the meaning of its id.
-        chain = session.chains[id(transforms)] = RenamingChain(transforms)
-    return chain
+    if id(transforms) not in session.chains:
+        # The chain keeps the list alive, so no other list gets its id.
+        session.chains[id(transforms)] = RenamingChain(transforms)
+    return session.chains[id(transforms)]
 
 
 @seam(core_model_loading, "dot_natural_key")
-def _dot_natural_key(session: Session, original: Callable[[str], Any], key: str) -> Any:
-    """Parts of keys are sorted by themselves, and there are far fewer of them than keys."""
+def _dot_natural_key(session: Session, original: Original, key: str) -> Any:
+    """Make the sort key part by part: there are far fewer different parts than keys."""
     return [_part_key(original, part) for part in key.split(".")]
 
 
@@ -173,19 +168,19 @@ def _part_key(original: Callable[[str], list[Any]], part: str) -> Any:
 
 
 @seam(core_model_loading, "get_device")
-def _get_device(session: Session, original: Callable[..., Any], device_map: Any, *args: Any, **kwargs: Any) -> Any:
-    """All of a streamed model is in one place; transformers compiles a pattern for each parameter to find it."""
+def _get_device(session: Session, original: Original, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+    """All of a streamed model is on one device; to find that, transformers compiles a pattern for each parameter."""
     if device_map is None or list(device_map) != [""]:
         return original(device_map, *args, **kwargs)
     return device_map[""]
 
 
 @seam(core_model_loading, "deepcopy")
-def _deepcopy(session: Session, original: Callable[..., Any], value: Any, *args: Any) -> Any:
+def _deepcopy(session: Session, original: Original, value: Any, *args: Any) -> Any:
     """transformers copies a converter for each checkpoint key, and throws away all copies but a target's first.
 
-    A copy in which nothing was collected is as good as new: it is handed out again until it is used. For the 45,000
-    tensors of DeepSeek-V3 that is more than half of the planning time.
+    So the same copy is returned until it has collected a tensor. For the 45,000 tensors of DeepSeek-V3, the copies
+    would take more than half of the planning time.
     """
     if not isinstance(value, core_model_loading.WeightConverter):
         return original(value, *args)
@@ -197,30 +192,26 @@ def _deepcopy(session: Session, original: Callable[..., Any], value: Any, *args:
 
 
 @seam(core_model_loading, "spawn_materialize")
-def _spawn_materialize(
-    session: Session, original: Callable[..., Any], thread_pool: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """A lazy tensor is made in microseconds: handing it to a thread takes longer."""
+def _spawn_materialize(session: Session, original: Original, thread_pool: Any, *args: Any, **kwargs: Any) -> Any:
+    """Use no thread: a lazy tensor is made in microseconds."""
     return original(None, *args, **kwargs)
 
 
 @seam(core_model_loading, "tqdm", since="5.3")
-def _tqdm(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Nothing is loaded in this loop; our own bar counts bytes."""
+def _tqdm(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """Show no bar: this loop loads nothing, and our own bar counts bytes."""
     return args[0] if args else original(**kwargs)
 
 
 @seam(core_model_loading.WeightConverter, "convert")
-def _convert(
-    session: Session, original: Callable[..., Any], self: Any, layer_name: str, *args: Any, **kwargs: Any
-) -> Any:
-    """A converter, run once more on real tensors where one of its ops cannot work on lazy ones (``numpy()``)."""
+def _convert(session: Session, original: Original, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run a converter again on real tensors if one of its ops (``numpy()``) cannot work on lazy ones."""
     collected = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
     try:
         return original(self, layer_name, *args, **kwargs)
     except core_model_loading.SkipParameters:
         for pattern, tensors in collected.items():
-            # What is collected are functions that give a tensor.
+            # A converter collects functions that return tensors, or tensors.
             values = [tensor() if callable(tensor) else tensor for tensor in tensors]
             self.collected_tensors[pattern] = [
                 value.materialise() if isinstance(value, LazyTensor) else value for value in values

@@ -1,9 +1,9 @@
-"""The seams of ``from_pretrained`` itself: building the model, loading its weights, making what they lack."""
+"""The seams of ``from_pretrained`` itself: build the model, load its weights, initialise what they lack."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -19,7 +19,7 @@ from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from .ds_config import zero3_hidden
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
-from .session import Session, replaces, seam
+from .session import Original, Session, replaces, seam
 
 
 __all__ = ["raise_if_misfit"]
@@ -28,17 +28,15 @@ logger = logging.get_logger(__name__)
 
 
 @seam(PreTrainedModel, "get_init_context")
-def _get_init_context(
-    session: Session, original: Callable[..., Any], cls: Any, dtype: Any, is_quantized: bool, *args: Any
-) -> Any:
+def _get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
     """The contexts in which transformers builds the model."""
     if session.building:
-        return original(cls, dtype, is_quantized, *args)
+        return original(cls, *args)
     is_part, hides_zero3 = session.inside is not None, session.load.destination.hides_zero3
     with zero3_hidden() if is_part or hides_zero3 else nullcontext():
-        contexts = [_building(session), *original(cls, dtype, is_quantized, *args)]
+        contexts = [_building(session), *original(cls, *args)]
     if hides_zero3 and not is_part:
-        # The line by which transformers says that it found ZeRO-3, and by which its own tests know.
+        # transformers' own tests look for this line, which it logs where it finds ZeRO-3.
         modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
         # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
         contexts.append(modeling_utils.set_zero3_state())
@@ -58,7 +56,7 @@ def _building(session: Session) -> Iterator[None]:
 @seam(PreTrainedModel, "_load_pretrained_model")
 def _load_pretrained_model(
     session: Session,
-    original: Callable[..., Any],
+    original: Original,
     model: Any,
     state_dict: Any,
     checkpoint_files: Any,
@@ -91,16 +89,16 @@ def _load_pretrained_model(
     session.model = model
     slices = _open(session, state_dict, checkpoint_files, load_config)
     with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer), keeping_groups(model):
-        # The dtype of a part of a model is not asked for: the whole one's counts.
+        # Of a model inside another the dtype does not count: that of the outer one does.
         dtype = load.destination.dtype(None if is_part else load_config.dtype)
         if dtype is not None:
             _cast_meta_parameters(model, dtype)
-            # Parameters take DeepSpeed's dtype, as in stock, and by a single cast from the file's.
+            # Parameters take DeepSpeed's dtype, as in stock, by a single cast from the file's.
             load_config = replace(load_config, dtype=dtype)
         try:
             result = original(model, slices, checkpoint_files, load_config, *args, **kwargs)
         except Exception:
-            load.refuse_absent()  # it may be why
+            load.refuse_absent()  # an absent tensor may be why
             raise
         load.refuse_absent()
         result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
@@ -108,7 +106,7 @@ def _load_pretrained_model(
 
 
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """What ``load_adapter`` finds as a streamed model's own ``_load_pretrained_model``.
+    """Replaces ``_load_pretrained_model`` of a streamed model for ``load_adapter``.
 
     An adapter's parameters are not partitioned; under ZeRO-3 stock would give their values to rank 0 alone.
     """
@@ -126,9 +124,9 @@ def _refuse_distributed_checkpoint(session: Session, *args: Any, **kwargs: Any) 
 
 @seam(modeling_utils, "get_checkpoint_shard_files")
 def _get_checkpoint_shard_files(
-    session: Session, original: Callable[..., Any], name: Any, index_filename: str, *args: Any, **kwargs: Any
+    session: Session, original: Original, name: Any, index_filename: str, *args: Any, **kwargs: Any
 ) -> Any:
-    """The index is checked before transformers parses it and looks for the files that it names."""
+    """Check the index before transformers parses it and looks for the files that it names."""
     read_index_file(index_filename)
     found = original(name, index_filename, *args, **kwargs)
     check_files(found[0])
@@ -143,10 +141,10 @@ def _read_ahead(session: Session, files: Sequence[str]) -> None:
 
 
 @replaces(modeling_utils, "load_state_dict")
-def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwargs: Any) -> Any:
-    """For pickles; transformers also looks into a first shard, for a dtype that nothing else says. Both are checked.
+def _load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check what transformers reads: pickles, and the first shard where nothing else says the dtype.
 
-    With ``weights_only``, transformers' default, no code in a pickle is run; what torch refuses is torch's own error.
+    With ``weights_only``, transformers' default, no code in a pickle runs; torch raises its own error for such code.
     """
     session = Session.current()  # also of a load that was left to stock
     if session is None:
@@ -154,10 +152,7 @@ def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwar
     if str(file).endswith(".safetensors"):
         index = session.load.look_into(file)
         if not session.load.reads_itself:
-            return {
-                name: torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-                for name, entry in index.tensors.items()
-            }
+            return {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in index.tensors.items()}
     values = original(file, *args, **kwargs)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{file}: expected a map of names to tensors, found {type(values).__name__}.")
@@ -165,8 +160,8 @@ def _load_state_dict(original: Callable[..., Any], file: Any, *args: Any, **kwar
 
 
 @seam(modeling_utils, "_get_resolved_checkpoint_files")
-def _get_resolved_checkpoint_files(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """A rank that another one reads for need not see the one file of a checkpoint that has no index."""
+def _get_resolved_checkpoint_files(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """A rank for which another one reads need not see the single file of a checkpoint without an index."""
     try:
         return original(*args, **kwargs)
     except OSError:
@@ -179,21 +174,21 @@ def _get_resolved_checkpoint_files(session: Session, original: Callable[..., Any
         return [os.path.join(folder, subfolder, name)], None  # if rank 0 has others, the load says so
 
 
-def _open(session: Session, state_dict: Any, checkpoint_files: Any, load_config: Any) -> Mapping[str, Any]:
+def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Mapping[str, Any]:
     load = session.load
     if state_dict is not None:
         return load.open_values(mapped_gguf_values(state_dict))
-    if not checkpoint_files:
+    if not files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
     if load_config.sharded_metadata is None:
-        check_files(checkpoint_files)
-        _read_ahead(session, checkpoint_files)  # those of an index are read ahead since it was read
-    if checkpoint_files[0].endswith(".safetensors"):
-        return load.open(checkpoint_files, (load_config.sharded_metadata or {}).get("weight_map"))
+        check_files(files)
+        _read_ahead(session, files)  # of an index, reading ahead began when it was read
+    if files[0].endswith(".safetensors"):
+        return load.open(files, (load_config.sharded_metadata or {}).get("weight_map"))
     logger.info("The checkpoint is not in safetensors: hf_zero_stream reads it through torch.load's memory map.")
-    load.compare_files(checkpoint_files)
+    load.compare_files(files)
     values: dict[str, torch.Tensor] = {}
-    for file in checkpoint_files:
+    for file in files:
         values.update(modeling_utils.load_state_dict(file, map_location="cpu", weights_only=load_config.weights_only))
     return load.open_values(values)
 
@@ -206,9 +201,9 @@ def _cast_meta_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
 
 @seam(PreTrainedModel, "_finalize_model_loading")
 def _finalize_model_loading(
-    session: Session, original: Callable[..., Any], model: Any, load_config: Any, loading_info: Any
+    session: Session, original: Original, model: Any, load_config: Any, loading_info: Any
 ) -> Any:
-    """Within this function transformers calls the one that places the model's values (:func:`_move_missing_keys`)."""
+    """transformers calls the seam that places the model's values, :func:`_move_missing_keys`, inside this function."""
     if session.model is not model:
         return original(model, load_config, loading_info)
     session.placing = partial(_place, session, model, load_config, loading_info)
@@ -225,7 +220,6 @@ def _finalize_model_loading(
 
 
 def _place(session: Session, model: Any, load_config: Any, loading_info: Any) -> None:
-    """Place the values of the lazy model, now that transformers knows which keys are missing."""
     faulty = (
         loading_info.error_msgs
         or loading_info.conversion_errors
@@ -233,20 +227,20 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
     )
     if faulty:
         if not session.load.reads_itself:
-            session.load.coordinator.check()  # the rank that reads for this one may have died, which is why
+            session.load.coordinator.check()  # the reason may be that the rank that reads for this one died
         raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
     if session.strict:
         raise_if_misfit(*_misfits(model, loading_info))
     if session.inside is not None:
-        return  # what its checkpoint lacks stays on the meta device, as in any part of the model that is built
+        return  # what its checkpoint lacks stays on the meta device, like the rest of the outer model
     missing = set(loading_info.missing_and_mismatched())
     tied = missing & set(getattr(model, "all_tied_weights_keys", ()))
     if session.has_nested:
-        # These have their values from what the model's __init__ loaded.
+        # Not missing: the from_pretrained in the model's __init__ gave them values.
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         missing -= {name for name, tensor in tensors if not tensor.is_meta} - tied
     if session.instead_of_placing is not None:
-        loading_info.missing_keys -= tied  # no tie comes any more that would take them out of the LOAD REPORT
+        loading_info.missing_keys -= tied  # transformers, which would drop them when it ties, stops before that
     session.place(missing, tied)
     if session.load.destination.hides_zero3:
         vars(model)["_load_pretrained_model"] = _load_adapter
@@ -260,7 +254,7 @@ def raise_if_misfit(missing: Any, unexpected: Any, mismatched: Any) -> None:
 
 
 def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any]]:
-    """Missing, unexpected and mismatched keys as transformers will report them, after ties and known exceptions."""
+    """Missing, unexpected and mismatched keys as transformers will report them: without ties and known exceptions."""
     final = replace(loading_info, missing_keys=set(loading_info.missing_keys))
     ties = getattr(model, "all_tied_weights_keys", {})
     for source in set(ties.values()):
@@ -272,7 +266,7 @@ def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any
 
 
 @seam(PreTrainedModel, "_move_missing_keys_from_meta_to_device")
-def _move_missing_keys(session: Session, original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _move_missing_keys(session: Session, original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if session.model is not self or session.placing is None:
         return original(self, *args, **kwargs)
     session.placing()
@@ -283,23 +277,23 @@ def _move_missing_keys(session: Session, original: Callable[..., Any], self: Any
 
 @seam(PreTrainedModel, "_initialize_weights")
 def _initialize_weights(
-    session: Session, original: Callable[..., Any], self: Any, module: Any, *args: Any, **kwargs: Any
+    session: Session, original: Original, self: Any, module: Any, *args: Any, **kwargs: Any
 ) -> None:
     if session.building:
         original(self, module, *args, **kwargs)
-    elif session.inside is None:  # else it is initialised with the model that it is a part of
+    elif session.inside is None:  # else the outer model's load initialises it
         session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
 
 
 @seam(modeling_utils, "is_fsdp_enabled")
-def _is_fsdp_enabled(session: Session, original: Callable[[], bool]) -> bool:
-    """A variable that asks to load on rank 0 alone, for FSDP, means nothing to a load that streams."""
+def _is_fsdp_enabled(session: Session, original: Original) -> bool:
+    """Ignore the environment variable by which FSDP loads on rank 0 alone: this load streams."""
     return False
 
 
 @seam(modeling_utils, "check_and_set_device_map")
-def _check_and_set_device_map(session: Session, original: Callable[..., Any], device_map: Any) -> Any:
-    """`from_pretrained` in a model's ``__init__`` meets the meta device, which transformers takes for a mistake."""
+def _check_and_set_device_map(session: Session, original: Original, device_map: Any) -> Any:
+    """Allow `from_pretrained` in an ``__init__`` under the meta device, which transformers takes for a mistake."""
     if session.inside is None:
         return original(device_map)
     if device_map is not None:
@@ -308,8 +302,8 @@ def _check_and_set_device_map(session: Session, original: Callable[..., Any], de
 
 
 @replaces(modeling_utils, "_tied_params_are_equal", since="5.23")
-def _tied_params_are_equal(original: Callable[..., bool], source: Any, target: Any) -> bool:
-    """Also of a model that is loaded already, whose weights are tied anew."""
+def _tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
+    """Compare partitions; transformers also asks for loaded models, whose weights it ties anew."""
     if not has_partition(source) or not has_partition(target):
         return original(source, target)
     from ..destinations.deepspeed.zero3 import partitions_equal

@@ -1,4 +1,4 @@
-"""Loads that are left to transformers, because weights are to lie in places that hf_zero_stream does not fill."""
+"""Finds the loads that are left to transformers: their weights go to places that hf_zero_stream does not fill."""
 
 from __future__ import annotations
 
@@ -50,13 +50,8 @@ def builds_without_memory() -> bool:
 
 
 def refuse_sharding(path: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments by which transformers would shard the model that is streamed or planned.
-
-    Raises:
-        UnsupportedError: names the argument.
-    """
-    sharding = sharding_argument(kwargs)
-    if sharding:
+    """Raise an UnsupportedError if transformers would shard the model that is to be streamed or planned."""
+    if sharding := sharding_argument(kwargs):
         raise UnsupportedError(
             f"{path}: {sharding}= shards the model by transformers' own code, and sharded models are not streamed "
             "yet. Leave it out, or load with from_pretrained."

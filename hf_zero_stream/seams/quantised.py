@@ -1,7 +1,7 @@
-"""Quantised checkpoints that come out dequantised: transformers' own arithmetic, given a piece at a time.
+"""Dequantises checkpoints by transformers' own arithmetic, a piece at a time.
 
-A dequantising op makes whole tensors, and the merge of a mixture's experts a fused one. Here each result becomes a
-lazy tensor that calls the op's own function on slices of its inputs, once a rank's part of it is asked for.
+transformers' ops make whole tensors, and fuse those of a mixture's experts. Here each result is a lazy tensor, which
+calls the op's own function on slices of its inputs when a rank reads its part.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -21,25 +21,24 @@ from transformers.integrations import mxfp4
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
-from .session import Session, replaces, seam
+from .session import Original, Session, replaces, seam
 
 
 __all__ = ["dequantising", "mapped_gguf_values", "stays_quantised"]
 
-
 Part = dict[int, tuple[int, Fraction | int]]
-"""Where a dimension of the result is found in an input; see :class:`..checkpoint.nodes.Blockwise`."""
+"""Where an input holds each dimension of the result; see :class:`..checkpoint.nodes.Blockwise`."""
 
 
 def stays_quantised(hf_quantizer: Any) -> bool:
-    """Whether the model keeps a quantised form, which ZeRO-3 cannot partition; else conversion ops dequantise."""
+    """Whether the model keeps a quantised form, which ZeRO-3 cannot partition."""
     if hf_quantizer is None:
         return False
     return not (hf_quantizer.pre_quantized and getattr(hf_quantizer.quantization_config, "dequantize", False))
 
 
 def _optional(module: str, name: str) -> Any:
-    """An attribute of one of transformers' integrations, which not every version has; None without it."""
+    """An attribute of one of transformers' integrations; None if the installed version lacks it."""
     try:
         return getattr(importlib.import_module(f"transformers.integrations.{module}"), name, None)
     except ImportError:
@@ -50,7 +49,7 @@ def _optional(module: str, name: str) -> Any:
 
 
 @replaces(mxfp4, "convert_moe_packed_tensors")
-def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scales: Any, **kwargs: Any) -> Any:
+def _convert_moe_packed_tensors(original: Original, blocks: Any, scales: Any, **kwargs: Any) -> Any:
     """Blocks of shape [experts, rows, groups, bytes] and scales of [experts, rows, groups] give
     [experts, groups * 2 * bytes, rows]: the result is transposed, and each byte holds two values.
     """
@@ -72,11 +71,11 @@ def _convert_moe_packed_tensors(original: Callable[..., Any], blocks: Any, scale
 
 
 @replaces(_optional("finegrained_fp8", "Fp8Dequantize"), "_dequantize_one", since="5.8")
-def _dequantize_one(original: Callable[..., Any], self: Any, quantized: Any, scales: Any, output_dtype: Any) -> Any:
+def _dequantize_one(original: Original, self: Any, quantized: Any, scales: Any, output_dtype: Any) -> Any:
     """A matrix of float8 values, or of pairs of float4 values in a byte, times a grid of scales.
 
-    transformers 5.23 refuses a grid that does not divide the matrix, as that of DeepSeek-V3's `kv_a_proj_with_mqa`
-    (576 rows in blocks of 128) does not: then the last block is cut short, as in DeepSeek's own code.
+    transformers 5.23 refuses blocks that do not divide the matrix, such as those of 128 for the 576 rows of
+    DeepSeek-V3's `kv_a_proj_with_mqa`. Here the last block is cut short, as in DeepSeek's own code.
     """
     if not isinstance(quantized, LazyTensor) or output_dtype is None or scales.dim() != 2 or quantized.dim() != 2:
         return original(self, quantized, scales, output_dtype=output_dtype)
@@ -101,7 +100,7 @@ def _dequantize_one(original: Callable[..., Any], self: Any, quantized: Any, sca
 
 
 class _Grid(NamedTuple):
-    """How a matrix of `sizes` is quantised: values in one element, and the shape of the block that shares a scale."""
+    """How a matrix of `sizes` is quantised: `packing` values in an element, one scale for each `block` of values."""
 
     sizes: tuple[int, int]
     packing: int
@@ -113,7 +112,7 @@ class _Grid(NamedTuple):
 def _grid(
     shape: tuple[int, int], dtype: torch.dtype, scales: tuple[int, int], configured: tuple[int, int]
 ) -> _Grid | None:
-    """The grid of a matrix, the same for thousands of experts; None where blocks and sizes do not fit."""
+    """The grid of a matrix; None if blocks and sizes do not fit. Cached: thousands of experts have the same."""
     packing = 2 if dtype in (torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) else 1
     rows, columns = shape[0], shape[1] * packing
     block = (_block_of(rows, scales[0], configured[0]), _block_of(columns, scales[1], configured[1]))
@@ -126,16 +125,16 @@ def _grid(
 
 
 def _block_of(size: int, count: int, configured: int) -> int:
-    """The length of `count` even blocks, else the configured one; 0 if that does not give so many."""
+    """The length of `count` even blocks, else the configured one; 0 if that does not give `count` blocks."""
     if size % count == 0:
         return size // count
     return configured if -(-size // configured) == count else 0
 
 
 def _repeated(scales: torch.Tensor, dim: int, begin: int, size: int, block: int) -> torch.Tensor:
-    """One scale for each of the `size` values from `begin` on, unless they are whole blocks, to which theirs fit."""
+    """One scale for each of the `size` values from `begin` on, if these are not whole blocks."""
     if begin % block == 0 and size % block == 0:
-        return scales
+        return scales  # the op itself repeats them
     index = torch.arange(begin, begin + size) // block
     return scales.index_select(dim, index - index[0])
 
@@ -147,11 +146,7 @@ _COMPRESSED_FORMATS = ("dense", "float-quantized", "naive-quantized", "int-quant
 
 @contextmanager
 def dequantising(hf_quantizer: Any) -> Iterator[None]:
-    """While a checkpoint's tensors are converted: what only its quantisation needs.
-
-    Raises:
-        UnsupportedError: a format that cannot be dequantised a piece at a time.
-    """
+    """Inside, compressed-tensors works on lazy tensors; raises an UnsupportedError for formats that cannot."""
     compressor = getattr(hf_quantizer, "compressor", None)
     if compressor is None:
         yield
@@ -175,18 +170,18 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
 
 
 @seam(_optional("compressed_tensors", "CompressedTensorsDequantize"), "convert", since="5.21")
-def _merge_dequantised_experts(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The op allocates a fused tensor and copies each expert into it: that allocation becomes a list of them."""
+def _merge_dequantised_experts(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+    """The op copies each expert into a fused tensor that it allocates; a :class:`_Stack` replaces that tensor."""
     with _PreallocatedStacks():
         result = original(*args, **kwargs)
     return {name: value.stacked() if isinstance(value, _Stack) else value for name, value in result.items()}
 
 
 class _PreallocatedStacks(TorchFunctionMode):
-    """Inside, ``torch.empty`` on the host gives a :class:`_Stack`.
+    """Inside, ``torch.empty`` on the host returns a :class:`_Stack`.
 
-    transformers' op allocates the fused tensor in the middle of a long function, where it calls nothing of its own
-    that could be replaced instead. Unlike a patched ``torch.empty``, a function mode holds in this thread only.
+    transformers' op calls it in the middle of a long function, without a function of its own that could be replaced
+    instead. Unlike a patch of ``torch.empty``, a function mode is active in this thread only.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,11 +207,8 @@ class _Stack:
         return torch.stack([self._values[index].detach() for index in range(len(self._values))])
 
 
-def _decompress_packed(original: Callable[..., Any], cls: Any, state_dict: Any, scheme: Any) -> Any:
-    """Its shape is a tensor in the shard: read one by one, they would be thousands of tiny reads.
-
-    A group's scales give the number of columns too.
-    """
+def _decompress_packed(original: Original, cls: Any, state_dict: Any, scheme: Any) -> Any:
+    """Compute the shape from the scales: it is a tensor in the shard too, but reading each takes a tiny read."""
     packed, scale = state_dict["weight_packed"], state_dict["weight_scale"]
     if isinstance(packed, LazyTensor) and scheme.weights.group_size and scale.dim() == 2:
         columns = scale.shape[-1] * scheme.weights.group_size
@@ -225,9 +217,7 @@ def _decompress_packed(original: Callable[..., Any], cls: Any, state_dict: Any, 
     return original(cls, state_dict, scheme)
 
 
-def _unpack_from_int32(
-    original: Callable[..., Any], value: Any, num_bits: int, shape: Any, packed_dim: int = 1
-) -> Any:
+def _unpack_from_int32(original: Original, value: Any, num_bits: int, shape: Any, packed_dim: int = 1) -> Any:
     """32 integers of `num_bits` bits lie in `num_bits` words, side by side along `packed_dim`."""
     if not isinstance(value, LazyTensor) or value.dim() != 2:
         return original(value, num_bits, shape, packed_dim)
@@ -251,7 +241,7 @@ def _unpack_from_int32(
 
 
 def mapped_gguf_values(state_dict: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a GGUF file that transformers has mapped into memory, without a copy of them."""
+    """The tensors of a GGUF file that transformers has mapped into memory, without copies."""
     dtypes = _optional("gguf.reader", "_TORCH_DTYPE") or {}
     values = {}
     with warnings.catch_warnings():
@@ -265,8 +255,8 @@ def mapped_gguf_values(state_dict: Any) -> dict[str, torch.Tensor]:
 
 
 @replaces(_optional("gguf", "gguf_conversion_mapping"), "dequantize_blocks", since="5.17")
-def _dequantize_blocks(original: Callable[..., Any], raw: Any, kind: Any, rows: int, columns: int, dtype: Any) -> Any:
-    """Rows of blocks; how many bytes and values a block has is the kind's."""
+def _dequantize_blocks(original: Original, raw: Any, kind: Any, rows: int, columns: int, dtype: Any) -> Any:
+    """Rows of blocks; the kind says how many bytes and values a block has."""
     if not isinstance(raw, LazyTensor):
         return original(raw, kind, rows, columns, dtype)
     values, nbytes = _optional("gguf.dequant", "GGML_BLOCK")[kind]

@@ -1,8 +1,8 @@
 """The seams of ``save_pretrained``: transformers decides what is saved under which name in which shard, we write it.
 
-transformers' own function runs in a temporary folder, with a state dict of lazy tensors. It reverses its renames and
-conversions over them, splits them into shards and writes config, generation config, custom code and index; only the
-function with which it would write a shard is replaced by one that notes what it is given.
+transformers' own function runs in a temporary folder, on a state dict of lazy tensors. It reverses its renames and
+conversions, splits the tensors into shards and writes config, generation config, custom code and index. We replace the
+function that writes a shard by one that only notes its arguments.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ refuse_unknown_version(
     [name for name in ("safe_save_file", "unwrap_model", "_add_variant") if name not in vars(modeling_utils)],
 )
 
-
 _noted: ContextVar[list[NotedShard] | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
 
 
@@ -48,7 +47,7 @@ def is_noting() -> bool:
 
 
 def _unwrap_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """A PreTrainedModel is no wrapper; accelerate would import DeepSpeed, which takes seconds, to find that out."""
+    """A PreTrainedModel is no wrapper; to find that out, accelerate would import DeepSpeed, which takes seconds."""
     return model if is_noting() and isinstance(model, PreTrainedModel) else original(model, *args, **kwargs)
 
 
@@ -68,15 +67,14 @@ def lay_out_pretrained(
     own_code: bool = True,
     **kwargs: Any,
 ) -> list[NotedShard]:
-    """Have ``model.save_pretrained`` write everything but the shards into `folder`, and return those.
+    """Have ``model.save_pretrained`` write everything but the shards into `folder`, and return the shards.
 
     Args:
         state_dict: every entry of the model's state dict, lazy.
-        parameters: lazy tensors with the shapes of the model's parameters, which partitioned ones do not show.
+        parameters: lazy tensors with the whole shapes of the model's parameters, which partitioned ones do not show.
         num_parameters: number of elements of all parameters, for the index.
         dtype: written to the config as the dtype of the weights; default: the model's own.
-        own_code: run the ``save_pretrained`` of the model's class, which may do more than transformers' own; false
-            if that runs around this.
+        own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
         kwargs: for ``save_pretrained``.
     """
     noted: list[NotedShard] = []
@@ -90,7 +88,7 @@ def lay_out_pretrained(
         "get_parameter": parameter,
     }
     token = _noted.set(noted)
-    vars(model).update(methods)  # in place of those of its class
+    vars(model).update(methods)  # they hide those of its class
     try:
         with _patches.held():
             save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
@@ -105,12 +103,12 @@ def lay_out_pretrained(
 
 
 def index_name(variant: str | None) -> str:
-    """The file name of a sharded checkpoint's index."""
+    """The file name of the index of a sharded checkpoint."""
     return modeling_utils._add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)
 
 
 def note_dtype(path: Path, dtype: torch.dtype) -> None:
-    """Have a ``config.json`` say that the weights are of `dtype`."""
+    """Write `dtype` into a ``config.json`` as that of the weights."""
     config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("torch_dtype", None)  # the name of earlier versions
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -16,7 +16,10 @@ from ..errors import UnsupportedError
 from ..patching import Replacement
 
 
-__all__ = ["REPLACEMENTS", "Session", "missing_names", "replaces", "seam"]
+__all__ = ["REPLACEMENTS", "Original", "Session", "missing_names", "replaces", "seam"]
+
+Original = Callable[..., Any]
+"""The function of transformers that a seam is called in place of."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -24,14 +27,13 @@ REPLACEMENTS: dict[tuple[Any, str], Replacement] = {}
 """(owner, attribute) of transformers -> what is called in its place inside ``streaming()``."""
 
 missing_names: list[str] = []
-"""What the installed transformers lacks, of the attributes that every supported version has."""
+"""Attributes that every supported version of transformers has, and the installed one lacks."""
 
 
 def replaces(owner: Any, name: str, *, since: str = "") -> Callable[[Function], Function]:
-    """Have the decorated function called in place of ``owner.name`` inside ``streaming()``, with the original first.
+    """Call the decorated function in place of ``owner.name`` inside ``streaming()``, with the original first.
 
-    If not every supported version of transformers has `name`, `since` is the first that has it; without it, there is
-    nothing to replace.
+    `since` is the first version of transformers that has `name`, if not every supported one does.
     """
 
     def register(replacement: Function) -> Function:
@@ -47,7 +49,7 @@ def replaces(owner: Any, name: str, *, since: str = "") -> Callable[[Function], 
 
 
 def seam(owner: Any, name: str, *, since: str = "") -> Callable[[Function], Function]:
-    """As :func:`replaces`, but only while a load of this thread streams; its session is the first argument."""
+    """As :func:`replaces`, but only while this thread streams a load, whose session is the first argument."""
 
     def register(replacement: Function) -> Function:
         replaces(owner, name, since=since)(functools.partial(_if_streaming, replacement))
@@ -56,7 +58,7 @@ def seam(owner: Any, name: str, *, since: str = "") -> Callable[[Function], Func
     return register
 
 
-def _if_streaming(replacement: Callable[..., Any], original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def _if_streaming(replacement: Callable[..., Any], original: Original, /, *args: Any, **kwargs: Any) -> Any:
     session = _session.get()
     if session is None or session.stock_reason:
         return original(*args, **kwargs)
@@ -65,20 +67,19 @@ def _if_streaming(replacement: Callable[..., Any], original: Callable[..., Any],
 
 @dataclass(eq=False)
 class Session:
-    """One ``from_pretrained`` that streams: what its seams share. Active inside ``with session:``, in this thread.
+    """What the seams of one streaming ``from_pretrained`` share. Active inside ``with session:``, in this thread.
 
     Attributes:
-        load: carries the load out.
         instead_of_placing: see :meth:`run_until_placing`.
-        inside: the session whose model is being built, where that model's ``__init__`` calls ``from_pretrained``. Then
-            the model of this one stays lazy, and is placed as a part of the other.
+        inside: the session whose model is being built, if that model's ``__init__`` makes this ``from_pretrained``.
+            Then this session's model stays lazy, and is placed as a part of the other.
         strict: raise if the checkpoint does not fit the model exactly.
         has_nested: whether the model's ``__init__`` called ``from_pretrained``.
         stock_reason: why the load is left to stock; empty while it streams.
-        building: whether the model is being built.
+        building: whether transformers is building the model.
         model: the lazy model, once transformers loads its weights.
         placing: places the lazy model's values, once transformers knows which of them are missing.
-        spares, chains: what :mod:`.keys` uses again from key to key.
+        spares, chains: caches of :mod:`.keys`.
     """
 
     load: Load
@@ -103,12 +104,10 @@ class Session:
             self.load.close()
 
     def run_until_placing(self, path: str, from_pretrained: Callable[[], object]) -> Any:
-        """Call `from_pretrained` as far as its lazy model, and return what :attr:`instead_of_placing` makes of it.
+        """Call `from_pretrained` up to its lazy model, and return what :attr:`instead_of_placing` makes of that.
 
-        That is called with the lazy model, with the names that are missing, and with those that are tied.
-
-        Raises:
-            UnsupportedError: the load of `path` is one that does not stream.
+        It is called with the lazy model, the missing names and the tied names. Raises an UnsupportedError if the load
+        of `path` does not stream.
         """
         try:
             with self:
@@ -119,15 +118,15 @@ class Session:
         raise UnsupportedError(f"{path} cannot be streamed: {reason}.")
 
     def place(self, missing: set[str], tied: set[str]) -> None:
-        """Place the model's values, or do what is done instead of that and end ``from_pretrained`` here."""
+        """Place the model's values; or call :attr:`instead_of_placing`, and end ``from_pretrained`` here."""
         if self.instead_of_placing is not None:
             raise _Stopped(self.instead_of_placing(self.model, missing, tied))
         self.load.place(self.model, missing, tied)
 
     def nested(self, strict: bool) -> Session | None:
-        """A session for a ``from_pretrained`` that is called now, if that happens while the model is built lazily.
+        """The session for a ``from_pretrained`` that is called while this session's model is built lazily.
 
-        None where it is left to transformers, which outside ZeRO-3 has an error for it.
+        None if that call is left to transformers, which outside ZeRO-3 has an error for it.
         """
         lazy = self.load.destination.hides_zero3 or self.instead_of_placing is not None
         if not self.building or self.stock_reason or not (lazy or self.inside is not None):
@@ -137,7 +136,6 @@ class Session:
 
     @staticmethod
     def current() -> Session | None:
-        """The session of this thread."""
         return _session.get()
 
 
@@ -147,9 +145,9 @@ _session: ContextVar[Session | None] = ContextVar("hf_zero_stream_session", defa
 class _Stopped(BaseException):
     """Carries a result out of a ``from_pretrained`` that was only called for its lazy model.
 
-    An exception, because what transformers would do next (initialise, tie, dispatch to devices) needs the values, and
-    it has no hook that returns early. A ``BaseException``, so that no ``except Exception`` between here and the
-    caller, in transformers or in a model's own code, takes it for a failure.
+    An exception, because transformers has no hook that returns early, and its next steps (initialise, tie, dispatch to
+    devices) need the values. A ``BaseException``, so that no ``except Exception`` of transformers or of a model's code
+    catches it.
     """
 
     def __init__(self, result: Any) -> None:

@@ -1,8 +1,4 @@
-"""accelerate and the Trainer, which wrap a model and save it; the only module that imports accelerate.
-
-What their functions become inside ``streaming()``, whoever saves gives to :class:`TrainerPatches` and
-:func:`accelerator_replacements`.
-"""
+"""What we use and replace of accelerate and the Trainer; the only module that imports accelerate."""
 
 from __future__ import annotations
 
@@ -33,36 +29,36 @@ __all__ = [
 
 def accelerate_config_file() -> str:
     """Where ``accelerate config`` writes its file."""
-    from accelerate.commands.config.config_args import default_config_file  # with all of accelerate's commands
+    from accelerate.commands.config.config_args import default_config_file  # imports all of accelerate's commands
 
     return str(default_config_file)
 
 
 def unwrapped(model: Any) -> Any:
-    """The model inside an engine, DistributedDataParallel or what ``torch.compile`` returns, one in another or not."""
+    """The model inside any nesting of engines, DistributedDataParallel and what ``torch.compile`` returns."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     return inner if inner is model else unwrapped(inner)
 
 
 def shares_its_model(engine: Any) -> bool:
-    """Whether `engine` is DeepSpeed's, with ZeRO, around a model that transformers can save."""
+    """Whether `engine` is a DeepSpeed engine with ZeRO, around a transformers model."""
     stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
     return stage > 0 and isinstance(unwrapped(engine), PreTrainedModel)
 
 
 def is_of_a_trainer(accelerator: Accelerator) -> bool:
-    """Whether a Trainer made `accelerator`, and so others than the caller's own script may ask it for a state dict."""
+    """Whether a Trainer made `accelerator`; then not only the caller's own script asks it for state dicts."""
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     return isinstance(getattr(plugin, "hf_ds_config", None), HfTrainerDeepSpeedConfig)
 
 
 def saves_by_default(trainer: Any) -> bool:
-    """Whether `trainer` has transformers' own way to write a state dict, and no override."""
+    """Whether no subclass overrides how `trainer` writes a state dict."""
     return getattr(trainer._save, "__module__", None) == "transformers.trainer"
 
 
 def accelerator_replacements(**functions: Callable[..., Any]) -> dict[tuple[Any, str], patching.Replacement]:
-    """Replacements of the methods of an ``Accelerator`` of these names."""
+    """Replacements of the methods of ``Accelerator`` with these names."""
     return {(Accelerator, name): function for name, function in functions.items()}
 
 
@@ -70,8 +66,8 @@ class TrainerPatches:
     """Replaces the Trainer's ``save_model`` once somebody has imported the Trainer, which takes seconds.
 
     Args:
-        save_model: called with the original and the arguments.
-        others: what is replaced for as long, whether there is a Trainer or not.
+        save_model: called with the original and its arguments.
+        others: replaced for as long, whether there is a Trainer or not.
     """
 
     def __init__(self, save_model: Callable[..., Any], others: patching.Patches) -> None:
@@ -82,7 +78,7 @@ class TrainerPatches:
         self._patches: patching.Patches | None = None
 
     def acquire(self) -> None:
-        """Begin to replace, now or at the next :meth:`put_in`."""
+        """Replace the function, now or at the next :meth:`put_in` after the Trainer's import."""
         self._others.acquire()
         with self._lock:
             self._users += 1
@@ -93,11 +89,7 @@ class TrainerPatches:
             raise
 
     def put_in(self) -> bool:
-        """Replace, if the Trainer has been imported; returns whether that was new.
-
-        Raises:
-            VersionError: the Trainer is not one that is known.
-        """
+        """Replace the function if the Trainer has been imported; returns whether it was replaced just now."""
         with self._lock:
             trainer = sys.modules.get("transformers.trainer")
             if trainer is None or self._patches is not None or not self._users:
