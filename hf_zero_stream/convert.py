@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from transformers import PreTrainedModel
 
 from .checkpoint.index import CheckpointIndex
 from .checkpoint.layout import NotedShard
@@ -171,9 +170,7 @@ def _split(
     ]
 
 
-def _lazily_loaded(
-    source: Path, checkpoint: OpenCheckpoint, trust_remote_code: bool
-) -> tuple[PreTrainedModel, set[str]]:
+def _lazily_loaded(source: Path, checkpoint: OpenCheckpoint, trust_remote_code: bool) -> tuple[Any, set[str]]:
     """The model that ``from_pretrained`` would make, of tensors without values, and the keys that are tied."""
     from .loading.dry_load import lazily_loaded, load_of_layouts
 
@@ -191,9 +188,7 @@ def _lazily_loaded(
     return model, tied
 
 
-def _laid_out(
-    model: PreTrainedModel, tied: set[str], folder: Path, dtype: torch.dtype | None, **how: Any
-) -> list[NotedShard]:
+def _laid_out(model: Any, tied: set[str], folder: Path, dtype: torch.dtype | None, **how: Any) -> list[NotedShard]:
     """What ``save_pretrained`` would write of `model`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state_dict = {name: in_dtype(value, dtype) for name, value in model.state_dict().items() if name not in tied}
