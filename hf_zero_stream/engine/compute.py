@@ -19,24 +19,21 @@ from .workers import run_in_threads
 
 __all__ = ["Evaluator"]
 
-
 PIECE_BYTES = 2**20
-"""Size in bytes of the pieces that a function's result is computed in: so small that they stay in the cache."""
+"""Size of the pieces that a function's result is computed in: so small that they stay in the processor's cache."""
 
 BUFFERS_PER_PIECE = 8
-"""How many times a piece's size is in use while it is computed: slices of inputs, values in fp32 on the way."""
+"""Memory in use while a piece is computed, in pieces: slices of inputs, intermediate values in fp32."""
 
 
 class Evaluator:
     """Computes values from the shards of a checkpoint.
 
     Args:
-        source: where the shards are read.
-        request_bytes: largest single read.
         seek_bytes: a hole of at most this many bytes is read through.
         staging_bytes: bound of the memory that all threads use for pieces.
         threads: how many work on functions that can be computed piece by piece; those that need whole inputs are
-            computed one at a time, and their inputs live only for their results.
+            computed one at a time, and each frees its inputs before the next begins.
         on_bytes: called with the number of bytes after each read.
     """
 
@@ -69,11 +66,9 @@ class Evaluator:
         return values.view(view.sizes)
 
     def place(self, plan: BatchPlan, leaves: Sequence[Leaf], destinations: Sequence[torch.Tensor]) -> None:
-        """Carry out the placements of `plan`.
+        """Carry out the placements of `plan`, which refer to `leaves` by number.
 
-        Args:
-            leaves: the sources that they refer to by number.
-            destinations: one flat tensor for each target of the plan, as for :func:`.execute.execute_reads`.
+        There is one flat destination for each target of the plan, as for :func:`.execute.execute_reads`.
         """
         shared: list[tuple[Pointwise | Blockwise, Placement]] = []
         for placement in plan.placements:
@@ -116,7 +111,7 @@ class Evaluator:
         _copy(values, placement, destination[part.to :].as_strided(sizes, strides))
 
     def _parts(self, leaf: Pointwise | Blockwise, placement: Placement) -> Iterator[Placed]:
-        """What is to be placed, in pieces that take their share of the memory to compute, as far as blocks allow."""
+        """Cut what is to be placed into pieces that the thread has memory to compute, as far as blocks allow."""
         limit = max(1, self._piece_bytes // leaf.dtype.itemsize)
         for placed in place(placement.box, leaf.sizes):
             yield from _bounded(placed, leaf, limit)
@@ -157,7 +152,7 @@ class Evaluator:
     def _opaque(self, node: Opaque) -> torch.Tensor:
         """All values of `node`, flat; kept until another one is computed, because placements come one by one."""
         if self._last_result is None or self._last_result[0] is not node:
-            self._last_result = None  # free the one before first
+            self._last_result = None  # free the memory of the last one before computing
             result = node.result(self.materialise)
             if node.output is not None:
                 result = result[node.output]
@@ -199,7 +194,7 @@ def _bounded(placed: Placed, node: Pointwise | Blockwise, limit: int) -> Iterato
 
 
 def _source_strides(node: Pointwise | Blockwise) -> list[int]:
-    """How far apart in its inputs the neighbours along each dimension of `node` are; one entry more for none."""
+    """For each dimension of `node`, how far apart its neighbours are in the inputs; a last entry stands for none."""
     strides = [0] * (len(node.sizes) + 1)
     for number, view in enumerate(node.inputs()):
         part = node.parts[number] if isinstance(node, Blockwise) else {dim: (dim, 1) for dim in range(len(view.sizes))}

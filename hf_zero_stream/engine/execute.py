@@ -3,11 +3,12 @@
 Each thread takes the next read in file order. Where the destination is in host memory and wants the bytes as they
 come, they are read in place; otherwise they go through the thread's staging buffer. Positional reads and large copies
 release the GIL, and while one thread copies another waits for the storage. These threads ask for nothing in advance:
-see :mod:`read_ahead`, and why ``POSIX_FADV_WILLNEED`` is not the way there.
+:mod:`..sources.read_ahead` does, and says why not with ``POSIX_FADV_WILLNEED``.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -18,16 +19,22 @@ import torch
 from ..planning.plan import BatchPlan
 from ..planning.reads import Read
 from ..sources.base import ByteSource
-from .huge_pages import HugePages
+from ..sources.madvise import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 from .lanes import lane_class
 from .workers import run_in_threads
 
 
 __all__ = ["ReadTimes", "execute_reads"]
 
+SMALL_PAGES_BYTES_PER_SECOND = 2e9
+"""What a thread gets when it touches fresh memory page by page (of 4 KiB); with huge pages at hand, over 1e10."""
+
+CREDIT_SECONDS = 0.03
+"""How much longer than small pages huge ones may take before they are given up."""
+
 
 class ReadTimes(NamedTuple):
-    """Wall seconds of the reads of a plan, shared out over what its threads did in them.
+    """The wall seconds that the reads of a plan took, divided among what the threads did.
 
     Attributes:
         read: waiting for the source.
@@ -56,8 +63,8 @@ def execute_reads(
     Args:
         destinations: one flat tensor for each target of the plan, of its dtype and at least ``stop - start`` long.
         threads: reader threads; with 1 the calling thread reads.
-        begin: which part of the reads to begin with, in [0, 1): ranks of a host that begin at different places do not
-            all wait for the same file. Those that read ahead together all begin with 0.
+        begin: where in the reads to begin, in [0, 1): ranks of a host that begin at different places do not all wait
+            for the same file.
         on_bytes: called with the number of bytes after each read.
 
     Raises:
@@ -68,7 +75,9 @@ def execute_reads(
     first = int(begin * len(plan.reads))
     device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))
     nbytes = max(read.length for read in plan.reads)
-    writable = [_bytes_of(destination) for destination in destinations]
+    writable = [
+        memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
+    ]
     pages = HugePages(destinations)
     by_thread: list[ReadTimes] = []
 
@@ -77,7 +86,7 @@ def execute_reads(
         reading = converting = copying = 0.0
         for read in reads:
             began = time.perf_counter()
-            _populate(read, destinations, pages)
+            pages.populate(read)
             buffers = _in_place(read, writable)
             if buffers is not None:
                 source.read_into(read.shard, read.start, buffers)
@@ -109,14 +118,6 @@ def execute_reads(
     return ReadTimes(factor * read, factor * convert, factor * copy, staging_bytes)
 
 
-def _populate(read: Read, destinations: Sequence[torch.Tensor], pages: HugePages) -> None:
-    for piece in read.pieces:
-        destination, box = destinations[piece.target], piece.box
-        if destination.device.type == "cpu" and box.numel == box.to_extent:  # in any order, but without holes
-            itemsize = destination.element_size()
-            pages.populate(destination.data_ptr() + box.to * itemsize, box.numel * itemsize)
-
-
 def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:
     """Where the bytes of `read` go without staging, or None if some piece needs a cast, a scatter or a device copy."""
     buffers: list[memoryview] = []
@@ -133,7 +134,44 @@ def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryv
     return buffers
 
 
-def _bytes_of(destination: torch.Tensor) -> memoryview | None:
-    if destination.device.type != "cpu":
-        return None
-    return memoryview(destination.detach().view(torch.uint8).numpy())
+class HugePages:
+    """Populates destinations in huge pages, just before they are read into, while that is faster than in small ones.
+
+    Most of a load from the page cache is the kernel's work for fresh memory: reading 1.7 GB takes 0.75 s into pages of
+    4 KiB and 0.25 s into huge ones. What was populated just before is still in the processor's cache when it is read
+    into, and while one thread populates another may wait for the disk.
+
+    But where a virtual machine gives its free memory back to its host, the host must first find memory for each huge
+    page, and then the same load took 5 s. So pages are timed: what fast pieces gain pays for slow ones, and once
+    `CREDIT_SECONDS` are lost, huge pages are not asked for any more.
+
+    All of it is advice (``madvise(2)``): before Linux 5.14 or on another system nothing changes. Several threads may
+    share one; the credit need not be exact.
+    """
+
+    def __init__(self, destinations: Sequence[torch.Tensor]) -> None:
+        self._destinations = destinations
+        large = [d for d in destinations if d.device.type == "cpu" and d.nbytes >= 2 * HUGE_PAGE_BYTES]
+        self._large = large if sys.platform == "linux" else []
+        self._credit = CREDIT_SECONDS if self._large else 0.0
+        self._advise_all(MADV_HUGEPAGE)
+
+    def populate(self, read: Read) -> None:
+        """Populate what `read` fills in host memory."""
+        for piece in read.pieces:
+            destination, box = self._destinations[piece.target], piece.box
+            has_holes = box.numel != box.to_extent
+            if self._credit <= 0 or destination.device.type != "cpu" or has_holes:
+                continue
+            itemsize = destination.element_size()
+            nbytes = box.numel * itemsize
+            before = time.thread_time()  # time in which other threads run is not the pages'
+            advise(destination.data_ptr() + box.to * itemsize, nbytes, MADV_POPULATE_WRITE)
+            gained = nbytes / SMALL_PAGES_BYTES_PER_SECOND - (time.thread_time() - before)
+            self._credit = min(CREDIT_SECONDS, self._credit + gained)
+            if self._credit <= 0:
+                self._advise_all(MADV_NOHUGEPAGE)
+
+    def _advise_all(self, advice: int) -> None:
+        for destination in self._large:
+            advise(destination.data_ptr(), destination.nbytes, advice)

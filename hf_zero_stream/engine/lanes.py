@@ -14,24 +14,19 @@ __all__ = ["CudaLane", "Lane", "lane_class"]
 
 
 class Lane:
-    """One thread's staging buffers and the copies out of them, for destinations in host memory.
+    """One thread's staging buffers of `nbytes` each and the copies out of them, for destinations in host memory.
 
     Buffers are made at first use: a thread that only reads in place never has one. None is reused before the copies
     out of it are done. Here the reading thread copies immediately; other threads read meanwhile.
-
-    Args:
-        device: where the destinations are.
-        nbytes: size of each buffer in bytes.
     """
 
     buffers = 1
-    """How many staging buffers there are, so that the thread never waits where it need not."""
+    """The most staging buffers that a thread has."""
 
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._nbytes = nbytes
         self._filled: list[tuple[torch.Tensor, Any]] = []
         """Buffers with copies under way, and the mark behind those; the oldest first."""
-
         self._current: torch.Tensor | None = None
 
     def buffer(self, nbytes: int) -> torch.Tensor:
@@ -48,14 +43,13 @@ class Lane:
 
     @property
     def allocated_bytes(self) -> int:
-        """Size of the staging buffers that there are."""
+        """Size of all staging buffers made so far."""
         return self._nbytes * (len(self._filled) + (self._current is not None))
 
     def copy(self, source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None:
         """Copy `piece` out of `source`, the uint8 values of its byte range, with its casts.
 
-        Only the file's bytes cross the bus, in one run: casts and scatters are the destination device's, where they
-        cost nothing.
+        Only the file's bytes cross the bus, in one run: the destination's device casts and scatters, at no cost.
         """
         self._submit(lambda: _copy(source, piece, destination))
 
@@ -79,7 +73,7 @@ class Lane:
 
 
 class CudaLane(Lane):
-    """Asynchronous copies out of pinned memory on a side stream: with two buffers, one is read into meanwhile."""
+    """Copies out of pinned memory on a side stream, while the thread reads into the other buffer."""
 
     buffers = 2
 

@@ -41,21 +41,10 @@ logger = logging.getLogger(__name__)
 
 
 class Load:
-    """The state of one ``from_pretrained`` that streams.
-
-    Args:
-        config: our settings.
-        ds_config: the DeepSpeed config, which ranks must have in common; empty if there is none.
-        coordinator: the ranks that load together.
-        destination: the memory that is filled.
-    """
+    """The state of one ``from_pretrained`` that streams; `ds_config` is empty if there is none."""
 
     def __init__(
-        self,
-        config: StreamingConfig,
-        ds_config: Mapping[str, Any],
-        coordinator: Coordinator,
-        destination: Destination,
+        self, config: StreamingConfig, ds_config: Mapping[str, Any], coordinator: Coordinator, destination: Destination
     ) -> None:
         self.config = config
         self.ds_config = ds_config
@@ -65,7 +54,7 @@ class Load:
         self.clock = PhaseClock()
         self.memory = AnonymousMemory()
         self.plan: LoadPlan | None = None
-        """What this rank reads, once that is known."""
+        """What this rank reads, once it is known."""
         self.footprint: MemoryFootprint | None = None
         """The memory that this rank needs in the load and in training, if the destination knows it."""
         self._checkpoint = OpenCheckpoint(config, coordinator, device=destination.device)
@@ -76,17 +65,17 @@ class Load:
 
     @property
     def shards(self) -> tuple[Shard, ...]:
-        """The checkpoint's files, once it is open."""
+        """The files of the checkpoint, once they are open."""
         return self._checkpoint.shards
 
     def close(self) -> None:
-        """Release file handles; the load's other state is garbage once the model is returned."""
+        """Release file handles."""
         self._checkpoint.close()
 
     # ------------------------------------------------------------------------------------------------- open
 
     def read_ahead(self, files: Sequence[str]) -> None:
-        """Begin to bring safetensors shards into the page cache where that is of use; a second call does nothing."""
+        """Begin to bring safetensors shards into the page cache where that helps; a second call does nothing."""
         self._checkpoint.read_ahead(files)
 
     @property
@@ -95,7 +84,7 @@ class Load:
         return self._checkpoint.reads_itself
 
     def look_into(self, shard: str) -> CheckpointIndex:
-        """What is in one shard; where one rank reads for others, all of them ask together, and rank 0 looks."""
+        """What is in one shard; where one rank reads for others, rank 0 reads the header (all ranks)."""
         read = partial(self._checkpoint.read_headers, [shard])
         headers = self.coordinator.broadcast(read) if self._checkpoint.relays else read()
         return CheckpointIndex.from_headers([shard], headers)
@@ -131,7 +120,7 @@ class Load:
     ) -> dict[str, CheckpointSlice | torch.Tensor]:
         """Index safetensors shards and return a state dict of lazy slices; rank 0's headers serve all ranks.
 
-        What the index promises and no shard holds is in it too: see :meth:`refuse_absent`.
+        Tensors that the index promises and no shard holds are in it too: see :meth:`refuse_absent`.
         Called once more for each checkpoint that the model's ``__init__`` loads, before that of the model itself.
 
         Raises:
@@ -153,14 +142,14 @@ class Load:
             folders = self.compare_files(files)
             there_are_copies = self._has_copies(folders)
             headers, samples = self.coordinator.broadcast(read)
-            # Where one rank reads for others, what follows is for all of them together.
+            # Where one rank reads for others, an error of one must be an error of all.
             index = self.coordinator.run_on_all(checked_index) if self._checkpoint.relays else checked_index()
         for note in index.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
         first_shard = self._checkpoint.add(index.shards)
         slices = checkpoint_slices(index, self._checkpoint.materialise, first_shard)
-        # A module is given its extra state at once, and may look into it.
+        # Modules read their extra state as soon as they get it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
 
@@ -172,11 +161,7 @@ class Load:
         return not is_one_host or len(set(folders)) > 1
 
     def refuse_absent(self) -> None:
-        """Raise if values were asked for that the index promises and no shard holds; else warn of those once.
-
-        Raises:
-            CheckpointError: names a tensor, and the file that should hold it.
-        """
+        """Raise a CheckpointError if the model needs tensors that the index promises and no shard holds; else warn."""
         if self._index is None or not self.absent:
             return
         self._index.refuse_absent(name for name, piece in self.absent.items() if piece.is_wanted)
@@ -214,13 +199,13 @@ class Load:
     # ------------------------------------------------------------------------------------------------- place
 
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
-        """Turn a lazy model into one that the destination trains, and read this rank's bytes into it.
+        """Turn a lazy model into one that the destination trains, and read this rank's bytes into it (all ranks).
 
         For the arguments see :meth:`Destination.batches`.
 
         Raises:
-            HfZeroStreamError: on all ranks, if planning or reading failed on any, or if ranks are about to load
-                different things.
+            HfZeroStreamError: on all ranks, if planning or reading failed on any, or if they would load different
+                things.
         """
         device = self.destination.device
         if device.type == "cuda":
@@ -260,7 +245,7 @@ class Load:
     # ------------------------------------------------------------------------------------------------- finish
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
-        """Gather every rank's figures (the last agreement), log them on the main process and return the report."""
+        """Gather every rank's figures, log them on the main process and return the report (all ranks)."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         unfilled = [name for name, tensor in tensors if lacks_values(tensor)]
         error = None
@@ -270,11 +255,8 @@ class Load:
                 "This is a fault of hf_zero_stream; please report it with the model's config."
             )
         ranks = self.coordinator.all_gather(self._rank_report(), error)
-        report = LoadReport(
-            world_size=self.coordinator.world_size,
-            ranks=tuple(ranks),
-            recast=tuple(self.destination.recast),
-        )
+        recast = tuple(self.destination.recast)
+        report = LoadReport(world_size=self.coordinator.world_size, ranks=tuple(ranks), recast=recast)
         if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
             log.info(report.table())
         return report
@@ -306,7 +288,7 @@ def _is_extra_state(key: str) -> bool:
 
 
 def _explained(error: BaseException, rank: int) -> BaseException:
-    """`error`, or if memory ran out where nobody said what it was for, one of ours that says so."""
+    """`error`, or a LoadError that says that memory ran out, if that is why and no LoadError says so yet."""
     if isinstance(error, LoadError) or not is_out_of_memory(error):
         return error
     explained = LoadError(f"out of memory on rank {rank} while loading: {error}")

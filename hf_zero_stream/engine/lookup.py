@@ -1,8 +1,8 @@
-"""Elements of a lazy tensor, looked up one by one: slow and simple, as a second opinion on planned reads.
+"""Looks up elements of a lazy tensor one by one: slow and simple, as a second opinion on planned reads.
 
 A load turns views into boxes, merges these into reads, and copies with several threads. Here each element's place is
-followed through the nodes by plain index arithmetic instead, so that a fault in any of those would be seen. Runs of
-elements that stay together are kept as ranges, which is most of them.
+followed through the nodes by plain index arithmetic instead, so that a fault in any of those would be seen. Most
+elements stay together in runs, which are kept as ranges.
 """
 
 from __future__ import annotations
@@ -36,16 +36,14 @@ Positions: TypeAlias = range | torch.Tensor
 """Positions in a flat buffer: consecutive, or int64 in any order."""
 
 SEEK_BYTES = 512
-"""A hole of at most so many bytes between two elements of a file is read through."""
+"""A hole of at most this many bytes between two elements of a file is read through."""
 
 
 class Lookup:
     """Looks up elements in the shards of a checkpoint; safe to use from several threads.
 
-    Args:
-        source: where the shards are read.
-        compute: gives the values of a view of a function's result (see :class:`.compute.Evaluator`): functions are
-            evaluated as in a load, from inputs that are read again.
+    `compute` gives the values of a view of a function's result (see :class:`.compute.Evaluator`): functions are
+    evaluated as in a load, from inputs that are read again.
     """
 
     def __init__(self, source: ByteSource, compute: Callable[[View], torch.Tensor]) -> None:
@@ -54,11 +52,7 @@ class Lookup:
         self._computing = threading.Lock()
 
     def values(self, view: View, start: int, stop: int) -> torch.Tensor:
-        """The elements ``[start, stop)`` of `view` in row-major order; 1-d, of its dtype, in host memory.
-
-        Raises:
-            ReadError, CheckpointError: a shard could not be read.
-        """
+        """The elements ``[start, stop)`` of `view` in row-major order; 1-d, of its dtype, in host memory."""
         return self._of_view(view, range(start, stop))
 
     def _of_view(self, view: View, at: Positions) -> torch.Tensor:

@@ -29,10 +29,8 @@ from .workers import run_in_threads
 
 __all__ = ["OpenCheckpoint", "choose_threads"]
 
-SAMPLES = 8
-"""Pieces of a file that are compared with those of its copy on another host."""
-
-SAMPLE_BYTES = 4096
+SAMPLES, SAMPLE_BYTES = 8, 4096
+"""How many pieces of a file are compared with those of its copy on another host, and how large each is."""
 
 SAMPLING_THREADS = 8
 """They wait for a disk or a network, and hardly compute."""
@@ -42,10 +40,7 @@ class OpenCheckpoint:
     """The open files of one load, and how this rank reads them.
 
     Args:
-        config: our settings.
-        coordinator: the ranks that load together.
         source: where a rank that reads itself reads from; default: files of this host.
-        format: of the files.
         device: the device that this rank trains on; it decides how many staging buffers a thread has.
     """
 
@@ -69,7 +64,7 @@ class OpenCheckpoint:
         self.source = source or LocalFiles(
             direct_io=config.direct_io, cache_bytes=psutil.virtual_memory().total, retries=self.retries
         )
-        """Where this rank reads from: another rank, once there are files, if that one reads for it."""
+        """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
 
     def close(self) -> None:
@@ -82,7 +77,7 @@ class OpenCheckpoint:
     def read_ahead(self, paths: Sequence[str]) -> None:
         """Begin to bring files into the page cache, if the ranks of this host will read all of them, and through it.
 
-        Over a network each rank reads its own bytes only: many streams are faster there than one long run.
+        Over a network each rank reads its own bytes only: there, many streams are faster than one long run.
         """
         topology = self._coordinator.topology
         shares = len(topology.ranks_of_host)
@@ -90,31 +85,28 @@ class OpenCheckpoint:
         if self._ahead is not None or shares != self._coordinator.world_size or not through_cache:
             return
         with suppress(OSError, RuntimeError):  # ignored here: the reads themselves will raise
-            # Files that do not fit would only push their own beginnings out of the page cache, and all else first.
+            # Files that do not fit would push everything else out of the page cache, and then their own beginnings.
             fits = sum(map(os.path.getsize, paths)) < psutil.virtual_memory().total
             if fits and self.source.hints(paths).reads_ahead:
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
     def expect(self, nbytes: int) -> None:
-        """Say how many bytes this rank is about to read, going once through the files.
+        """Prepare for one pass through the files that reads `nbytes`; called before it.
 
-        Reading ahead stops, unless these are nearly all of the files: partitions are of equal size.
+        Reading ahead stops unless all ranks, whose partitions are of equal size, will read nearly all of the files.
         """
         if self._ahead is not None and nbytes * self._coordinator.world_size < 0.9 * self._ahead.total_bytes:
             self._stop_reading_ahead()
         self._before, self._expected = self.source.bytes_read, nbytes
 
     def note_progress(self) -> None:
-        """Tell reading ahead how far the reads have come; called after each."""
+        """Tell reading ahead how far the reads have come; called after each read."""
         if self._ahead is not None:
             self._ahead.reached((self.source.bytes_read - self._before) / max(1, self._expected))
 
     @property
     def first_read(self) -> float:
-        """Which part of its reads this rank begins with, in [0, 1).
-
-        Ranks that read ahead together go through the files together; others begin at different places.
-        """
+        """Where in its reads this rank begins, in [0, 1): ranks that read ahead together all begin with the first."""
         topology = self._coordinator.topology
         return 0.0 if self._ahead else topology.position / len(topology.ranks_of_host)
 
@@ -126,7 +118,7 @@ class OpenCheckpoint:
     # ------------------------------------------------------------------------------------------ files
 
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
-        """The headers of `paths`; what the files were then is compared with what they are when they are read.
+        """Read the headers of `paths`; when values are read, each file must still be the one that it was then.
 
         Raises:
             ReadError: a file is missing or cannot be read.
@@ -136,16 +128,11 @@ class OpenCheckpoint:
         def is_transient(error: BaseException) -> bool:
             return self.source.is_transient(error.__cause__)
 
-        return [
-            self.retries.call(partial(self._format.read_header, self.source, path), is_transient) for path in paths
-        ]
+        reads = (partial(self._format.read_header, self.source, path) for path in paths)
+        return [self.retries.call(read, is_transient) for read in reads]
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
-        """For each file a digest of some of its bytes, 8 bytes long: copies with other values have another one.
-
-        Raises:
-            ReadError: a file cannot be read.
-        """
+        """For each file, a digest of some of its bytes, 8 bytes long; raises ReadError if one cannot be read."""
         found: dict[str, bytes] = {}
 
         def work(pending: Iterator[str]) -> None:
@@ -166,18 +153,15 @@ class OpenCheckpoint:
             return hashlib.blake2b(b"".join(pieces), digest_size=8).digest()
 
     def add(self, shards: tuple[Shard, ...]) -> int:
-        """Read from `shards` too from now on; where one rank reads for others, all of them call it together.
+        """Append to :attr:`shards`, and return the number of the first of them (all ranks, if one reads for others).
 
         From then on a rank that does not see the shards asks the one that does, in planning too.
-
-        Returns:
-            The number of the first of them among :attr:`shards`.
         """
         first = len(self.shards)
         self.shards = (*self.shards, *shards)
         self.source.add(shards)
         if self._is_relayed:
-            self._coordinator.agree()  # nobody may ask for a shard that the reading rank does not know yet
+            self._coordinator.agree()  # no rank may ask for a shard that the reading rank does not know yet
         elif self.relays and self.shards:
             self.source = through_relay(self.source, self._paths, self._config, self._coordinator)
             self._is_relayed = True
@@ -195,7 +179,6 @@ class OpenCheckpoint:
         self._evaluator = self.evaluator()
 
     def evaluator(self, threads: int = 1, on_bytes: Callable[[int], None] | None = None) -> Evaluator:
-        """What computes values from these files; see there."""
         return Evaluator(
             self.source,
             request_bytes=self.request_bytes,
@@ -209,7 +192,6 @@ class OpenCheckpoint:
         """The values of `view`, read now, in a new host tensor.
 
         Raises:
-            ReadError, CheckpointError: a shard could not be read.
             PeerError: the rank that reads for this one died.
         """
         with self._coordinator.naming_dead_rank():
@@ -217,20 +199,16 @@ class OpenCheckpoint:
 
     @property
     def relays(self) -> bool:
-        """Whether ranks read for others, and not each for itself."""
+        """Whether some ranks read for others."""
         return self._config.read_from != "all" and not self._coordinator.is_alone
 
     @property
     def reads_itself(self) -> bool:
-        """Whether this rank reads the shards, and not another one for it."""
+        """Whether this rank reads the shards, and no other rank for it."""
         return not self.relays or self._coordinator.rank == reader_and_clients(self._config, self._coordinator)[0]
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Open these shards, so that one that is missing here is found before anything is read.
-
-        Raises:
-            ReadError, CheckpointError: a shard cannot be opened, or is not the one whose header was read.
-        """
+        """Open these shards, so that one that is missing or not the one whose header was read is found early."""
         if self.reads_itself:
             run_in_threads(sorted(set(numbers)), self.source.open, self.threads())
 
@@ -252,7 +230,6 @@ class OpenCheckpoint:
             raise
 
     def threads(self) -> int:
-        """How many threads read at once."""
         buffers = self._config.staging_bytes // max(1, self.request_bytes * lane_class(self._device).buffers)
         ranks = self._coordinator.topology.sharing_cores
         return choose_threads(self._config.reader_threads, buffers, ranks, self._hints)
@@ -261,11 +238,10 @@ class OpenCheckpoint:
 def choose_threads(wanted: int, buffers: int, ranks_on_host: int, hints: Hints) -> int:
     """How many threads of a rank read at once: `wanted`, or if that is 0 by the source; at most one for each buffer.
 
-    From a local disk: the rank's share of the host's cores; at least 4, so that the disk has several requests at hand
-    while one copies or has fresh memory made; at most 8, because copies out of the page cache are bound by memory
-    bandwidth.
-    From another machine: the rank's share of the streams that use all of the bandwidth, at least 4, whatever the
-    cores: they wait.
+    From a local disk: the rank's share of the host's cores; at least 4, so that the disk has several requests while
+    one thread copies or waits for fresh memory; at most 8, because memory bandwidth bounds copies from the page cache.
+    From another machine: the rank's share of the streams that use all of the bandwidth, at least 4 whatever the cores,
+    because such threads mostly wait.
     """
     if not wanted and hints.is_remote:
         wanted = min(hints.streams_per_rank, max(4, hints.streams_per_host // ranks_on_host))

@@ -1,4 +1,4 @@
-"""Filling destinations from a checkpoint's files, batch by batch, in the way that the settings ask for."""
+"""Fills destinations from a checkpoint's files, batch by batch, as the settings ask for."""
 
 from __future__ import annotations
 
@@ -26,15 +26,7 @@ Filled = tuple[Sequence[Item], Sequence[torch.Tensor]]
 
 
 class Reader:
-    """Fills destinations from an open checkpoint.
-
-    Args:
-        checkpoint: the open files.
-        config: our settings.
-        coordinator: the ranks that load together.
-        clock: what the phases took.
-        memory: sampled where it may be at its peak.
-    """
+    """Fills destinations from an open checkpoint; adds to `clock`; samples `memory` where it may be at its peak."""
 
     def __init__(
         self,
@@ -47,7 +39,6 @@ class Reader:
         self.staging_bytes = 0
         """Most bytes of staging buffers that there were at one time."""
         self.verification = Verification(how=config.verify)
-        """What was verified."""
         self._checkpoint = checkpoint
         self._config = config
         self._coordinator = coordinator
@@ -56,24 +47,19 @@ class Reader:
 
     def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, list[Sequence[Leaf]]]:
         """How this rank is going to fill `batches`; for each, the sources that its placements refer to by number."""
-        plans: list[BatchPlan] = []
-        leaves: list[Sequence[Leaf]] = []
-        for batch in batches:
-            plan, of_batch = plan_batch(
+        planned = [
+            plan_batch(
                 ((item.target, item.view) for item in batch.items),
                 request_bytes=self._checkpoint.request_bytes,
                 seek_bytes=self._config.seek_bytes,
             )
-            plans.append(plan)
-            leaves.append(of_batch)
-        rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        return LoadPlan(rank, world_size, self._checkpoint.shards, tuple(plans)), leaves
+            for batch in batches
+        ]
+        plans, leaves = tuple(plan for plan, _ in planned), [leaves for _, leaves in planned]
+        return LoadPlan(self._coordinator.rank, self._coordinator.world_size, self._checkpoint.shards, plans), leaves
 
     def fill(self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]]) -> None:
-        """Fill the memory of `batches`, one after the other, as `plan` says.
-
-        Args:
-            plan: what :meth:`plan` returned for them, with `leaves`.
+        """Fill the memory of `batches`, one after the other, by the `plan` and `leaves` that :meth:`plan` returned.
 
         Raises:
             ReadError, CheckpointError: a shard could not be read, or changed meanwhile.
@@ -90,9 +76,8 @@ class Reader:
         )
         with self._checkpoint.reading():
             kept = self._fill(batches, plan, leaves, verifier)
-            self._verify_kept(
-                kept, {name: tensor for batch in batches for name, tensor in batch.completes.items()}, verifier
-            )
+            completes = {name: tensor for batch in batches for name, tensor in batch.completes.items()}
+            self._verify_kept(kept, completes, verifier)
             if self._config.verify != "off":
                 self._checkpoint.source.check_unchanged()
         self.verification = verifier.result
@@ -100,7 +85,7 @@ class Reader:
     def _fill(
         self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]], verifier: Verifier
     ) -> list[Filled]:
-        """Fill all batches, and verify those that are temporary; the others are returned."""
+        """Fill all batches, verify those that are temporary, and return the others."""
         threads, bytes_read = self._checkpoint.threads(), plan.cost.bytes_read
         self._checkpoint.expect(bytes_read if len(batches) == 1 else 0)
         kept: list[Filled] = []
@@ -109,7 +94,7 @@ class Reader:
             def on_bytes(nbytes: int) -> None:
                 bar.update(nbytes)
                 self._checkpoint.note_progress()
-                self._coordinator.check()  # no need to read on for ranks that are not there any more
+                self._coordinator.check()  # stop reading once another rank has died
 
             evaluator = self._checkpoint.evaluator(threads, on_bytes)
             for batch, of_batch, sources in zip(batches, plan.batches, leaves, strict=True):
@@ -131,17 +116,15 @@ class Reader:
                     if not batch.is_collective:
                         raise
                 if batch.is_collective:
-                    self._coordinator.agree(error)  # nobody may wait in a collective for a rank that gave up
+                    self._coordinator.agree(error)  # no rank may wait in a collective for one that gave up
                 batch.finish()
         return kept
 
     def _read(
         self, plan: BatchPlan, memory: Sequence[torch.Tensor], threads: int, on_bytes: Callable[[int], None]
     ) -> None:
-        first_read = self._checkpoint.first_read
-        times = execute_reads(
-            plan, memory, self._checkpoint.source, threads=threads, begin=first_read, on_bytes=on_bytes
-        )
+        begin, source = self._checkpoint.first_read, self._checkpoint.source
+        times = execute_reads(plan, memory, source, threads=threads, begin=begin, on_bytes=on_bytes)
         self.staging_bytes = max(self.staging_bytes, times.staging_bytes)
         self._clock.add("read", times.read)
         self._clock.add("convert", times.convert)

@@ -1,8 +1,8 @@
-"""What ranks that load together must have in common, compared before anything is read.
+"""Compares what ranks that load together must have in common, before anything is read.
 
-Nodes of a cluster differ more often than one thinks: a stale copy of the checkpoint, a library that was not updated,
-an environment variable that one shell did not pass on. Each rank describes what it is about to do by short texts and
-digests, which travel with an agreement that is made anyway.
+Nodes of a cluster often differ: a stale copy of the checkpoint, a library that was not updated, an environment
+variable that one shell did not pass on. Each rank describes what it is about to do by short texts and digests, which
+travel with an agreement that is made anyway.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate
 _SETTINGS = ("chunk_bytes", "share_reads", "strict", "verify")
 _DEEPSPEED = ("zero_optimization", "bf16", "bfloat16", "fp16", "expert_parallel", "weight_quantization")
 _MAY_DIFFER = {"_name_or_path", "nvme_path"}
-"""Entries of configs that may be another on every node."""
+"""Entries of configs that may differ between nodes."""
 
 
 def description(
@@ -44,7 +44,6 @@ def description(
 
     Args:
         model: the lazy model, before anything is replaced.
-        missing: names that the checkpoint lacks.
         exchanges_reads: whether ranks exchange what they read, in pieces that depend on `staging_bytes`.
     """
     parameters = list(model.named_parameters())
@@ -66,16 +65,13 @@ def description(
 
 
 def refuse_differences(descriptions: Sequence[Mapping[str, str]]) -> None:
-    """Compare every rank's description with rank 0's.
-
-    Raises:
-        DisagreementError: names the ranks that differ, and in what.
-    """
+    """Raise a DisagreementError that names the ranks whose description is not rank 0's, and what differs."""
     first = descriptions[0]
     differing = {
-        rank: [item for item in first if other.get(item) != first[item]] for rank, other in enumerate(descriptions)
+        rank: items
+        for rank, other in enumerate(descriptions)
+        if (items := [item for item in first if other.get(item) != first[item]])
     }
-    differing = {rank: items for rank, items in differing.items() if items}
     if not differing:
         return
     rank, items = next(iter(differing.items()))
@@ -88,15 +84,11 @@ def refuse_differences(descriptions: Sequence[Mapping[str, str]]) -> None:
 
 
 Copy = tuple[ShardHeader, bytes]
-"""The header of a shard, and a sample of its values, as one rank has read them."""
+"""The header of a shard as one rank has read it, and a digest of a sample of its values."""
 
 
 def refuse_other_shards(paths: Sequence[str], own: Iterable[Copy], of_rank_0: Iterable[Copy]) -> None:
-    """Compare the shards that this rank has read with those of rank 0.
-
-    Raises:
-        CheckpointError: a shard of this rank is not rank 0's.
-    """
+    """Raise a CheckpointError if a shard that this rank has read is not the one that rank 0 has read."""
     for path, (mine, values), (theirs, their_values) in zip(paths, own, of_rank_0, strict=True):
         if mine.size_bytes != theirs.size_bytes:
             difference = f"has {mine.size_bytes} bytes where rank 0 sees {theirs.size_bytes}"
@@ -112,7 +104,7 @@ def refuse_other_shards(paths: Sequence[str], own: Iterable[Copy], of_rank_0: It
 
 
 def _version(library: str) -> str:
-    """Of the release: builds for different accelerators are taken for the same."""
+    """The release: builds for different accelerators count as the same."""
     try:
         return importlib.metadata.version(library).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -120,13 +112,13 @@ def _version(library: str) -> str:
 
 
 def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
-    """The dtypes, and after each a digest of which tensors have it."""
+    """All dtypes, and a digest that says which tensor has which."""
     names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     return f"{', '.join(sorted(set(names)))} [{_digest(*names)}]"
 
 
 def _sources(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
-    """For each tensor, the first and the last one of the checkpoint that it is made of: to walk all takes too long."""
+    """Each tensor's name, and the first and last tensor of the checkpoint that it is made of: all take too long."""
     for name, tensor in tensors:
         if isinstance(tensor, LazyTensor):
             yield from (name, *(_leaf(tensor.view_of_node, end) for end in (0, -1)))

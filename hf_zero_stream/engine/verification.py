@@ -1,11 +1,11 @@
-"""Whether what was placed is what the files say: a second pass that shares no plan with the first.
+"""Compares what was placed with what the files hold: a second pass that shares no plan with the first.
 
 Every element that this rank placed is looked up in the files again, along another path (:mod:`.engine.lookup`), cast
 as the load casts it, and compared bit for bit. What was placed also gets a *digest*, a number of 64 bits: the sum,
-over elements, of the element's bits times a fixed odd number that belongs to its index, modulo 2**64. Sums of ranks
-add up to the digest of the whole parameter, however it was partitioned; a single wrong element always changes it, and
-values in the wrong order do. The digest of a model is the sum of its parameters', each times an odd number from its
-name, and so is the same for every number of ranks.
+over elements, of the element's bits times a fixed odd number that belongs to its index, modulo 2**64. The digests of
+all ranks add up to that of the whole parameter, however it was partitioned. A single wrong element always changes it,
+and so does a wrong order. The digest of a model is the sum of its parameters', each times an odd number from its name,
+and so is the same for every number of ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Chunk(NamedTuple):
-    """Elements ``[start, stop)`` of a target's view, and what was placed for them."""
+    """Elements ``[start, stop)`` of a target's view, and the values that were placed for them."""
 
     target: Target
     view: View
@@ -60,11 +60,8 @@ class Verifier:
 
     Args:
         how: as in `StreamingConfig.verify`; elements are compared if it is `"sample"` or `"full"`.
-        rank: this rank.
-        threads: how many compare at once.
-        source: where the shards are read again.
-        compute: gives the values of a view of a function's result, from inputs that are read again.
-        check: called now and then; may raise, to end it.
+        compute: as for :class:`.lookup.Lookup`.
+        check: called before each comparison; may raise, to end it.
     """
 
     def __init__(
@@ -106,11 +103,10 @@ class Verifier:
         )
 
     def verify(self, items: Sequence[Item], memory: Sequence[torch.Tensor]) -> None:
-        """Compare the `memory` of `items` with what fills their targets, if elements are compared at all.
+        """Compare the `memory` of `items` with the files, if elements are compared at all.
 
         Raises:
             LoadError: an element differs; names the parameter, the rank and the elements.
-            ReadError, CheckpointError: a shard could not be read again.
         """
         if self._how not in ("sample", "full"):
             return
@@ -135,11 +131,7 @@ class Verifier:
         self._seconds += time.perf_counter() - began
 
     def verify_whole(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, int]]) -> None:
-        """Compare whole tensors, most of which other ranks have read and sent, with the digests of what they read.
-
-        Args:
-            tensors: flat, by the parameter's name.
-            parts: every rank's :attr:`parts`.
+        """Compare whole flat tensors, which other ranks have read and sent in part, with every rank's :attr:`parts`.
 
         Raises:
             LoadError: a tensor is not what the ranks have read.
@@ -186,14 +178,14 @@ class Verifier:
         with self._lock:
             self._elements += stop - start
             self.parts[target.name] = (self.parts.get(target.name, 0) + digest) % _WORD
-            # What every rank has whole, a buffer, counts once.
+            # A buffer, which every rank has whole, counts once.
             is_copy = target.is_copy if target.box else self._rank > 0 and target.stop - target.start == view.numel
             if not is_copy:
                 self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
 
 
 def digest_of(values: torch.Tensor, first: int) -> int:
-    """The digest of `values`, flat, which begin at element `first` of their parameter; in [0, 2**64)."""
+    """The digest of flat `values`, which begin at element `first` of their parameter; in [0, 2**64)."""
     total = 0
     bits, table = _bits(values), _table(values.device)
     position, done = first * (len(bits) // max(1, len(values))), 0
@@ -207,7 +199,7 @@ def digest_of(values: torch.Tensor, first: int) -> int:
 
 
 def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> int:
-    """The digest of the elements ``[start, stop)`` of a target's view, each counted in its whole parameter."""
+    """The digest of the elements ``[start, stop)`` of a target's view, by their indices in the whole parameter."""
     if target.box is None:
         return digest_of(values, start)
     total, done = 0, 0
@@ -218,7 +210,7 @@ def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> i
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
-    """`values` as integers of their size, or as two each where they have 16 bytes."""
+    """`values` as integers of their size; those of 16 bytes as two each."""
     return values.detach().view(_INTEGERS.get(values.dtype.itemsize, torch.int64))
 
 

@@ -17,11 +17,8 @@ Item = TypeVar("Item")
 def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None], threads: int) -> None:
     """Run ``work(iterator)`` in `threads` threads, one of them the caller's; each item comes out of one iterator.
 
-    Once one has failed, the other iterators end. No thread runs on when this returns or raises, also on Ctrl-C. All
-    have the caller's grad mode, which torch keeps for each thread.
-
-    Raises:
-        BaseException: the first error of any thread.
+    Once one has failed, the other iterators end, and the first error is raised. No thread runs on when this returns or
+    raises, also on Ctrl-C. All have the caller's grad mode, which torch keeps for each thread.
     """
     pending, lock, failed = iter(items), threading.Lock(), threading.Event()
     errors: list[BaseException] = []
@@ -44,23 +41,19 @@ def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None]
             errors.append(error)
             failed.set()
 
-    ended = [threading.Event() for _ in range(1, threads)]
-
     def help_out(end: threading.Event) -> None:
         try:
             run()
         finally:
             end.set()
 
-    helpers = [
-        threading.Thread(target=help_out, args=(end,), name=f"hf_zero_stream-{number}")
-        for number, end in enumerate(ended, 1)
-    ]
     begun: list[tuple[threading.Thread, threading.Event]] = []
     try:
-        for helper in zip(helpers, ended, strict=True):
-            begun.append(helper)
-            helper[0].start()
+        for number in range(1, threads):
+            end = threading.Event()
+            helper = threading.Thread(target=help_out, args=(end,), name=f"hf_zero_stream-{number}")
+            begun.append((helper, end))
+            helper.start()
         run()
         _wait(begun)
     except BaseException:  # Ctrl-C while starting or waiting, or no more threads to be had
@@ -72,7 +65,7 @@ def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None]
 
 
 def _wait(begun: Iterable[tuple[threading.Thread, threading.Event]]) -> None:
-    """Until all have ended; one that :meth:`~threading.Thread.start` did not get to does not count.
+    """Wait until all threads that were started have ended.
 
     ``join()`` alone, once interrupted by Ctrl-C, takes a thread for ended that runs on (CPython #89437).
     """

@@ -14,6 +14,7 @@ __all__ = ["Family", "fold", "folded_names"]
 _NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9]\d*)(?=\.|$)")
 
 Row = tuple[str, ...]
+"""The numbers of one name."""
 Choice = tuple[str, ...]
 """The values that one number takes."""
 
@@ -24,7 +25,6 @@ class Family(NamedTuple):
     Attributes:
         name: such as ``layers.{0...47}.mlp.experts.{0...127}.up_proj.weight``.
         kind: what they have in common, such as dtype and shape; hashable.
-        size: how many there are.
     """
 
     name: str

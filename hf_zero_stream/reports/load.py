@@ -13,7 +13,7 @@ from typing import Any
 from ..footprint.memory import MemoryFootprint
 
 
-__all__ = ["PHASES", "LoadReport", "PhaseClock", "RankReport", "Verification"]
+__all__ = ["PHASES", "LoadReport", "PhaseClock", "RankReport", "Report", "Verification"]
 
 PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
 """The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
@@ -21,93 +21,88 @@ PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
-    """What one rank compared with the files after placing it."""
+    """What one rank compared with the files after placing it.
+
+    Attributes:
+        how: `StreamingConfig.verify`: "off", "sizes", "sample" or "full".
+        parameters: parameters and buffers of which elements were compared.
+        left_out: parameters that "sample" did not look at, because their conversion reads whole tensors.
+        elements: elements that were compared, bit for bit.
+        bytes_read: bytes read for it; not among `RankReport.bytes_read`.
+        seconds: wall-clock seconds that it took.
+        digest: this rank's share of `LoadReport.digest`, as 16 hexadecimal digits; "" unless `how` is "full".
+    """
 
     how: str
-    """`StreamingConfig.verify`: "off", "sizes", "sample" or "full"."""
-
     parameters: int = 0
-    """Parameters and buffers of which elements were compared."""
-
     left_out: int = 0
-    """Parameters that "sample" did not look at, because their conversion reads whole tensors."""
-
     elements: int = 0
-    """Elements that were compared, bit for bit."""
-
     bytes_read: int = 0
-    """Bytes read for it; not among `RankReport.bytes_read`."""
-
     seconds: float = 0.0
-    """Wall-clock seconds that it took."""
-
     digest: str = ""
-    """What this rank's elements contribute to `LoadReport.digest`: 16 hexadecimal digits, or "" unless "full"."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What one rank did."""
+    """What one rank did; sizes are in bytes.
+
+    Attributes:
+        seconds: seconds per phase, one for each of `PHASES`. Phases can overlap, so "total" need not be their sum.
+        bytes_needed: bytes of the checkpoint that end up in memory this rank owns.
+        bytes_read: bytes read from files: those needed, holes read through, and sources read whole.
+        reads: number of positional reads.
+        partition_bytes: size of all destinations of this rank.
+        staging_bytes: size of all staging buffers that were allocated.
+        anonymous_growth_peak: most anonymous host memory during the load, over what it was before.
+        device_peak: most memory of the device during the load; 0 without an accelerator.
+        retries: opens and reads that failed for a passing reason and were tried again.
+        verification: what was compared with the files.
+        materialised: parameters whose sources had to be read whole, because their conversion could not stay lazy, and
+            the reason.
+        footprint: the memory that this rank needs, computed: partitions, the largest gather, what training adds.
+    """
 
     rank: int
-    """The global rank."""
-
     seconds: Mapping[str, float]
-    """Seconds per phase, one for each of `PHASES`. Phases can overlap, so "total" need not be their sum."""
-
     bytes_needed: int
-    """Bytes of the checkpoint that end up in memory this rank owns."""
-
     bytes_read: int
-    """Bytes read from files: those needed, holes read through, and sources read whole."""
-
     reads: int
-    """Number of positional reads."""
-
     partition_bytes: int
-    """Bytes of all destinations of this rank."""
-
     staging_bytes: int
-    """Bytes of all staging buffers that were allocated."""
-
     anonymous_growth_peak: int
-    """Most anonymous host memory during the load, in bytes over what it was before."""
-
     device_peak: int
-    """Most memory of the device during the load, in bytes; 0 without an accelerator."""
-
     retries: int = 0
-    """Opens and reads that failed for a passing reason and were tried again."""
-
     verification: Verification = Verification(how="off")
-    """What was compared with the files."""
-
     materialised: Mapping[str, str] = field(default_factory=dict)
-    """Parameters whose sources had to be read whole, because their conversion could not stay lazy, and the reason."""
-
     footprint: MemoryFootprint | None = None
-    """The memory that this rank needs, computed: partitions, the largest gather, what training adds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoadReport:
-    """What a load did, on every rank."""
-
-    world_size: int
-    """Number of ranks that loaded."""
-
-    ranks: tuple[RankReport, ...]
-    """One report per rank, in the order of the ranks."""
-
-    recast: tuple[str, ...] = ()
-    """Parameters that took DeepSpeed's dtype although the model keeps them in fp32 (`_keep_in_fp32_modules_strict`).
-
-    As in stock: DeepSpeed refuses trainable parameters of several dtypes.
-    """
+@dataclass(frozen=True)
+class Report:
+    """What a load or a save did, on every rank, as data."""
 
     def to_dict(self) -> dict[str, Any]:
         """:meth:`to_json`, parsed: dicts, lists, numbers and strings, by the names of the fields."""
         return json.loads(self.to_json())
+
+    def to_json(self, indent: int | None = None) -> str:
+        """The report as JSON, with `indent` as in `json.dumps`; times are in seconds, sizes in bytes."""
+        return json.dumps(asdict(self), indent=indent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadReport(Report):
+    """What a load did, on every rank.
+
+    Attributes:
+        ranks: one report per rank, in the order of the ranks.
+        recast: parameters that took DeepSpeed's dtype although the model keeps them in fp32
+            (`_keep_in_fp32_modules_strict`). As in stock: DeepSpeed refuses trainable parameters of several dtypes.
+    """
+
+    world_size: int
+    ranks: tuple[RankReport, ...]
+    recast: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -117,10 +112,6 @@ class LoadReport:
         """
         digests = [rank.verification.digest for rank in self.ranks]
         return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""
-
-    def to_json(self, indent: int | None = None) -> str:
-        """The report as JSON, with `indent` as in `json.dumps`; times are in seconds, sizes in bytes."""
-        return json.dumps(asdict(self), indent=indent)
 
     def table(self) -> str:
         """The report for people to read: plain text in several lines, without colour.
@@ -138,7 +129,7 @@ class LoadReport:
 class PhaseClock:
     """Adds up the wall-clock seconds of each phase of a load or of a save.
 
-    Any thread may enter a phase, and many times. Phases may nest or overlap: each counts for itself.
+    Any thread may enter a phase, and many times. Phases may nest or overlap: each is timed alone.
 
         clock = PhaseClock()
         with clock("total"):
@@ -152,7 +143,7 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """A copy of the seconds so far, with a key for each phase."""
+        """The seconds so far of each phase."""
         with self._lock:
             return dict(self._seconds)
 
@@ -165,7 +156,7 @@ class PhaseClock:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """A context whose duration is added to a phase, also if it ends with an error."""
+        """Add the duration of the context to a phase, also if it ends with an error."""
         self.add(phase, 0.0)  # raises before anything is done if there is no such phase
         start = time.perf_counter()
         try:

@@ -13,17 +13,16 @@ import psutil
 __all__ = ["AnonymousMemory", "collector_paused"]
 
 SAMPLE_SECONDS = 0.01
-"""Time between two samples."""
 
 
 class AnonymousMemory:
-    """A context in which the growth of this process's anonymous memory is watched. It may be entered again.
+    """A context in which a daemon thread samples this process's anonymous memory. It may be entered again.
 
     Anonymous memory is what cannot be dropped and read again from a file: heap, staging buffers, partitions on the
-    CPU. Mapped files and the page cache are not in it. A daemon thread samples it; the thread ends with the context.
+    CPU. Mapped files and the page cache are not in it.
 
-    Linux counts it per core and adds up late, so a value can be off by some hundred KiB. On systems that do not tell
-    it, every value is 0.
+    Linux counts it per core and adds up late, so a value can be off by some hundred KiB. On other systems every value
+    is 0.
     """
 
     def __init__(self) -> None:
@@ -42,8 +41,7 @@ class AnonymousMemory:
     def sample(self) -> int:
         """Take a sample now, so that a short peak at a known point is not missed.
 
-        Returns:
-            The growth since entry, in bytes; negative if memory has shrunk, 0 outside the context.
+        Returns the growth since entry, in bytes; negative if memory has shrunk, 0 outside the context.
         """
         if self._ended.is_set():
             return 0
@@ -77,10 +75,10 @@ def _anonymous_bytes(process: psutil.Process) -> int:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python's cyclic garbage collector does not run inside.
+    """Stop Python's cyclic garbage collector inside.
 
-    Planning makes hundreds of thousands of small objects, all of which live on: each full collection would visit them
-    and everything that torch and transformers hold, for nothing.
+    Planning makes hundreds of thousands of small objects that live on: each full collection would visit all of them,
+    and all that torch and transformers hold, for nothing.
     """
     was_enabled = gc.isenabled()
     gc.disable()

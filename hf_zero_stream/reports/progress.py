@@ -17,14 +17,13 @@ __all__ = ["ProgressBar", "progress_bar"]
 
 
 class ProgressBar:
-    """A bar that any thread may advance; does nothing without a bar of tqdm's."""
+    """A bar that any thread may advance; without a bar of tqdm's it does nothing."""
 
     def __init__(self, bar: tqdm | None) -> None:
         self._bar = bar
         self._lock = threading.Lock()
 
     def update(self, nbytes: int) -> None:
-        """Advances the bar by `nbytes` bytes."""
         if self._bar is not None:
             # tqdm's counter is a plain `+=`, which loses updates when threads meet.
             with self._lock:
@@ -33,9 +32,9 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[ProgressBar]:
-    """Shows a bar inside, with a thread-safe `update(nbytes)`; closes it at the end, also after an error.
+    """Show a bar inside, and close it at the end, also after an error.
 
-    It is silent if `enabled` is false, on every process but the local main one (as the launcher numbers them), and
+    There is none if `enabled` is false, on every process but the local main one (as the launcher numbers them), and
     wherever the bars of huggingface_hub or transformers are disabled or transformers' verbosity is above WARNING.
     """
     # transformers.utils.logging.disable_progress_bar() disables huggingface_hub's bars too, and its verbosity is the

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+
+from .load import Report
 
 
 __all__ = ["PHASES", "SaveReport", "SavingRank"]
@@ -16,55 +16,45 @@ PHASES = ("plan", "write", "sync", "verify", "publish", "total")
 
 @dataclass(frozen=True, kw_only=True)
 class SavingRank:
-    """What one rank did."""
+    """What one rank did.
+
+    Attributes:
+        seconds: seconds per phase, one for each of `PHASES`.
+        bytes_written: bytes of tensors that this rank wrote.
+        rounds: how many times ranks exchanged elements that none of them could write alone.
+        anonymous_growth_peak: most anonymous host memory during the save, in bytes over what it was before.
+    """
 
     rank: int
-    """The global rank."""
-
     seconds: Mapping[str, float]
-    """Seconds per phase, one for each of `PHASES`."""
-
     bytes_written: int
-    """Bytes of tensors that this rank wrote."""
-
     rounds: int
-    """How many times ranks exchanged elements that none of them could write alone."""
-
     anonymous_growth_peak: int
-    """Most anonymous host memory during the save, in bytes over what it was before."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class SaveReport:
-    """What a save did, on every rank."""
+class SaveReport(Report):
+    """What a save did, on every rank.
+
+    Attributes:
+        folder: where the checkpoint is.
+        files: the names of its shards.
+        ranks: one report per rank, in the order of the ranks.
+        verified: whether what is in the files was compared with what the ranks hold, before it was published.
+        materialised: tensors for which parameters were gathered in full, as a conversion could not stay lazy, with the
+            reason.
+    """
 
     folder: str
-    """Where the checkpoint is."""
-
     files: tuple[str, ...]
-    """The names of its shards."""
-
     ranks: tuple[SavingRank, ...]
-    """One report per rank, in the order of the ranks."""
-
     verified: bool
-    """Whether what is in the files was compared with what the ranks hold, before it was published."""
-
     materialised: Mapping[str, str]
-    """Tensors for which parameters were gathered in full, as a conversion could not stay lazy, with the reason."""
 
     @property
     def bytes_written(self) -> int:
         """Bytes of tensors that were written, on all ranks together."""
         return sum(rank.bytes_written for rank in self.ranks)
-
-    def to_dict(self) -> dict[str, Any]:
-        """:meth:`to_json`, parsed: dicts, lists, numbers and strings, by the names of the fields."""
-        return json.loads(self.to_json())
-
-    def to_json(self, indent: int | None = None) -> str:
-        """The report as JSON, with `indent` as in `json.dumps`; times are in seconds, sizes in bytes."""
-        return json.dumps(asdict(self), indent=indent)
 
     def summary(self) -> str:
         """One line for people to read."""
