@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from fractions import Fraction
 from math import ceil, floor, prod
 
@@ -26,10 +27,11 @@ BUFFERS_PER_PIECE = 8
 """Memory in use while a piece is computed, in pieces: slices of inputs, intermediate values in fp32."""
 
 
+@dataclass(eq=False)
 class Evaluator:
     """Computes values from the shards of a checkpoint.
 
-    Args:
+    Attributes:
         seek_bytes: a hole of at most this many bytes is read through.
         staging_bytes: bound of the memory that all threads use for pieces.
         threads: how many work on functions that can be computed piece by piece; those that need whole inputs are
@@ -37,30 +39,24 @@ class Evaluator:
         on_bytes: called with the number of bytes after each read.
     """
 
-    def __init__(
-        self,
-        source: ByteSource,
-        *,
-        request_bytes: int,
-        seek_bytes: int,
-        staging_bytes: int,
-        threads: int = 1,
-        on_bytes: Callable[[int], None] | None = None,
-    ) -> None:
-        self._source = source
-        self._request_bytes = request_bytes
-        self._seek_bytes = seek_bytes
-        self._threads = threads
-        self._piece_bytes = min(PIECE_BYTES, staging_bytes // threads // BUFFERS_PER_PIECE)
-        self._on_bytes = on_bytes
+    source: ByteSource
+    _: KW_ONLY
+    request_bytes: int
+    seek_bytes: int
+    staging_bytes: int
+    threads: int = 1
+    on_bytes: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        self._piece_bytes = min(PIECE_BYTES, self.staging_bytes // self.threads // BUFFERS_PER_PIECE)
         self._last_result: tuple[Opaque, torch.Tensor] | None = None
 
     def materialise(self, view: View) -> torch.Tensor:
         """The values of `view`, in a new contiguous host tensor of its sizes."""
         target = Target.whole("", view.node.dtype, view.numel)
-        plan, leaves = plan_batch([(target, view)], request_bytes=self._request_bytes, seek_bytes=self._seek_bytes)
+        plan, leaves = plan_batch([(target, view)], request_bytes=self.request_bytes, seek_bytes=self.seek_bytes)
         values = torch.empty(view.numel, dtype=view.node.dtype)
-        execute_reads(plan, [values], self._source, threads=1, on_bytes=self._on_bytes)
+        execute_reads(plan, [values], self.source, threads=1, on_bytes=self.on_bytes)
         for placement in plan.placements:
             self._place(leaves[placement.leaf], placement, values)
         return values.view(view.sizes)
@@ -85,7 +81,7 @@ class Evaluator:
 
         if shared:
             parts = ((leaf, placement, part) for leaf, placement in shared for part in self._parts(leaf, placement))
-            run_in_threads(parts, work, self._threads)
+            run_in_threads(parts, work, self.threads)
 
     def _place(self, leaf: Leaf, placement: Placement, destination: torch.Tensor) -> None:
         match leaf:

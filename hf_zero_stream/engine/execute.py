@@ -24,7 +24,7 @@ from .lanes import lane_class
 from .workers import run_in_threads
 
 
-__all__ = ["ReadTimes", "execute_reads"]
+__all__ = ["execute_reads"]
 
 SMALL_PAGES_BYTES_PER_SECOND = 2e9
 """What a thread gets when it touches fresh memory page by page (of 4 KiB); with huge pages at hand, over 1e10."""
@@ -66,9 +66,6 @@ def execute_reads(
         begin: where in the reads to begin, in [0, 1): ranks of a host that begin at different places do not all wait
             for the same file.
         on_bytes: called with the number of bytes after each read.
-
-    Raises:
-        ReadError: a shard could not be read; the other threads have stopped by then.
     """
     if not plan.reads:
         return ReadTimes(0.0, 0.0, 0.0, 0)

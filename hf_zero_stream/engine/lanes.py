@@ -10,7 +10,7 @@ import torch
 from ..planning.reads import Piece
 
 
-__all__ = ["CudaLane", "Lane", "lane_class"]
+__all__ = ["Lane", "lane_class"]
 
 
 class Lane:

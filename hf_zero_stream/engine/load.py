@@ -72,8 +72,6 @@ class Load:
         """Release file handles."""
         self._checkpoint.close()
 
-    # ------------------------------------------------------------------------------------------------- open
-
     def read_ahead(self, files: Sequence[str]) -> None:
         """Begin to bring safetensors shards into the page cache where that helps; a second call does nothing."""
         self._checkpoint.read_ahead(files)
@@ -92,9 +90,8 @@ class Load:
     def compare_files(self, files: Sequence[str]) -> list[str]:
         """Check that all ranks load files of the same names, and return every rank's folder (all ranks).
 
-        Raises:
-            DisagreementError: names a rank that has other names.
-            ReadError: the same where one rank reads for others; or a rank does not see a file that it must see.
+        Raises a DisagreementError that names a rank with other names, or where one rank reads for others, a ReadError
+        that also names the files that every rank must see.
         """
         folder, relays = os.path.dirname(files[0]), self._checkpoint.relays
         unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
@@ -170,12 +167,7 @@ class Load:
             logger.warning("%s: %s", folder, self._index.note_of_absent)
 
     def open_values(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, CheckpointSlice | torch.Tensor]:
-        """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already.
-
-        Raises:
-            UnsupportedError: a tensor holds others in its place (DTensor).
-            LoadError: one has no values (on the meta device).
-        """
+        """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already."""
         tensors = {name: value for name, value in state_dict.items() if isinstance(value, torch.Tensor)}
         refuse_wrapped(tensors.items(), "state_dict", "Give it whole tensors (DTensor.full_tensor()).")
         empty = [name for name, value in tensors.items() if lacks_values(value)]
@@ -196,16 +188,11 @@ class Load:
             for name, tensor in tensors.items()
         }
 
-    # ------------------------------------------------------------------------------------------------- place
-
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
         """Turn a lazy model into one that the destination trains, and read this rank's bytes into it (all ranks).
 
-        For the arguments see :meth:`Destination.batches`.
-
-        Raises:
-            HfZeroStreamError: on all ranks, if planning or reading failed on any, or if they would load different
-                things.
+        For the arguments see :meth:`Destination.batches`. All ranks raise an error if planning or reading fails on
+        any, or if they would load different things.
         """
         device = self.destination.device
         if device.type == "cuda":
@@ -236,13 +223,11 @@ class Load:
 
     def _plan(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> tuple[Sequence[Batch], LoadPlan, list[Sequence[Leaf]]]:
+    ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
         self.footprint = self.destination.footprint(model, tied, self.config.staging_bytes)
         return batches, self.plan, leaves
-
-    # ------------------------------------------------------------------------------------------------- finish
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures, log them on the main process and return the report (all ranks)."""

@@ -72,8 +72,6 @@ class OpenCheckpoint:
         self._stop_reading_ahead()
         self.source.close()
 
-    # ------------------------------------------------------------------------------------------ reading ahead
-
     def read_ahead(self, paths: Sequence[str]) -> None:
         """Begin to bring files into the page cache, if the ranks of this host will read all of them, and through it.
 
@@ -115,15 +113,8 @@ class OpenCheckpoint:
             self._ahead.stop()
             self._ahead = None
 
-    # ------------------------------------------------------------------------------------------ files
-
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
-        """Read the headers of `paths`; when values are read, each file must still be the one that it was then.
-
-        Raises:
-            ReadError: a file is missing or cannot be read.
-            CheckpointError: one is no regular file, or too short for the header that it announces.
-        """
+        """Read the headers of `paths`; when values are read, each file must still be the one that it was then."""
 
         def is_transient(error: BaseException) -> bool:
             return self.source.is_transient(error.__cause__)
@@ -189,11 +180,7 @@ class OpenCheckpoint:
         )
 
     def materialise(self, view: View) -> torch.Tensor:
-        """The values of `view`, read now, in a new host tensor.
-
-        Raises:
-            PeerError: the rank that reads for this one died.
-        """
+        """The values of `view`, read now, in a new host tensor."""
         with self._coordinator.naming_dead_rank():
             return self._evaluator.materialise(view)
 
@@ -216,9 +203,7 @@ class OpenCheckpoint:
     def reading(self) -> Iterator[None]:
         """Around the reads of a load; afterwards no other rank reads for this one any more.
 
-        Raises:
-            PeerError: another rank died.
-            ReadError: this rank could not read for another one.
+        Raises a ReadError at the end if this rank could not read for another one.
         """
         try:
             with self._coordinator.naming_dead_rank() if self._is_relayed else nullcontext():

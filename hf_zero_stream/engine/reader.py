@@ -45,7 +45,7 @@ class Reader:
         self._clock = clock
         self._memory = memory
 
-    def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, list[Sequence[Leaf]]]:
+    def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, Sequence[Sequence[Leaf]]]:
         """How this rank is going to fill `batches`; for each, the sources that its placements refer to by number."""
         planned = [
             plan_batch(
@@ -59,13 +59,7 @@ class Reader:
         return LoadPlan(self._coordinator.rank, self._coordinator.world_size, self._checkpoint.shards, plans), leaves
 
     def fill(self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]]) -> None:
-        """Fill the memory of `batches`, one after the other, by the `plan` and `leaves` that :meth:`plan` returned.
-
-        Raises:
-            ReadError, CheckpointError: a shard could not be read, or changed meanwhile.
-            LoadError: what was placed is not what the files hold.
-            PeerError: another rank died.
-        """
+        """Fill the memory of `batches`, one after the other, by the `plan` and `leaves` that :meth:`plan` returned."""
         verifier = Verifier(
             self._config.verify,
             self._coordinator.rank,

@@ -14,8 +14,8 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -45,40 +45,27 @@ _WORD = 2**64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Chunk(NamedTuple):
-    """Elements ``[start, stop)`` of a target's view, and the values that were placed for them."""
-
-    target: Target
-    view: View
-    placed: torch.Tensor
-    start: int
-    stop: int
-
-
+@dataclass(eq=False)
 class Verifier:
     """Compares what one rank placed with its files.
 
-    Args:
+    Attributes:
         how: as in `StreamingConfig.verify`; elements are compared if it is `"sample"` or `"full"`.
         compute: as for :class:`.lookup.Lookup`.
         check: called before each comparison; may raise, to end it.
+        parts: the digest of this rank's part of each parameter, so far.
     """
 
-    def __init__(
-        self,
-        how: str,
-        rank: int,
-        threads: int,
-        source: ByteSource,
-        compute: Callable[[View], torch.Tensor],
-        check: Callable[[], None],
-    ) -> None:
-        self._how = how
-        self._rank = rank
-        self._threads = threads
-        self._source = source
-        self._lookup = Lookup(source, compute)
-        self._check = check
+    how: str
+    rank: int
+    threads: int
+    source: ByteSource
+    compute: Callable[[View], torch.Tensor]
+    check: Callable[[], None]
+    parts: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._lookup = Lookup(self.source, self.compute)
         self._lock = threading.Lock()
         self._names: set[str] = set()
         self._left_out: set[str] = set()
@@ -86,70 +73,60 @@ class Verifier:
         self._bytes_read = 0
         self._seconds = 0.0
         self._digest = 0
-        self.parts: dict[str, int] = {}
-        """The digest of this rank's part of each parameter, so far."""
 
     @property
     def result(self) -> Verification:
-        """What has been verified."""
         return Verification(
-            how=self._how,
+            how=self.how,
             parameters=len(self._names),
             left_out=len(self._left_out),
             elements=self._elements,
             bytes_read=self._bytes_read,
             seconds=self._seconds,
-            digest=f"{self._digest:016x}" if self._how == "full" else "",
+            digest=f"{self._digest:016x}" if self.how == "full" else "",
         )
 
     def verify(self, items: Sequence[Item], memory: Sequence[torch.Tensor]) -> None:
-        """Compare the `memory` of `items` with the files, if elements are compared at all.
-
-        Raises:
-            LoadError: an element differs; names the parameter, the rank and the elements.
-        """
-        if self._how not in ("sample", "full"):
+        """Compare the `memory` of `items` with the files, if elements are compared at all."""
+        if self.how not in ("sample", "full"):
             return
-        began, read_before = time.perf_counter(), self._source.bytes_read
+        began, read_before = time.perf_counter(), self.source.bytes_read
 
-        def chunks() -> Iterator[Chunk]:
+        def comparisons() -> Iterator[Callable[[], None]]:
             for (target, view, _), placed in zip(items, memory, strict=True):
-                if self._how == "sample" and materialise_reason(view.node):
+                if self.how == "sample" and materialise_reason(view.node):
                     self._left_out.add(target.name)  # would read its sources whole
                     continue
                 self._names.add(target.name)
                 for start, stop in self._ranges(target):
-                    yield Chunk(target, view, placed[start - target.start : stop - target.start], start, stop)
+                    part = placed[start - target.start : stop - target.start]
+                    yield partial(self._compare, target, view, part, start, stop)
 
-        def work(shared: Iterator[Chunk]) -> None:
-            for chunk in shared:
-                self._check()
-                self._compare(chunk)
+        def work(shared: Iterator[Callable[[], None]]) -> None:
+            for compare in shared:
+                self.check()
+                compare()
 
-        run_in_threads(chunks(), work, self._threads)
-        self._bytes_read += self._source.bytes_read - read_before
+        run_in_threads(comparisons(), work, self.threads)
+        self._bytes_read += self.source.bytes_read - read_before
         self._seconds += time.perf_counter() - began
 
     def verify_whole(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, int]]) -> None:
-        """Compare whole flat tensors, which other ranks have read and sent in part, with every rank's :attr:`parts`.
-
-        Raises:
-            LoadError: a tensor is not what the ranks have read.
-        """
+        """Compare whole flat tensors, which other ranks read and sent in part, with every rank's :attr:`parts`."""
         began = time.perf_counter()
         for name, tensor in tensors.items():
             expected = sum(part.get(name, 0) for part in parts) % _WORD
             found = digest_of(tensor, 0)
             if found != expected:
                 raise LoadError(
-                    f"verify: {name} on rank {self._rank}, elements 0 to {tensor.numel()}: the digest of what ranks "
+                    f"verify: {name} on rank {self.rank}, elements 0 to {tensor.numel()}: the digest of what ranks "
                     f"read from the files is {expected:016x}, of what arrived {found:016x}. The values are wrong; "
                     "load again, and if it happens again, report it with the model's config."
                 )
         self._seconds += time.perf_counter() - began
 
     def _ranges(self, target: Target) -> Iterator[tuple[int, int]]:
-        if self._how == "full" or target.stop - target.start <= SAMPLES * SAMPLE:
+        if self.how == "full" or target.stop - target.start <= SAMPLES * SAMPLE:
             begin = target.start
             while begin < target.stop:
                 end = min(target.stop, (begin // CHUNK + 1) * CHUNK)
@@ -161,25 +138,25 @@ class Verifier:
         for offset in sorted({0, room, seed % room, seed // room % room}):
             yield target.start + offset, target.start + offset + SAMPLE
 
-    def _compare(self, chunk: Chunk) -> None:
-        target, view, placed, start, stop = chunk
+    def _compare(self, target: Target, view: View, placed: torch.Tensor, start: int, stop: int) -> None:
+        """Compare what was `placed` for the elements ``[start, stop)`` of a target's `view` with the files."""
         expected = self._lookup.values(view, start, stop).to(placed.device).to(target.dtype)
         bits, right = _bits(placed), _bits(expected)
         if not torch.equal(bits, right):
             wrong = (bits != right).nonzero().view(-1) * len(placed) // len(bits)
             first, last = start + int(wrong[0]), start + int(wrong[-1]) + 1
             raise LoadError(
-                f"verify: {target.name} on rank {self._rank}: {len(wrong)} of the elements {first} to {last} are not "
+                f"verify: {target.name} on rank {self.rank}: {len(wrong)} of the elements {first} to {last} are not "
                 f"what the files hold: element {first} is {placed[first - start].item()!r}, expected "
                 f"{expected[first - start].item()!r}. The values are wrong; load again, and if it happens again, "
                 "report it with the model's config."
             )
-        digest = _digest_of(target, placed, start, stop) if self._how == "full" else 0
+        digest = _digest_of(target, placed, start, stop) if self.how == "full" else 0
         with self._lock:
             self._elements += stop - start
             self.parts[target.name] = (self.parts.get(target.name, 0) + digest) % _WORD
             # A buffer, which every rank has whole, counts once.
-            is_copy = target.is_copy if target.box else self._rank > 0 and target.stop - target.start == view.numel
+            is_copy = target.is_copy if target.box else self.rank > 0 and target.stop - target.start == view.numel
             if not is_copy:
                 self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
 
