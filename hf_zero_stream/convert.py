@@ -20,8 +20,8 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from .checkpoint.index import CheckpointIndex
-from .checkpoint.layout import NotedShard
 from .checkpoint.nodes import View
+from .checkpoint.safetensors import NotedShard
 from .checkpoint.slices import checkpoint_slices
 from .checkpoint.soundness import shards_of
 from .config import StreamingConfig

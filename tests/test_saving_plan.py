@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_zero_stream.checkpoint.layout import ShardLayout
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
+from hf_zero_stream.checkpoint.safetensors import ShardLayout
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.planning.boxes import Box
 from hf_zero_stream.planning.plan import partition_range

@@ -1,4 +1,4 @@
-"""Safetensors files: which tensor lies in which bytes, as their headers say (see :class:`.format.Format`).
+"""Safetensors files: headers that are read (see :class:`.format.Format`), and headers for files to be written.
 
 The format (https://github.com/huggingface/safetensors, "Format"): 8 bytes little-endian header length, a JSON
 object that maps each tensor's name to ``{"dtype", "shape", "data_offsets": [begin, end]}`` with offsets relative to
@@ -10,11 +10,14 @@ docs/untrusted.md lists what it accepts and we do not.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
+from safetensors.torch import save
 
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource
@@ -22,7 +25,16 @@ from .format import Shard, ShardHeader, TensorEntry
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["DTYPES", "MAX_HEADER_BYTES", "dtype_name", "parse_header", "read_header"]
+__all__ = [
+    "DTYPES",
+    "MAX_HEADER_BYTES",
+    "NotedShard",
+    "ShardLayout",
+    "dtype_name",
+    "lay_out_shard",
+    "parse_header",
+    "read_header",
+]
 
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own cap on the length of a header."""
@@ -181,3 +193,48 @@ def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterab
             f"{path}: the tensors end at byte {covered}, but the file has {size_bytes} bytes: it {fault}. "
             "Download or save it again."
         )
+
+
+@dataclass(frozen=True)
+class NotedShard:
+    """What transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header."""
+
+    name: str
+    tensors: Mapping[str, torch.Tensor]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """Where everything lies in a safetensors file of `size_bytes`."""
+
+    header: bytes
+    """The file's first bytes: the length of the header (8 bytes) and its JSON text."""
+    starts: Mapping[str, int]
+    """File position of each tensor's first byte, by name, in file order."""
+    size_bytes: int
+
+
+def lay_out_shard(noted: NotedShard) -> ShardLayout:
+    """The header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone.
+
+    The library writes a header for tensors without elements; sizes and offsets are then filled in.
+    """
+    empty = {tensor.dtype: torch.empty(0, dtype=tensor.dtype) for tensor in noted.tensors.values()}
+    without_elements = save(
+        {name: empty[tensor.dtype] for name, tensor in noted.tensors.items()}, dict(noted.metadata) or None
+    )
+    fields = json.loads(without_elements[8:])
+    starts: dict[str, int] = {}
+    stop = 0
+    for name, field in fields.items():
+        if name == "__metadata__":
+            continue
+        tensor = noted.tensors[name]
+        starts[name] = stop
+        stop += tensor.nbytes
+        field["shape"], field["data_offsets"] = list(tensor.shape), [starts[name], stop]
+    text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
+    header = len(text).to_bytes(8, "little") + text
+    return ShardLayout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + stop)

@@ -20,16 +20,11 @@ def lacks_values(tensor: torch.Tensor) -> bool:
     """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
     if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
         return True
-    return any(map(lacks_values, _inner_tensors(tensor)))
-
-
-def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that hold a wrapper tensor's values; none if `tensor` is no wrapper."""
     if type(tensor) in _PLAIN:
-        return []
+        return False
     flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
     held = vars(tensor).values() if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
-    return [value for value in held if isinstance(value, torch.Tensor)]
+    return any(lacks_values(value) for value in held if isinstance(value, torch.Tensor))
 
 
 def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, instead: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
-from ..checkpoint.layout import NotedShard
+from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.layout import NotedShard, ShardLayout, lay_out_shard
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View
+from ..checkpoint.safetensors import NotedShard, ShardLayout, lay_out_shard
 from ..planning.boxes import Box, within
 from ..planning.plan import materialise_reason
 from ..planning.regions import Region, regions_of_box, regions_of_range

@@ -18,9 +18,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.layout import NotedShard
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.wrapped import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.gathered import gathered, not_in_full

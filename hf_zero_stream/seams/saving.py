@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import patching
-from ..checkpoint.layout import NotedShard
+from ..checkpoint.safetensors import NotedShard
 from ..versions import refuse_unknown_version
 
 
