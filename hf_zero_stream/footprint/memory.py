@@ -304,9 +304,8 @@ def _sub_groups(trained: Sequence[ParameterShape], settings: EngineSettings) -> 
             count = 0
         members[-1].append(param)
         count += param.partition_numel
-    on_device = len(members)
-    if settings.offload_optimizer != "none":
-        on_device = int((1 - settings.offload_ratio) * len(members))
+    share_on_device = 1 if settings.offload_optimizer == "none" else 1 - settings.offload_ratio
+    on_device = int(share_on_device * len(members))
     groups = []
     for number, params in enumerate(members):
         numel = sum(param.partition_numel for param in params)
@@ -322,20 +321,17 @@ def _largest_gather(parameters: Iterable[ParameterShape], leaf_modules: Collecti
     leaves = set(leaf_modules)
     pieces: dict[str, list[ParameterShape]] = {}
     for param in parameters:
-        pieces.setdefault(_gathering_module(param.name, leaves), []).append(param)
+        owner = param.name.rpartition(".")[0]
+        around = ("", *accumulate(owner.split("."), "{}.{}".format))
+        # The outermost leaf module around a parameter gathers it, else the module that owns it.
+        module = next((module for module in around if module in leaves), owner)
+        pieces.setdefault(module, []).append(param)
     largest, largest_of = 0, ""
     for module, members in pieces.items():
         nbytes = sum(param.gathered_bytes for param in members)
         if nbytes > largest:
             largest, largest_of = nbytes, members[0].name if len(members) == 1 else module
     return largest, largest_of
-
-
-def _gathering_module(name: str, leaves: set[str]) -> str:
-    """The module whose hook gathers a parameter: the outermost leaf module around it, else the one that owns it."""
-    owner = name.rpartition(".")[0]
-    around = ("", *accumulate(owner.split("."), "{}.{}".format))
-    return next((module for module in around if module in leaves), owner)
 
 
 def _without_zeros(bytes_at: Mapping[str, int]) -> dict[str, int]:

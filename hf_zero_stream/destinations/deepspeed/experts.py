@@ -63,13 +63,7 @@ __all__ = ["convert"]
 
 
 def convert(
-    model: nn.Module,
-    ds_config: Mapping[str, Any],
-    missing: set[str],
-    rank: int,
-    world_size: int,
-    *,
-    make_groups: bool,
+    model: nn.Module, ds_config: Mapping[str, Any], missing: set[str], rank: int, world_size: int, *, make_groups: bool
 ) -> None:
     """Replace the mixture-of-experts blocks of a lazy model by DeepSpeed's, with this rank's experts only.
 

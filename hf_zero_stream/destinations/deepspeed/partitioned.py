@@ -93,13 +93,9 @@ class Partitioned(Destination):
         return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
+        world_size, device = self._coordinator.world_size, self._trains_on
         return engine_memory.model_footprint(
-            model,
-            self._ds_config,
-            tied=tied,
-            world_size=self._coordinator.world_size,
-            staging_bytes=staging_bytes,
-            device=self._trains_on,
+            model, self._ds_config, tied=tied, world_size=world_size, staging_bytes=staging_bytes, device=device
         )
 
     def check(self, targets: Sequence[Target]) -> None:

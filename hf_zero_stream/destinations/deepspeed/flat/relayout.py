@@ -56,10 +56,7 @@ class Group:
 
 @torch.no_grad()
 def lay_out(
-    groups: Sequence[Group],
-    frozen: Sequence[nn.Parameter],
-    process_group: Any,
-    free_bytes: Callable[[], int],
+    groups: Sequence[Group], frozen: Sequence[nn.Parameter], process_group: Any, free_bytes: Callable[[], int]
 ) -> str:
     """Make every group lie in a buffer of its own, so that DeepSpeed's flatten finds it; return how (all ranks).
 
@@ -94,7 +91,7 @@ def _choose(
     process_group: Any,
     free: int,
 ) -> str:
-    """This rank's way, once the ranks have told each other what each would do alone (all ranks)."""
+    """The way that this rank takes, once all have told what each would do alone; `wanted`: which groups move."""
     flat_bytes = sum(group.nbytes for group in moving)
     separate_bytes = sum(param.nbytes for param in sharing)
     world_size = dist.get_world_size(process_group)
