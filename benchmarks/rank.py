@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.arms import ARMS, MODEL_ARMS, Task, digest, owned_bytes
-from hf_zero_stream.cli import page_cache
+from hf_zero_stream.cli.bench import drop_from_cache, fill_cache
 from hf_zero_stream.reports.memory import AnonymousMemory
 
 
@@ -23,7 +23,7 @@ def measure(task: Task) -> dict[str, Any]:
     work = ARMS[task.arm](task)
     dist.barrier()
     if dist.get_rank() == 0:
-        (page_cache.drop if task.cache == "cold" else page_cache.fill)(task.shards)
+        (drop_from_cache if task.cache == "cold" else fill_cache)(task.shards)
     dist.barrier()
     if task.touches_memory:
         _touch_memory(2 * sum(path.stat().st_size for path in task.shards) // dist.get_world_size())

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 import transformers
 
-from hf_zero_stream.cli import page_cache
+from hf_zero_stream.cli.bench import drop_from_cache
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading
@@ -38,7 +38,7 @@ def cold_files(tmp_path: Path) -> list[str]:
     paths = [tmp_path / "first", tmp_path / "second"]
     paths[0].write_bytes(os.urandom(3 * WINDOW_BYTES))
     paths[1].write_bytes(os.urandom(WINDOW_BYTES + MIDDLE))
-    page_cache.drop(paths)
+    drop_from_cache(paths)
     assert not any(is_cached(str(path), MIDDLE) for path in paths)
     return [str(path) for path in paths]
 
@@ -88,7 +88,7 @@ def test_two_ranks_take_turns(cold_files: list[str]) -> None:
 
     finish(ReadAhead(cold_files, 0, 2))
     assert cached() == [True, False, True, False]
-    page_cache.drop(cold_files)
+    drop_from_cache(cold_files)
     finish(ReadAhead(cold_files, 1, 2))
     assert cached() == [False, True, False, True]
 

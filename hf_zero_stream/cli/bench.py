@@ -7,14 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 
-from . import page_cache
 from .options import CheckpointArgument, DsConfigOption, DtypeOption, FormatOption, RevisionOption, zero3_config
 from .output import bytes_text, emit, quiet, table
 
@@ -52,7 +51,7 @@ def run(
     config = {"train_micro_batch_size_per_gpu": 1, **config}
     folder = cached_folder(path, revision)
     shards = shards_of(folder)[0]
-    prepare_cache = page_cache.drop if cache == "cold" else page_cache.fill
+    prepare_cache = drop_from_cache if cache == "cold" else fill_cache
     arms: dict[str, dict[str, Any]] = {}
     with quiet(), tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
         Path(name, "config.json").write_text(json.dumps(config))
@@ -67,8 +66,25 @@ def run(
     emit(data, _blocks(data), form, ok=same is not False and not any("error" in found for found in arms.values()))
 
 
+def fill_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Bring these files into the page cache: read each once."""
+    buffer = bytearray(8 << 20)
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def drop_from_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
+    """Drop these files from the page cache."""
+    os.sync()  # what is not written yet cannot be dropped
+    for path in paths:
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _run_arm(arm: str, folder: Path, nproc: int, results: Path) -> dict[str, Any]:
-    """Start the ranks of one load; returns their figures together, or the error of the first that failed."""
+    """Run the ranks of one load; returns the figures of all, or the error of the first that failed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
     rank = ["-m", "hf_zero_stream.cli.bench_rank", arm, str(folder), str(results / "config.json"), str(results)]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The body of one rank of ``bench``: load once, and write the figures down. Started by torchrun.
+"""One rank of ``bench``, started by torchrun: loads once, and writes its figures to a file.
 
 python -m hf_zero_stream.cli.bench_rank ARM FOLDER CONFIG RESULTS
 """
@@ -53,10 +53,10 @@ def mapped_bytes() -> Iterator[list[int]]:
 
 def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
     """Load with all ranks; returns this rank's figures."""
-    import hf_zero_stream.destinations.deepspeed.partitioned  # noqa: F401 - or the first load would import it
+    import hf_zero_stream.destinations.deepspeed.partitioned  # noqa: F401 - not in the time of the load
 
     model_class, dtype = model_class_of(folder, {"trust_remote_code": False}), zero3.partition_dtype(config)
-    # transformers finds ZeRO-3 as long as this object lives.
+    # transformers finds ZeRO-3 while this object is alive.
     ds_config = HfDeepSpeedConfig(without_own_section(config)) if arm == "stock" else None
     with AnonymousMemory() as memory, mapped_bytes() as mapped:
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Where a checkpoint is: a folder, the Hub's cache, or the Hub itself, of which only headers are fetched."""
+"""Finds a checkpoint: a folder, a snapshot in the Hub's cache, or on the Hub, from which only headers are fetched."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ _REQUESTS_AT_ONCE = 8
 
 
 def cached_folder(path: str, revision: str | None) -> Path:
-    """The folder (or single file) at `path`, else the snapshot of the repository `path` in the Hub's cache.
-
-    Raises ReadError if neither is there.
-    """
+    """The folder (or single file) at `path`, else the snapshot of that repository in the Hub's cache."""
     if os.path.exists(path):
         return Path(path)
     from huggingface_hub import snapshot_download
@@ -34,7 +31,7 @@ def cached_folder(path: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(path, revision=revision, local_files_only=True))
     except (OSError, ValueError) as error:
-        # huggingface_hub says that files are missing; whether they matter is decided by those that read the folder.
+        # Files are missing from the snapshot; whether they matter is for the readers of the folder to say.
         if incomplete := getattr(error, "snapshot_path", None):
             return Path(incomplete)
         raise ReadError(
@@ -45,15 +42,11 @@ def cached_folder(path: str, revision: str | None) -> Path:
 
 @contextmanager
 def headers(path: str, revision: str | None) -> Iterator[Path]:
-    """A folder in which the configuration, the index and all headers of a checkpoint can be read, but maybe no data.
+    """A folder with a checkpoint's configuration, index and headers, but maybe no data.
 
     It is `path` itself, or the snapshot in the Hub's cache if that has all shards. Else the small files and the
     shards' headers are fetched from the Hub into a temporary folder, where each shard becomes a sparse file of its
     full size, which takes next to no disk space.
-
-    Raises:
-        ReadError: the checkpoint is neither here nor on the Hub.
-        CheckpointError: the repository has no safetensors files, or one of them has no valid header.
     """
     if os.path.exists(path) or _is_cached_whole(path, revision):
         yield cached_folder(path, revision)
@@ -71,7 +64,7 @@ def headers(path: str, revision: str | None) -> Iterator[Path]:
 
 
 def _is_cached_whole(repository: str, revision: str | None) -> bool:
-    """Whether the Hub's cache has all shards; of a repository that was only inspected it has the small files."""
+    """Whether the Hub's cache has all shards; after an inspection it has only the small files."""
     from ..checkpoint.soundness import shards_of
 
     try:
@@ -96,12 +89,12 @@ def _fetch(repository: str, revision: str | None, folder: Path) -> None:
     has_index = (folder / INDEX).exists()
     names = [os.path.relpath(shard, folder) for shard in shards_of(folder)[0]] if has_index else [SINGLE]
     with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as threads:
-        # The snapshot's folder is named by its commit: the shards are asked for at the same one.
+        # The snapshot's folder is named by its commit: request the shards of the same commit.
         list(threads.map(lambda name: _fetch_header(repository, small.name, name, folder / name), names))
 
 
 def _fetch_header(repository: str, commit: str, name: str, target: Path) -> None:
-    """Write a sparse file with the size and the header of a shard."""
+    """Write a sparse file with the size and the header of a shard on the Hub."""
     from ..checkpoint.safetensors import MAX_HEADER_BYTES
 
     prefix, size_bytes = _fetch_range(repository, commit, name, 0, _FIRST_BYTES)

@@ -35,12 +35,9 @@ _TURN_INIT_ON = "each rank would load the whole model. Set zero3_init_flag: true
 
 
 class Check(NamedTuple):
-    """One thing that was looked at.
+    """One thing that was looked at, what was found, and what to do about a problem.
 
-    Attributes:
-        what: what it is.
-        status: "ok"; "problem", which makes the command fail; "no" (not available here) and "note", which do not.
-        text: what was found, and what to do about a problem.
+    `status` is "ok"; "problem", which makes the command fail; "no" (not available here) or "note", which do not.
     """
 
     what: str
@@ -102,7 +99,7 @@ def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems:
 
 
 def _check_versions() -> Iterator[Check]:
-    """Python and the packages that we need, each with the version that is wanted."""
+    """Whether the packages that we need have the versions that we need."""
     from packaging.requirements import Requirement
 
     yield Check("python", "ok", platform.python_version())
@@ -127,7 +124,7 @@ def _check_versions() -> Iterator[Check]:
 
 
 def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
-    """What can be done with what is installed; `ops` says which of DeepSpeed's ops work."""
+    """What works with the installed packages and DeepSpeed's `ops`."""
     import torch
 
     from ..destinations.deepspeed.machine import accelerator_name
@@ -147,7 +144,7 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
         ("plan --plot", "matplotlib"),
     ):
         yield available(what, find_spec(package), f"package {package}")
-    # DeepSpeed compiles its ops with these at their first use, unless they are installed compiled.
+    # DeepSpeed compiles its ops with these at first use, unless they were installed compiled.
     for tool, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
         found = shutil.which(tool)
         yield Check(tool, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
@@ -164,7 +161,7 @@ def _imports(what: str, otherwise: str, *modules: str) -> Check:
 
 
 def _check_storage(path: str) -> Iterator[Check]:
-    """The kind of file system that `path` lies on, and how fast one thread reads the largest file there."""
+    """The kind of file system of `path`, and how fast one thread reads the largest file there."""
     if not os.path.exists(path):
         yield Check("path", "problem", f"there is no {path}")
         return
@@ -235,7 +232,7 @@ def _accelerate_config(path: str) -> tuple[str, str]:
 
 
 def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
-    """A DeepSpeed config: settings that cannot be right, and those that cost."""
+    """Settings of a DeepSpeed config that are wrong, or that cost."""
     from ..destinations.deepspeed import zero3
 
     zero = config.get("zero_optimization") or {}

@@ -1,4 +1,4 @@
-"""``hf-zero-stream inspect``: what is in a checkpoint, and what its model class makes of it."""
+"""``hf-zero-stream inspect``: what is in a checkpoint, and in the model that it becomes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
 
 
 def _model(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
-    """The model's parameters, or why there are none: a checkpoint can be looked at that fits no known class."""
+    """The model's parameters, or why there are none: checkpoints that fit no known class can be inspected too."""
     if not (folder / "config.json").is_file():
         return _no_model("there is no config.json")
     from ..errors import CheckpointError, UnsupportedError
@@ -88,14 +88,15 @@ def _model(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str,
         (name, str(param.dtype).removeprefix("torch."), tuple(param.shape), param.nbytes)
         for name, param in parameters.items()
     ]
-    found = {
-        "class": type(model).__name__,
-        "bytes": sum(nbytes for *_, nbytes in rows),
-        "parameters": _folded(rows),
-        "missing": folded_names(sorted(missing & parameters.keys())),
-        "tied": folded_names(sorted(tied)),
+    return {
+        "model": {
+            "class": type(model).__name__,
+            "bytes": sum(param.nbytes for param in parameters.values()),
+            "parameters": _folded(rows),
+            "missing": folded_names(sorted(missing & parameters.keys())),
+            "tied": folded_names(sorted(tied)),
+        }
     }
-    return {"model": found}
 
 
 def _no_model(reason: str) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def _no_model(reason: str) -> dict[str, Any]:
 
 
 def _folded(rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[dict[str, Any]]:
-    """(name, dtype, shape, bytes) of each, folded; bytes are those of all that a line stands for."""
+    """One line for all (name, dtype, shape, bytes) that differ only in numbers, with the bytes of all of them."""
     folded = []
     for family in fold((name, tuple(kind)) for name, *kind in rows):
         dtype, shape, nbytes = family.kind
@@ -118,10 +119,8 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[Table | str]:
     dtypes = ", ".join(f"{name} {bytes_text(found['bytes'])}" for name, found in data["dtypes"].items())
     held = f"{count_text(len(shards), 'shard')}, {count_text(count, 'tensor')}, {bytes_text(data['bytes'])}"
     yield f"{data['path']}: {held}; {dtypes}"
-    yield table(
-        ("Shard", "Tensors", "Size"),
-        [(shard["file"], f"{shard['tensors']:,}", bytes_text(shard["bytes"])) for shard in shards],
-    )
+    rows = [(shard["file"], f"{shard['tensors']:,}", bytes_text(shard["bytes"])) for shard in shards]
+    yield table(("Shard", "Tensors", "Size"), rows)
     yield _families("Tensor", data["tensors"])
     if data["promised_in_vain"]:
         yield f"Promised by the index, but in no shard: {', '.join(data['promised_in_vain'])}"

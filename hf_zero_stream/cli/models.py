@@ -21,12 +21,7 @@ __all__ = ["lazy_model", "load_arguments", "quantisation", "transformers_errors"
 
 
 def load_arguments(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
-    """What ``from_pretrained`` is given besides the folder.
-
-    Args:
-        trust_remote_code: whether Python code in the folder may run; transformers never asks for permission.
-        dequantize: a quantised checkpoint becomes a model that is not.
-    """
+    """Arguments for ``from_pretrained``; transformers never asks on the terminal whether code may run."""
     arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if dequantize:
         method = quantisation(folder)
@@ -49,16 +44,9 @@ def quantisation(folder: Path) -> str | None:
 def lazy_model(folder: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
     """Build the model on the meta device and run transformers' conversions over tensors without data.
 
-    Args:
-        arguments: see :func:`load_arguments`.
-
     Returns:
-        The model, whose parameters have shapes and dtypes only; the names that the checkpoint has no values for, and
-        that will be initialised; the names that become another name for a parameter.
-
-    Raises:
-        CheckpointError: transformers cannot make a model of the checkpoint.
-        UnsupportedError: it stays quantised.
+        (the model, whose parameters have shapes and dtypes only; the names that the checkpoint lacks, and that will be
+        initialised; those of them that are tied to another parameter).
     """
     load = load_of_layouts(StreamingConfig(progress=False))
     with transformers_errors(str(folder)):
@@ -67,7 +55,7 @@ def lazy_model(folder: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, s
 
 @contextmanager
 def transformers_errors(path: str) -> Iterator[None]:
-    """Errors of transformers and DeepSpeed about a checkpoint or a config become ours; progress bars are off."""
+    """Inside, other libraries' errors about a checkpoint or a config become ours, and progress bars are off."""
     were_on = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

@@ -1,6 +1,6 @@
 """The arguments and options that commands share, and the parsers of their values.
 
-A parser raises typer.BadParameter: typer names the option in front of the message, and exits with code 2.
+A parser raises typer.BadParameter: typer puts the option's name before the message, and exits with code 2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ __all__ = [
 
 
 def json_object(path: str) -> dict[str, Any]:
-    """The JSON object in a file."""
     try:
         with open(path, encoding="utf-8") as file:
             found = json.load(file)
@@ -39,7 +38,7 @@ def json_object(path: str) -> dict[str, Any]:
 
 
 def size(text: str) -> int:
-    """The bytes of a size such as "80GiB"."""
+    """Parses a size such as "80GiB" into bytes."""
     from ..config import parse_size
 
     parsed = parse_size(text)
@@ -80,7 +79,7 @@ DtypeOption = Annotated[
 
 
 def zero3_config(given: Mapping[str, Any] | None, dtype: str | None) -> dict[str, Any]:
-    """The DeepSpeed config of ``--ds-config``, by default plain ZeRO-3, made to train in the dtype of ``--dtype``."""
+    """The DeepSpeed config of ``--ds-config`` (default: plain ZeRO-3), with the training dtype of ``--dtype``."""
     config = dict(given or {"zero_optimization": {"stage": 3}})
     if dtype is None:
         return config

@@ -1,4 +1,4 @@
-"""How commands write results: to stdout, as text or as JSON. Warnings of libraries and progress go to stderr."""
+"""Writes the results of commands to stdout, as text or as JSON; warnings of libraries and progress go to stderr."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def emit(
 
 
 def printable(text: str, kept: str = "") -> str:
-    """`text` with escapes for what a terminal would act on: anybody can choose the names in a checkpoint."""
+    """`text` with its control characters escaped: anybody can choose the names in a checkpoint."""
     return "".join(
         character if character.isprintable() or character in kept else ascii(character)[1:-1] for character in text
     )
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> Table:
-    """A table of text, whose first `left` columns are aligned to the left and the others to the right."""
+    """A table whose first `left` columns are aligned to the left, and the others to the right."""
     made = Table(box=MARKDOWN)
     for number, title in enumerate(titles):
         made.add_column(title, justify="left" if number < left else "right", overflow="fold")
@@ -50,7 +50,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 
 
 def _text(table: Table) -> str:
-    # Lines are folded to the width of a terminal, and not in a file or a pipe.
+    # Fold lines to the width of a terminal; do not fold them in a file or a pipe.
     console = Console(file=io.StringIO(), width=shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000)
     with console.capture() as captured:
         console.print(table)
@@ -59,13 +59,12 @@ def _text(table: Table) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Inside, what libraries print, or log to stdout as DeepSpeed does, goes to stderr."""
+    """Inside, what libraries write to stdout goes to stderr; DeepSpeed logs there."""
     with redirect_stdout(sys.stderr):
         yield
 
 
 def bytes_text(nbytes: float) -> str:
-    """Bytes with a binary unit, as in the load report."""
     from ..reports import load_table  # imports torch
 
     return load_table.bytes_text(nbytes)

@@ -1,4 +1,4 @@
-"""The picture of ``plan --plot``: which rank reads what of which shard, and memory by phase."""
+"""Draws the picture of ``plan --plot``: which rank reads what of which shard, and memory by phase."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["draw", "ranks_to_draw"]
 MOST_RANKS = 8
 _MOST_SHARDS = 40
 _PIXELS = 2000
-"""Reads that are nearer than this part of the largest shard are drawn as one."""
+"""Reads are drawn as one if the gap between them is below the largest shard's size divided by this."""
 _GIB = 2**30
 
 
 def ranks_to_draw(world_size: int, rank: int) -> list[int]:
-    """`rank` and others, evenly spaced, at most :data:`MOST_RANKS`: planning for each costs seconds."""
+    """`rank` and others, evenly spaced; at most :data:`MOST_RANKS`, because planning for each takes seconds."""
     if world_size <= MOST_RANKS:
         return list(range(world_size))
     step = world_size / MOST_RANKS
@@ -33,12 +33,7 @@ def ranks_to_draw(world_size: int, rank: int) -> list[int]:
 
 
 def draw(path: Path, forecasts: Sequence[Forecast], device: str) -> None:
-    """Write the picture, in the format that the ending of `path` names.
-
-    Args:
-        forecasts: of the ranks to show; memory is that of the first.
-        device: type of the device that trains.
-    """
+    """Write the picture in the format that the ending of `path` names; memory is that of the first forecast."""
     plans = [forecast.load for forecast in forecasts]
     height = 4 + 0.25 * min(_MOST_SHARDS, len(plans[0].shards))
     figure = Figure(figsize=(13, height), layout="constrained")

@@ -37,9 +37,9 @@ EXAMPLE = "hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --ds-config ds
 HOST = "cpu"
 _PICTURES = (".png", ".svg", ".pdf")
 _UNEVEN = 2.0
-"""A shard of so many times the mean size is worth a warning: storage that is striped by file reads it slower."""
+"""Warn of a shard this many times the mean size: storage that is striped by file reads it slower."""
 _MUCH_MORE = 1.5
-"""Reading so many times the bytes that are needed is worth one too."""
+"""Warn of reading this many times the bytes that are needed."""
 
 
 def _picture(text: str) -> Path:
@@ -103,7 +103,7 @@ def run(
 
             ranks = ranks_to_draw(world_size, rank)
         with headers(path, revision) as folder, transformers_errors(path):
-            shards_of(folder)  # raises if there are no safetensors files: pickles are not opened
+            shards_of(folder)  # raises if there are no safetensors files: plan must not open pickles
             arguments = load_arguments(folder, trust_remote_code, dequantize)
             forecast_of = partial(
                 plan, str(folder), world_size=world_size, ds_config=config or None, device=device, **arguments
@@ -138,7 +138,7 @@ def run(
 
 
 def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
-    """The least memory of a device, and of the host of a node with `ranks_per_node` ranks, without activations."""
+    """The memory that a device and the host of a node with `ranks_per_node` ranks need, without activations."""
     training = Counter(footprint.held) + Counter({device: footprint.largest_gather})
     phases = (footprint.load_peak, footprint.start_peak, training)
     most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, HOST}}
@@ -239,6 +239,5 @@ def _verdict(needs: Mapping[str, int], limits: Mapping[str, int], device: str) -
 
 
 def _places(places: Mapping[str, int]) -> str:
-    """Bytes by place, the device's first."""
     ordered = sorted(places, key=lambda place: (place == HOST, place))
     return " + ".join(f"{bytes_text(places[place])} {place}" for place in ordered if places[place])

@@ -1,12 +1,12 @@
-"""What stock transformers and DeepSpeed need for the same load, computed: the other column of ``plan``.
+"""Computes what stock transformers and DeepSpeed need for the same load: the other columns of ``plan``.
 
 How they load under ZeRO-3 (transformers 5.23, ``_load_pretrained_model`` and ``_load_state_dict_into_zero3_model``;
 DeepSpeed 0.19.8, ``GatheredParameters``):
 
 - Rank 0 maps all shards into its memory and reads every byte; the other ranks read the headers.
-- Conversions run on rank 0, one at a time: the largest converted parameter is in its host memory, in the file's dtype.
-- Module by module, each rank gathers the module's own parameters whole on its device, rank 0 copies its values in, and
-  they are broadcast to all ranks and cut up again.
+- Rank 0 converts one parameter at a time: the largest is in its host memory, in the file's dtype.
+- Module by module, each rank gathers the module's own parameters whole on its device, rank 0 copies its values in and
+  broadcasts them, and each rank cuts them up again.
 
 Hence, with C the checkpoint's bytes, P a rank's partitions, M the largest module's own parameters (whole, in the
 dtype of the partitions) and G the largest parameter (whole, in the checkpoint's dtype):
@@ -23,7 +23,7 @@ host, mapped files     C                  0
 
 Measured on a CPU, for a mixture of experts of 1.2 GB on two ranks: 6 % more on rank 0 and 9 % more on the other.
 
-Where parameters are offloaded P is in host memory, and where the device is a CPU all of it is. Mapped files count as
+P is in host memory if parameters are offloaded, and everything is if the device is a CPU. Mapped files count as
 resident memory (and towards a container's limit), but the kernel may drop them.
 """
 
@@ -42,12 +42,12 @@ __all__ = ["stock_load"]
 
 
 def stock_load(forecast: Forecast, model: nn.Module, tied: set[str], device: str) -> dict[str, Any]:
-    """The bytes of the table above for the load that `forecast` is of; peaks by place, and without mapped files.
+    """The bytes of the table above; peaks are by place, and without mapped files.
 
     Args:
         forecast: of any rank.
         model: has the parameters' shapes, and the checkpoint's dtypes.
-        tied: names that are another name for a parameter.
+        tied: parameters that are tied to others, and so not loaded.
         device: type of the device that trains.
     """
     plan, memory = forecast.load, forecast.memory

@@ -76,8 +76,7 @@ def plan(
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
     found = {} if ds_config is None else _with_dtype(buildable(ds_config), dtype)
-    stage = (found.get("zero_optimization") or {}).get("stage", 3)
-    if stage != 3:
+    if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
     config = without_auto(without_own_section(found))
     coordinator = Coordinator(rank, world_size, alone=True)

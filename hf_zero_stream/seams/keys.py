@@ -70,7 +70,7 @@ class RenamingChain:
         return key.encode().translate(self._table)
 
     def _first_match(self, key: str, template: bytes, begin: int) -> int:
-        """Position of the first transform from `begin` on that may rename `key`; their number if none does."""
+        """Position of the first transform from `begin` on that may rename `key`, or the number of transforms."""
         kind = begin, template
         found = self._first.get(kind)
         if found is None:
@@ -212,9 +212,7 @@ def _convert(session: Session, original: Original, self: Any, layer_name: str, *
     except core_model_loading.SkipParameters:
         for pattern, tensors in collected.items():
             # A converter collects functions that return tensors, or tensors.
-            values = [tensor() if callable(tensor) else tensor for tensor in tensors]
-            self.collected_tensors[pattern] = [
-                value.materialise() if isinstance(value, LazyTensor) else value for value in values
-            ]
+            values = (tensor() if callable(tensor) else tensor for tensor in tensors)
+            self.collected_tensors[pattern] = [it.materialise() if isinstance(it, LazyTensor) else it for it in values]
         kwargs["loading_info"].conversion_errors.pop(layer_name, None)
         return original(self, layer_name, *args, **kwargs)

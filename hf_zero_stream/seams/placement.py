@@ -21,8 +21,7 @@ def sharding_argument(kwargs: Mapping[str, Any]) -> str:
     for name in ("tp_plan", "tp_size", "device_mesh"):
         if kwargs.get(name) is not None:
             return name
-    config = kwargs.get("distributed_config")
-    if config is None:
+    if (config := kwargs.get("distributed_config")) is None:
         return ""
     if isinstance(config, Mapping):
         asks = config.get("tp_plan") is not None or any(config.get(size) not in (None, 1) for size in _SIZES)
