@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from .no_memory import Address, NodeStorage, no_memory
-from .nodes import Blockwise, Cat, Copy, Gather, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
+from .nodes import Blockwise, Copy, Gather, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
 
 
 __all__ = ["LazyTensor", "Materialise", "whole_meta"]
@@ -231,8 +231,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     expected = (views[0].sizes[:dim], views[0].sizes[dim + 1 :])
     if any((view.sizes[:dim], view.sizes[dim + 1 :]) != expected for view in views):
         return NotImplemented  # torch itself raises, with its own message
-    node = Cat.of(tuple(views), dim, first.dtype)
-    return LazyTensor.of(View.whole(node, node.sizes), first._materialise)
+    return LazyTensor.of(View.joined(tuple(views), dim), first._materialise)
 
 
 def _index_select(func: Any, args: Any, kwargs: Any) -> Any:

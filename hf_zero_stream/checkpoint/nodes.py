@@ -77,8 +77,9 @@ class View:
     @classmethod
     def joined(cls, pieces: tuple[View, ...], dim: int) -> View:
         """Views of one dtype, joined along dimension `dim`."""
-        node = Cat.of(pieces, dim, pieces[0].node.dtype)
-        return cls.whole(node, node.sizes)
+        starts = tuple(accumulate((piece.sizes[dim] for piece in pieces), initial=0))
+        sizes = (*pieces[0].sizes[:dim], starts[-1], *pieces[0].sizes[dim + 1 :])
+        return cls.whole(Cat(prod(sizes), pieces[0].node.dtype, sizes, dim, pieces, starts), sizes)
 
     def narrow(self, dim: int, start: int, length: int) -> View:
         """`length` indices along dimension `dim`, from `start` on."""
@@ -141,12 +142,6 @@ class Cat(Node):
 
     def inputs(self) -> Sequence[View]:
         return self.pieces
-
-    @classmethod
-    def of(cls, pieces: tuple[View, ...], dim: int, dtype: torch.dtype) -> Cat:
-        starts = tuple(accumulate((piece.sizes[dim] for piece in pieces), initial=0))
-        sizes = (*pieces[0].sizes[:dim], starts[-1], *pieces[0].sizes[dim + 1 :])
-        return cls(prod(sizes), dtype, sizes, dim, pieces, starts)
 
 
 @dataclass(eq=False, slots=True)

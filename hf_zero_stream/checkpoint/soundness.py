@@ -82,8 +82,9 @@ def check_soundness(
     else:
         found.shards, weight_map = _shards_and_map(folder, found)
     _check_tensors(_check_headers(folder, found), weight_map, found)
-    if weight_map is not None:
-        _note_leftovers(folder, found)
+    leftovers = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(found.shards))
+    if weight_map is not None and leftovers:
+        found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}.")
     _note_links(folder, found)
     if sha256 or sums is not None:
         present = [name for name in found.shards if (folder / name).is_file()]
@@ -203,12 +204,6 @@ def _check_tensors(
     unlisted = sorted(homes.keys() - weight_map.keys())
     if unlisted:
         found.notes.append(f"Tensors that the index does not list: {len(unlisted)}, among them {unlisted[0]!r}.")
-
-
-def _note_leftovers(folder: Path, found: Soundness) -> None:
-    others = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(found.shards))
-    if others:
-        found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, others))}.")
 
 
 def _note_links(folder: Path, found: Soundness) -> None:

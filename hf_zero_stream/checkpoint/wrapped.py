@@ -13,14 +13,12 @@ from .lazy import LazyTensor
 
 __all__ = ["lacks_values", "refuse_wrapped"]
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
-
 
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
     if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
         return True
-    if type(tensor) in _PLAIN:
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         return False
     flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
     held = vars(tensor).values() if flatten is None else [getattr(tensor, name) for name in flatten()[0]]

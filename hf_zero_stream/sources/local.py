@@ -103,8 +103,7 @@ class LocalFiles:
         self._stale: list[int] = []
         self._lock = threading.Lock()
         self._aligned = threading.local()
-        self.bytes_read = 0
-        self.reads = 0
+        self.bytes_read = self.reads = 0
         self.add(files)
 
     @contextmanager

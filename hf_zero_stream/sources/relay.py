@@ -81,8 +81,7 @@ class RelayedFiles(_Wrapped):
         self._chunk_bytes = chunk_bytes
         self._conversation = threading.Lock()
         self._refusal: ReadError | None = None
-        self.bytes_read = 0
-        self.reads = 0
+        self.bytes_read = self.reads = 0
 
     def add(self, files: Sequence[SourceFile]) -> None:
         super().add(files)
