@@ -1,7 +1,6 @@
-"""One `Streaming<Name>` for each of transformers' Auto model classes.
+"""One `Streaming<Name>` for each Auto model class of the installed transformers.
 
-They differ from their parents in one point: `from_pretrained` runs inside `hf_zero_stream.streaming()`. The classes
-are made from the list that the installed transformers has, so a new Auto class needs no change here.
+They differ from their parents in one point: `from_pretrained` runs inside `hf_zero_stream.streaming()`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,6 @@ from transformers.models.auto import modeling_auto
 if TYPE_CHECKING:
     # The names are only known at run time; type checkers may take any of them from here.
     def __getattr__(name: str) -> Any: ...
-
-
-_ADDED_SENTENCE = (
-    "Under DeepSpeed ZeRO-3 each rank reads from the checkpoint only the bytes of the partitions it owns; elsewhere "
-    "several ranks share the reading; everything else is as in [`{parent}`]."
-)
 
 
 def _target(cls: type, streaming_class: type, parent: type) -> Any:
@@ -45,7 +38,10 @@ def _make_streaming_class(parent: Any) -> type:
         return _target(cls, streaming_class, parent).from_config(*args, **kwargs)
 
     name = f"Streaming{parent.__name__}"
-    sentence = _ADDED_SENTENCE.format(parent=parent.__name__)
+    sentence = (
+        "Under DeepSpeed ZeRO-3 each rank reads from the checkpoint only the bytes of the partitions it owns; "
+        f"elsewhere several ranks share the reading; everything else is as in [`{parent.__name__}`]."
+    )
     for function in (from_pretrained, from_config):
         function.__module__ = __name__
         function.__qualname__ = f"{name}.{function.__name__}"

@@ -1,8 +1,8 @@
-"""What ranks tell each other while they load or save: rank 0's headers, each rank's success, each rank's report.
+"""How ranks that load or save together agree on success, and exchange objects.
 
 Ranks meet at agreements, always in the same order, inside :meth:`Coordinator.watched`. A rank that fails between two
 agreements brings its error to the next one, so that every rank raises there, in seconds, instead of waiting for a
-collective that never comes. If a rank dies, the others raise, too.
+collective that never comes. If a rank dies or is interrupted inside an agreement, the others raise, too.
 """
 
 from __future__ import annotations
@@ -34,23 +34,18 @@ Wait = Callable[[Any], None]
 
 
 class Coordinator:
-    """Collectives between the ranks that load or save one model together.
-
-    Args:
-        alone: this rank talks to no other: it reads itself what rank 0 would send, and assumes that all succeed.
-    """
+    """Collectives between ranks that load or save together. If `alone`, this rank talks to none, and acts for all."""
 
     def __init__(self, rank: int, world_size: int, *, alone: bool) -> None:
         self.rank = rank
         self.world_size = world_size
         self.is_alone = alone
-        self._reported = False
-        """Whether all ranks know of an error."""
+        self._reported = False  # whether all ranks know of an error
         self._watch: Watch | None = None
 
     @classmethod
     def of_default_group(cls) -> Coordinator:
-        """All ranks of torch's default process group; without one, or in a fake one, this process alone."""
+        """Of torch's default process group; alone without one, or in a fake one."""
         if not dist.is_initialized():
             return cls(0, 1, alone=True)
         return cls(dist.get_rank(), dist.get_world_size(), alone=is_alone())
@@ -123,12 +118,11 @@ class Coordinator:
     def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
         """Every rank's `beside`; raises :class:`DisagreementError` on all ranks if `what` differs between ranks."""
         everyone = self.all_gather((what, beside), error)
-        expected = everyone[0][0]
         for rank, (found, _) in enumerate(everyone):
-            if found != expected:
+            if found != everyone[0][0]:
                 raise DisagreementError(
                     f"rank {rank} differs from rank 0 in what it loads: {_shortened(found)} there, "
-                    f"{_shortened(expected)} on rank 0. Nothing has been read. All ranks must load the same."
+                    f"{_shortened(everyone[0][0])} on rank 0. Nothing has been read. All ranks must load the same."
                 )
         return [each for _, each in everyone]
 
@@ -161,10 +155,7 @@ class Coordinator:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Bring an error inside, Ctrl-C too, to an agreement, unless one has raised it; then raise it again.
-
-        If another rank has died meanwhile, this rank still raises its own error.
-        """
+        """Bring an error inside, Ctrl-C too, to an agreement, unless one has raised it; raise it again in any case."""
         try:
             yield
         except BaseException as error:
@@ -189,7 +180,7 @@ class Coordinator:
         if self.is_alone or self._watch is not None:
             yield
             return
-        # Collectives of two loads must not mix. A load that ranks may make alone does not wait for the other one.
+        # Collectives of two loads must not mix; a load that ranks may make alone does not wait for the other one.
         if not _turn.acquire(blocking=not occasion.is_optional):
             raise Apart("another thread of this process loads or saves")
         try:
@@ -270,12 +261,11 @@ def _unpickled(data: torch.Tensor) -> Any:
 
 def _raise_again(error: BaseException) -> NoReturn:
     """Raise `error` with its own cause and context, which ``raise`` alone replaces by what is being handled now."""
-    cause, context, leaves_out_context = error.__cause__, error.__context__, error.__suppress_context__
+    cause, context, hides_context = error.__cause__, error.__context__, error.__suppress_context__
     try:
         raise error
     finally:
-        error.__cause__, error.__context__ = cause, context
-        error.__suppress_context__ = leaves_out_context
+        error.__cause__, error.__context__, error.__suppress_context__ = cause, context, hides_context
 
 
 @contextmanager

@@ -23,8 +23,8 @@ __all__ = [
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """A rank's number on its host: torchrun, accelerate and deepspeed; Open MPI; Hydra (MPICH, Intel MPI); Slurm."""
 
-_OF_MPI = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *_OF_MPI, "SLURM_NTASKS_PER_NODE")
+_MPI_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *_MPI_LOCAL_SIZES, "SLURM_NTASKS_PER_NODE")
 """Ranks on this host: torchrun and accelerate; deepspeed; Open MPI; Hydra; Slurm."""
 
 

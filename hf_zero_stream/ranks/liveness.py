@@ -39,16 +39,15 @@ FAREWELL_S = 3.0
 
 
 class Verdict(NamedTuple):
-    """Which rank the others need not wait for, and why."""
+    """A rank that the others need not wait for, and the class and text of its error; written into the store."""
 
     rank: int
     """-1 if the store, and not a rank, is lost."""
     is_dead: bool
-    """Whether it will never come to an agreement; otherwise it is on its way there, with an error."""
+    """Whether the rank will never come to an agreement; otherwise it is on its way there, with its error."""
     kind: str
-    """The class of its error; ``"Ended"`` if its process ended by itself."""
+    """``"Ended"`` if its process ended by itself."""
     message: str
-    """The text of its error, or what was seen of its death."""
 
     def error(self) -> HfZeroStreamError:
         """What the other ranks raise."""
@@ -72,22 +71,21 @@ class _Beat(NamedTuple):
 
 
 class Watch:
-    """This rank's heartbeat in one meeting, and its view of the other ranks, from construction to :meth:`close`.
+    """This rank's heartbeat, and its view of the other ranks, from construction to :meth:`close`.
 
-    Args:
-        meeting: what the meeting's keys in the store begin with; the same on all ranks, and no other meeting's.
+    The keys of this `meeting` in the store begin with its name, which all ranks give, and no other meeting has.
     """
 
     def __init__(self, presence: Presence, meeting: str) -> None:
         self.timeout_s: float = StreamingConfig.peer_timeout_s
         self.verdict: Verdict | None = None
-        """The first verdict that this rank has heard of; one on a dead rank replaces one on a rank that failed."""
+        """The first that this rank has heard of; one on a dead rank replaces one on a rank that failed."""
         self._presence = presence
         self._store = presence.store
         self._meeting = meeting
         self._agreements = 0
         self._seen: dict[int, tuple[_Beat | None, float]] = {}
-        """Of each rank that this one looks at: its last heartbeat, and since how many seconds it has not moved."""
+        """Of each rank that this one looks at: its last heartbeat, and for how many seconds it has not moved."""
         self._looked = time.monotonic()
         self._believing = threading.Lock()
         self._stop = threading.Event()
@@ -102,8 +100,8 @@ class Watch:
         self._thread.join(TIMEOUT_S)
         with suppress(PeerError):  # nobody looks at the heartbeats in a store that is lost
             if self.knows_dead and self._presence.rank == 0 and self._store.ends_with_rank_0:
+                others = self._presence.world_size - 1
                 for waited_s in pauses(0.05):
-                    others = self._presence.world_size - 1
                     if waited_s > FAREWELL_S or self._store.add(f"{self._meeting}/heard", 0) >= others:
                         break
             self._beat(has_left=True)
@@ -138,10 +136,9 @@ class Watch:
                 if count >= expected:
                     return
                 if waited_s > timeout_s:
-                    absent = ", ".join(map(str, self.absent()))
                     raise PeerError(
                         f"Waited {timeout_s:g} s, the time-out of the process group, for ranks that did not come: "
-                        f"{absent}. All ranks must make the same load."
+                        f"{', '.join(map(str, self.absent()))}. All ranks must make the same load."
                     )
                 count = self._store.add(key, 0)
 

@@ -46,7 +46,7 @@ class Presence:
         self.passed: defaultdict[str, list[str]] = defaultdict(list)
         """The keys of earlier rounds of each occasion, until all ranks have come to a later one."""
         self.last_was_apart = False
-        """Whether ranks did not all come the last time that they might share a load."""
+        """Whether ranks were missing the last time that they might have shared a load."""
         self._group_store = weakref.ref(store)
         self._locations: dict[int, Location] = {}
         self._lines: dict[int, Line] = {}
@@ -75,7 +75,7 @@ class Presence:
             return _current
 
     def close(self) -> None:
-        """Close the sockets; others can no longer tell from them whether this process lives."""
+        """Close the sockets, from which other ranks see that this process lives."""
         self._finalizer.cancel()
         self.listener.close()
         for line in self._lines.values():
@@ -130,7 +130,7 @@ class Presence:
         return f"{PREFIX}/location/{rank}"
 
     def _say_end(self, host: str, port: int) -> None:
-        """Tell the others, when the interpreter exits, that this process ended by itself."""
+        """At the exit of the interpreter, tell the others that this process ended by itself."""
         if self.store.is_lost or (self.store.ends_with_rank_0 and self.rank == 0):
             return
         with suppress(OSError, PeerError):
@@ -151,7 +151,7 @@ def is_alone() -> bool:
 
 
 def make_contact() -> None:
-    """Tell the other ranks where this process runs, if there is a process group; the second time does nothing."""
+    """Tell the other ranks, if there are any, where this process runs; the second time does nothing."""
     if not is_alone():
         with suppress(PeerError):  # a load or save that needs the other ranks will raise it
             Presence.in_default_group()

@@ -89,10 +89,7 @@ class _Decision(NamedTuple):
 
 
 class Round:
-    """This rank's arrival at an occasion, in the first round that is not over.
-
-    Where ranks may load alone, `subject` is what this rank would load.
-    """
+    """This rank's arrival at an occasion, in the first round that is not over; `subject`: what it would load alone."""
 
     def __init__(self, presence: Presence, occasion: Occasion, subject: str = "") -> None:
         self._presence = presence
@@ -124,10 +121,9 @@ class Round:
     def call_off(self, error: BaseException) -> None:
         """Decide that the ranks do not come together, because this one fails with `error`."""
         rank = self._presence.rank
-        if self._occasion.is_optional:
-            self._decide(_Decision("apart", f"rank {rank} does not load"))
-        else:
-            self._decide(_Decision("failed", str(error), rank, type(error).__name__, time.time()))
+        apart = _Decision("apart", f"rank {rank} does not load")
+        failed = _Decision("failed", str(error), rank, type(error).__name__, time.time())
+        self._decide(apart if self._occasion.is_optional else failed)
 
     def gather(self, watch: Watch) -> None:
         """Return once all ranks are here; `watch` is that of the meeting with this :attr:`key`.
@@ -188,7 +184,7 @@ class Round:
         return _Decision(*written) if written else None
 
     def _decide(self, decision: _Decision) -> _Decision:
-        """Make `decision`; returns the one that was made first."""
+        """Make `decision`; returns the one that some rank made first."""
         return _Decision(*self._store.set_first(f"{self.key}/decision", decision))
 
 

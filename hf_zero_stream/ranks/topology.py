@@ -75,13 +75,12 @@ class Topology:
         self.ranks_of_host = [other for other, host in enumerate(hosts) if host == hosts[rank]]
         """Ranks on this rank's host, itself included, in order."""
         self.position = self.ranks_of_host.index(rank)
-        """This rank's number among them."""
         self.sharing_cores = machines.count(machines[rank])
         """How many ranks share this rank's machine, itself included."""
 
     @classmethod
     def announced(cls, rank: int, world_size: int) -> Topology:
-        """What the launcher announces, for a rank that cannot ask the others: ranks are numbered host by host."""
+        """What the launcher announces, for a rank that cannot ask the others; takes ranks as numbered host by host."""
         first, size = rank - announced_local_rank(), max(1, announced_local_size())
         hosts = [str((other - first) // size) for other in range(world_size)]
         return cls(hosts, hosts, rank)
