@@ -69,10 +69,8 @@ class Verifier:
         self._lock = threading.Lock()
         self._names: set[str] = set()
         self._left_out: set[str] = set()
-        self._elements = 0
-        self._bytes_read = 0
+        self._elements = self._bytes_read = self._digest = 0
         self._seconds = 0.0
-        self._digest = 0
 
     @property
     def result(self) -> Verification:

@@ -33,17 +33,13 @@ def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None]
                     return
             yield item
 
-    def run() -> None:
+    def run(end: threading.Event) -> None:
         try:
             with torch.set_grad_enabled(with_grad):
                 work(next_items())
         except BaseException as error:
             errors.append(error)
             failed.set()
-
-    def help_out(end: threading.Event) -> None:
-        try:
-            run()
         finally:
             end.set()
 
@@ -51,10 +47,10 @@ def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None]
     try:
         for number in range(1, threads):
             end = threading.Event()
-            helper = threading.Thread(target=help_out, args=(end,), name=f"hf_zero_stream-{number}")
+            helper = threading.Thread(target=run, args=(end,), name=f"hf_zero_stream-{number}")
             begun.append((helper, end))
             helper.start()
-        run()
+        run(threading.Event())  # nobody waits for the calling thread
         _wait(begun)
     except BaseException:  # Ctrl-C while starting or waiting, or no more threads to be had
         failed.set()

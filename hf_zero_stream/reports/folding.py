@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 
-__all__ = ["Family", "fold", "folded_names"]
+__all__ = ["fold", "folded_names"]
 
 _NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9]\d*)(?=\.|$)")
 
@@ -51,7 +51,6 @@ def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[Family]:
 
 
 def folded_names(names: Iterable[str]) -> list[str]:
-    """Names, folded."""
     return [family.name for family in fold((name, ()) for name in names)]
 
 

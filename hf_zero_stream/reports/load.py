@@ -127,14 +127,9 @@ class LoadReport(Report):
 
 
 class PhaseClock:
-    """Adds up the wall-clock seconds of each phase of a load or of a save.
+    """Adds up the wall-clock seconds of each phase of a load or of a save: ``with clock("plan"): ...``.
 
     Any thread may enter a phase, and many times. Phases may nest or overlap: each is timed alone.
-
-        clock = PhaseClock()
-        with clock("total"):
-            with clock("plan"):
-                ...
     """
 
     def __init__(self, phases: Sequence[str] = PHASES) -> None:
@@ -143,12 +138,11 @@ class PhaseClock:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds so far of each phase."""
         with self._lock:
             return dict(self._seconds)
 
     def add(self, phase: str, seconds: float) -> None:
-        """Add `seconds` to a phase. Raises ValueError if the clock has no such phase."""
+        """Add `seconds` to a phase; raises ValueError if the clock has no such phase."""
         if phase not in self._seconds:
             raise ValueError(f"phase: expected one of {', '.join(self._seconds)}; got {phase!r}")
         with self._lock:

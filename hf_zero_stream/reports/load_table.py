@@ -27,9 +27,11 @@ class _Column(NamedTuple):
 
 
 def render_table(report: LoadReport) -> str:
-    """Returns the text that `LoadReport.table` promises: seconds, bytes, memory to come, and fall-backs."""
+    """The text of `LoadReport.table`."""
+    slowest = max(report.ranks, key=lambda rank: rank.seconds["total"])
+    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks, slowest: rank {slowest.rank}"
     blocks = [
-        [_heading(report)],
+        [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"],
         _table(report, _SECONDS),
         _table(report, _BYTES),
         _check_lines(report),
@@ -42,23 +44,15 @@ def render_table(report: LoadReport) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
-def _heading(report: LoadReport) -> str:
-    slowest = max(report.ranks, key=lambda rank: rank.seconds["total"])
-    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks, slowest: rank {slowest.rank}"
-    return f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"
-
-
 def _bytes_per_second(rank: RankReport) -> float:
-    # A clock that did not advance between two looks gives no rate.
-    return rank.bytes_read / rank.seconds["total"] if rank.seconds["total"] else 0.0
+    return rank.bytes_read / rank.seconds["total"] if rank.seconds["total"] else 0.0  # a coarse clock may show 0
 
 
 def bytes_text(value: float) -> str:
     """Bytes with a binary unit, such as 1.5 GiB."""
     unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        # 1023.96 KiB would be written as 1024.0 KiB.
-        if abs(value) < (1024 if unit == "B" else 1023.95):
+        if abs(value) < (1024 if unit == "B" else 1023.95):  # 1023.96 KiB would be written as 1024.0 KiB
             break
         value, unit = value / 1024, larger
     return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
@@ -93,15 +87,15 @@ def _table(report: LoadReport, columns: Sequence[_Column]) -> list[str]:
         for name, summary in summaries.items():
             table.add_row(name, *(column.text(summary(map(column.value, report.ranks))) for column in columns))
 
-    # The width is the table's own: a log file has no terminal, and a table folded to fit one cannot be read. A
-    # notebook, which rich detects, would display the table instead of writing it to the file.
+    # The width is fixed: a log file has no terminal, and a table folded to fit one cannot be read. In a notebook, rich
+    # would display the table instead of writing it to the file.
     text = io.StringIO()
     Console(file=text, width=1000, color_system=None, force_terminal=False, force_jupyter=False).print(table)
     return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
 
 
 def _check_lines(report: LoadReport) -> list[str]:
-    """What was verified, and how often something was tried again; nothing about a load that did neither."""
+    """What was verified, and how often something was tried again, if at all."""
     lines = []
     done = [rank.verification for rank in report.ranks if rank.verification.how in ("sample", "full")]
     if done:

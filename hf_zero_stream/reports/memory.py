@@ -30,8 +30,7 @@ class AnonymousMemory:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._ended.set()
-        self._entry_bytes = 0
-        self._peak_bytes = 0
+        self._entry_bytes = self._peak_bytes = 0
 
     @property
     def growth_peak(self) -> int:
