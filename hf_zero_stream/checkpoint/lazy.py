@@ -174,8 +174,9 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
             lazy_results.append(LazyTensor(result, first._node, first._materialise))
             continue
         sizes = tuple(result.size())
-        inputs = tree_map(_to_view, (tuple(args), kwargs))
-        node = Opaque(result.numel(), result.dtype, sizes, func, *inputs, position if has_several else None)
+        view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
+        output = position if has_several else None
+        node = Opaque(result.numel(), result.dtype, sizes, func, view_args, view_kwargs, output)
         lazy_results.append(LazyTensor.of(View.whole(node, sizes), first._materialise))
     return type(meta_result)(lazy_results) if has_several else lazy_results[0]
 
