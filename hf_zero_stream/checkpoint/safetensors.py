@@ -147,12 +147,9 @@ def _parse_entry(path: str, number: int, data_start: int, name: str, field: Any)
     item_bytes = DTYPES[dtype].itemsize
     expected = prod(shape) * item_bytes
     if end - begin != expected:
-        raise _faulty(
-            path,
-            name,
-            f"data_offsets [{begin}, {end}] hold {end - begin} bytes, but dtype {dtype} and shape "
-            f"{excerpt(shape)} need {expected if expected < _INT64_END else '2**63 or more'}",
-        )
+        held = f"data_offsets [{begin}, {end}] hold {end - begin} bytes"
+        needed = expected if expected < _INT64_END else "2**63 or more"
+        raise _faulty(path, name, f"{held}, but dtype {dtype} and shape {excerpt(shape)} need {needed}")
     # A size of 0 hides an overflow from the check above, but not from whoever multiplies in another order.
     if not expected and prod(size for size in shape if size) * item_bytes >= _INT64_END:
         raise _faulty(path, name, f"shape: the sizes of {excerpt(shape)} overflow 64 bits")
