@@ -92,7 +92,10 @@ class StreamingConfig:
     """
 
     direct_io: bool = False
-    """Bypass the page cache (O_DIRECT), where the file system can; each reader thread then has two staging buffers."""
+    """Read past the page cache (O_DIRECT), where the file system can, so that what is cached stays there.
+
+    Each reader thread then has a second staging buffer of `request_bytes`.
+    """
 
     share_reads: bool = True
     """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
@@ -140,7 +143,7 @@ class StreamingConfig:
     """
 
     progress: bool = True
-    """Show one progress bar, unless HF_HUB_DISABLE_PROGRESS_BARS or transformers' verbosity hides it."""
+    """Show one progress bar on the local main process, if HF_HUB_DISABLE_PROGRESS_BARS and transformers allow it."""
 
     log_report: bool = True
     """Log the table of the load report, at level INFO, on the main process."""

@@ -336,3 +336,29 @@ def test_a_rank_that_leaves_says_so(cluster: None, tmp_path: Path) -> None:
     assert second.startswith("KeyboardInterrupt")
     for message in (first, third):
         assert message.startswith("PeerError: rank 1 has given up this load (KeyboardInterrupt")
+
+
+class InterruptedWatch:
+    """Stands for a :class:`Watch` whose rank gets a Ctrl-C while it waits for the others."""
+
+    verdict = None
+
+    def __init__(self) -> None:
+        self.announced: list[tuple[str, bool]] = []
+
+    def meet(self) -> None:
+        raise KeyboardInterrupt
+
+    def announce(self, error: BaseException, *, comes: bool) -> None:
+        self.announced.append((type(error).__name__, comes))
+
+
+def test_a_rank_interrupted_inside_an_agreement_gives_up() -> None:
+    """It must not come to another agreement: the others count arrivals, and would wait for it in a collective."""
+    from hf_zero_stream.ranks.coordinator import Coordinator
+
+    coordinator, watch = Coordinator(0, 2, alone=False), InterruptedWatch()
+    coordinator._watch = watch  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), coordinator.reporting():
+        coordinator.agree()
+    assert watch.announced == [("KeyboardInterrupt", False)]
