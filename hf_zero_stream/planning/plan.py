@@ -112,10 +112,9 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """Which bytes of which shard go where, for one rank; executed batch by batch, as it stands here.
+    """Which bytes of which shard go where, for one rank; it is executed batch by batch.
 
-    Iterating gives its reads, batch after batch, in file order within each. Numbers of targets in reads and
-    placements count within their batch.
+    Iterating gives its reads, in file order within each batch. Reads and placements number the targets of their batch.
 
     Attributes:
         rank: the rank that it is for.

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -46,7 +45,7 @@ class Piece(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        return prod(self.box.sizes) * self.dtype.itemsize
+        return self.box.numel * self.dtype.itemsize
 
     @property
     def is_run(self) -> bool:

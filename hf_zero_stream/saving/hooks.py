@@ -61,7 +61,7 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
 def _save_model(
     original: Callable[..., Any], self: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """accelerate's function saves weights and no config, under the model's own names."""
+    """As accelerate's function: save weights and no config, under the model's own names."""
     call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
     call.apply_defaults()
     if not active_configs() or not shares_its_model(model) or not call.arguments["safe_serialization"]:

@@ -133,7 +133,7 @@ class Parameters:
         return sources
 
     def _agree_on_source(self, source: str, numel: int, held: Sequence[_Held], compared: bool) -> bool:
-        """Choose who gives elements; if ranks that hold all have different values, the first, and return False."""
+        """Choose who gives `source`: the first rank, and return False, if ranks hold all with different values."""
         holders = [rank for rank, mine in enumerate(held) if mine is not _NOT_HELD]
         first = held[holders[0]]
         same = compared and all(held[rank].is_whole and held[rank].digest == first.digest for rank in holders)

@@ -1,13 +1,13 @@
-"""Which rank writes which bytes of which shard: frozen data, the same on every rank but for what is its own.
+"""Which rank writes which bytes of which shard, as frozen data; ranks differ only in what each writes alone.
 
-Three ways, the first that fits is taken for each tensor of a shard:
+There are three ways; each tensor of a shard takes the first that fits:
 
 - *runs*: elements that lie one after the other in a parameter and in the shard, as nearly all do. The rank that holds
   them writes them, wherever they begin and end.
 - *segments*: another order of elements (transposed experts). A range of the shard is put together in a buffer by the
   rank that holds all of it.
 - *rounds*: segments whose elements several ranks hold, in pieces too small to be written one by one. Ranks exchange
-  them first: in a round, no rank sends, or gets, more than a segment may have, or a single one.
+  them first. In a round no rank sends or receives more bytes than the largest segment has.
 
 With a single writer everything that it does not hold goes through rounds.
 """
@@ -65,8 +65,8 @@ class Sources:
     Its name is the parameter's first one, followed by the number of the box if there are several.
 
     Attributes:
-        shares: who gives which elements of each source; in order of elements, and all of them.
-        joined: parameters of which ranks hold different boxes: each put together of these.
+        shares: for each source, shares of all its elements, in order.
+        joined: each parameter of which ranks hold different boxes, put together of these.
         everywhere: sources that every rank holds in full, with the same values; none if rank 0 gives them anyway.
     """
 
@@ -180,7 +180,7 @@ Round = tuple[tuple[int, Segment], ...]
 
 
 class Computation(NamedTuple):
-    """A tensor that a function gives, for which its parameters are gathered one tensor at a time; rank 0 writes it."""
+    """A tensor that a function gives: all ranks gather its parameters, and rank 0 writes it."""
 
     shard: int
     position: int

@@ -94,7 +94,6 @@ class Save:
         self._folder = Path(folder)
         self._dtype = _floating_dtype(dtype)
         self._write_from = write_from
-        self._single_writer = False
         self._verify = verify
         self._chunk_bytes = chunk_bytes
         self._progress = progress
@@ -149,9 +148,8 @@ class Save:
                     )
                     if write_from == "auto":
                         write_from = "rank0" if self._is_hidden(publication) else "all"
-                    self._single_writer = write_from == "rank0"
                     with self._clock("plan"):
-                        parameters, shards, plan = self._planned(publication, lay_out)
+                        parameters, shards, plan = self._planned(publication, lay_out, write_from == "rank0")
                     self._write(plan, parameters, [publication.temporary / shard.name for shard in shards])
                     with self._clock("publish"):
                         weights = _SUFFIX.sub("", shards[0].name)
@@ -162,8 +160,10 @@ class Save:
                 raise
             return self._report(plan, shards)
 
-    def _planned(self, publication: Publication, lay_out: LayOut) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
-        coordinator, single_writer = self._coordinator, self._single_writer
+    def _planned(
+        self, publication: Publication, lay_out: LayOut, single_writer: bool
+    ) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
+        coordinator = self._coordinator
         parameters = Parameters(
             self.model, coordinator, dtype=self._dtype, single_writer=single_writer, threads=self._threads()
         )
@@ -188,7 +188,7 @@ class Save:
         return parameters, shards, plan
 
     def _is_hidden(self, publication: Publication) -> bool:
-        """Whether there are ranks that cannot write into the folder that rank 0 has made: its name is unique."""
+        """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""
         sees = self._coordinator.all_gather(os.access(publication.temporary, os.W_OK | os.X_OK))
         blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
         if blind and self._coordinator.is_main:
@@ -264,7 +264,6 @@ def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasi
 
 
 def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """`dtype`, which may be given by its name."""
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -306,13 +305,13 @@ def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:
 
 
 def _settings() -> StreamingConfig:
-    """Those of the ``streaming()`` around this thread's code, if any."""
+    """The settings of the ``streaming()`` around the caller, if there is one."""
     return StreamingConfig.resolve(current_config(), zero3_config() or other_config())
 
 
 @contextmanager
 def _quiet(is_main: bool) -> Iterator[None]:
-    """transformers shows no bar for shards that it only lays out, and warns on rank 0 of what it does on all."""
+    """Inside, transformers shows no bar for shards that it only lays out, and warns on rank 0 only."""
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     if not is_main:
