@@ -83,7 +83,8 @@ PUBLIC = {
 HOMES = {
     "transformers.models.auto": ("hf_zero_stream.auto",),
     "transformers.quantizers": ("hf_zero_stream.cli.models",),
-    "transformers.integrations": ("hf_zero_stream.cli.bench_rank",),  # HfDeepSpeedConfig
+    # HfDeepSpeedConfig, is_fsdp_enabled
+    "transformers.integrations": ("hf_zero_stream.cli.bench_rank", "hf_zero_stream.loading.choice"),
     "torch.multiprocessing.reductions": ("hf_zero_stream.destinations.deepspeed.flat.layout",),  # StorageWeakRef
     "torch.distributed.distributed_c10d": ("hf_zero_stream.ranks.presence",),
 }

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
 from .. import scope
@@ -16,12 +18,13 @@ from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.launchers import announces_zero3, announces_zero3_init
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
-from ..seams.placement import builds_without_memory, sharding_argument, why_elsewhere
 
 
-__all__ = ["Choice", "choose", "settings_for", "warn_of_open_dtype"]
+__all__ = ["Choice", "choose", "refuse_sharding", "settings_for", "warn_of_open_dtype"]
 
 logger = logging.get_logger(__name__)
+
+_SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Co
     settings, ds_config = settings_for(found, strict), _complete(found)
     load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator))
     zero3.refuse_unsupported(ds_config)
-    if builds_without_memory():
+    if _builds_without_memory():
         raise UnsupportedError(
             "from_pretrained inside accelerate's init_empty_weights() would leave every parameter without values. "
             "Call it outside: under streaming() no rank holds the whole model anyway."
@@ -103,13 +106,13 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
 
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return False
-    sharding = sharding_argument(kwargs)
+    sharding = _sharding_argument(kwargs)
     if sharding and dist.get_rank() == 0:
         logger.warning(
             f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model: sharded models "
             "are not streamed yet. Each rank reads the checkpoint by transformers' own code, and nothing is shared."
         )
-    return not sharding and not why_elsewhere(kwargs)
+    return not sharding and not _why_elsewhere(kwargs)
 
 
 def warn_of_open_dtype(sections: list[str], advice: str) -> None:
@@ -133,4 +136,45 @@ def _warn_if_zero3_comes_too_late() -> None:
         logger.warning_once(
             "The launcher announces DeepSpeed ZeRO-3 with zero3_init_flag: false, so this model is loaded in full on "
             "every rank. Set zero3_init_flag: true in the accelerate config to stream it."
+        )
+
+
+def _sharding_argument(kwargs: Mapping[str, Any]) -> str:
+    """The argument of ``from_pretrained`` by which transformers shards the model; "" if it will not."""
+    for name in ("tp_plan", "tp_size", "device_mesh"):
+        if kwargs.get(name) is not None:
+            return name
+    if (config := kwargs.get("distributed_config")) is None:
+        return ""
+    if isinstance(config, Mapping):
+        asks = config.get("tp_plan") is not None or any(config.get(size) not in (None, 1) for size in _SIZES)
+    else:
+        # Before transformers 5.14 a config may have no sizes, and a model is sharded whenever one is given.
+        asks = any(getattr(config, size, None) != 1 for size in _SIZES)
+    return "distributed_config" if asks else ""
+
+
+def _why_elsewhere(kwargs: Mapping[str, Any]) -> str:
+    """Why ranks outside ZeRO-3 cannot share the reading of a load; "" if they can."""
+    for name in ("device_map", "state_dict"):
+        if kwargs.get(name) is not None:
+            return f"{name}= is given"
+    if is_fsdp_enabled():
+        return "FSDP_CPU_RAM_EFFICIENT_LOADING is set, which loads on rank 0"
+    if torch.get_default_device().type != "cpu":
+        return f"torch's default device is {torch.get_default_device()}"
+    return "accelerate's init_empty_weights() keeps no weights" if _builds_without_memory() else ""
+
+
+def _builds_without_memory() -> bool:
+    """Whether accelerate's ``init_empty_weights()`` is active, under which every parameter becomes a meta tensor."""
+    return torch.nn.Module.register_parameter.__module__.startswith("accelerate.")
+
+
+def refuse_sharding(path: str, kwargs: Mapping[str, Any]) -> None:
+    """Raise an UnsupportedError if transformers would shard the model that is to be streamed or planned."""
+    if sharding := _sharding_argument(kwargs):
+        raise UnsupportedError(
+            f"{path}: {sharding}= shards the model by transformers' own code, and sharded models are not streamed "
+            "yet. Leave it out, or load with from_pretrained."
         )

@@ -19,8 +19,7 @@ from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import Session
 from ..seams.ds_config import zero3_hidden
-from ..seams.placement import refuse_sharding
-from .choice import warn_of_open_dtype
+from .choice import refuse_sharding, warn_of_open_dtype
 from .integration import streaming
 
 

@@ -21,7 +21,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
-from ..seams.placement import refuse_sharding
+from .choice import refuse_sharding
 from .dry_load import with_lazy_model
 from .integration import finish_saves_into
 
