@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from hf_zero_stream.errors import SaveError
-from tests.cluster import run_ranks
+from hf_zero_stream.saving.calls import led
+from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.parity import ds_config
 from tests.saving import SHARD_SIZE, different
 
@@ -184,3 +185,21 @@ def values_of_a_state_dict(checkpoint: Path) -> str:
 
 def test_a_state_dict_has_no_values(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
     run_ranks(2, values_of_a_state_dict, zoo_checkpoint("qwen3_moe", torch.bfloat16))
+
+
+def saved_while_leading(checkpoint: Path, folder: Path) -> None:
+    """On one rank of two, what all ranks must call."""
+    from hf_zero_stream import streaming
+
+    accelerator, engine = prepared(checkpoint)
+    with streaming():
+        led(engine, lambda: accelerator.save_model(engine, folder / "led"))
+
+
+def test_save_model_in_a_save_that_rank_0_leads(
+    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    first, second = run_ranks_expecting_errors(2, saved_while_leading, zoo_checkpoint("llama"), tmp_path)
+    assert first.error_type == second.error_type == "UnsupportedError"
+    assert "only rank 0 runs this code" in (first.error_message or "")
+    assert max(first.seconds, second.seconds) < 60

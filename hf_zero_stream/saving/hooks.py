@@ -72,6 +72,11 @@ def _save_model(
     inner = unwrapped(model)
     if is_gathered_whole(inner):
         return original(self, model, save_directory, *args, **kwargs)
+    if calls.is_led():
+        raise UnsupportedError(
+            "accelerator.save_model(): only rank 0 runs this code, and the other ranks wait for a save_pretrained. "
+            "Call model.save_pretrained here, or accelerator.save_model on all ranks."
+        )
 
     def lay_out(folder: Path, parameters: Any) -> list[NotedShard]:
         noted: list[NotedShard] = []
