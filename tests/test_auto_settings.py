@@ -108,7 +108,7 @@ def dtypes_of_loads(folder: Path) -> dict[str, Any]:
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
-    logging.getLogger("hf_zero_stream.loading.integration").addHandler(handler)
+    logging.getLogger("hf_zero_stream.loading.choice").addHandler(handler)
     found: dict[str, Any] = {}
     for name, config in configs.items():
         for how in ("stock", "streamed"):

@@ -96,7 +96,7 @@ def what_counts(folder: Path) -> list[Any]:
     del model, users
 
     # A user's config that is made while a load hides ZeRO-3 from its thread is seen afterwards.
-    from hf_zero_stream.seams import zero3_hidden
+    from hf_zero_stream.seams.ds_config import zero3_hidden
 
     model = load(folder, marked(12))
     with zero3_hidden():
