@@ -25,7 +25,7 @@ def random_view(rng: random.Random) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def boxes_of(view: numpy.ndarray, start: int, stop: int) -> list[Box]:
-    strides = [stride // view.itemsize for stride in view.strides]
+    strides = tuple(stride // view.itemsize for stride in view.strides)
     return list(flat_range(view.shape, strides, int(view.flat[0]), start, stop))
 
 

@@ -1,14 +1,12 @@
 """Arithmetic of strided boxes, on plain integers.
 
 A *box* is a set of copies ``destination[to + sum(i[d] * to_strides[d])] = buffer[at + sum(i[d] * at_strides[d])]`` for
-all ``0 <= i[d] < sizes[d]``. Everything here keeps boxes few: a flat range of a strided view becomes at most
-``2 * dims - 1`` boxes, and a box over a row-major buffer is expressed in that buffer's coordinates with as few cuts
-as the shapes allow. All numbers are elements.
+all ``0 <= i[d] < sizes[d]``. Everything here keeps boxes few. All numbers are elements.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from math import prod
 from typing import NamedTuple
 
@@ -43,7 +41,6 @@ class Box(NamedTuple):
 
     @property
     def to_extent(self) -> int:
-        """:attr:`at_extent` for the destination."""
         return _extent(self.sizes, self.to_strides)
 
     def outermost_first(self) -> Box:
@@ -102,38 +99,14 @@ def simplify(box: Box) -> Box:
     return Box(tuple(sizes), box.at, tuple(at_strides), box.to, tuple(to_strides))
 
 
-def flat_range(
-    sizes: Sequence[int], strides: Sequence[int], offset: int, start: int, stop: int, to: int = 0
-) -> Iterator[Box]:
-    """The elements ``[start, stop)`` of a view, counted in row-major order, copied to ``[to, to + stop - start)``.
+def flat_range(sizes: tuple[int, ...], strides: tuple[int, ...], offset: int, start: int, stop: int) -> Iterator[Box]:
+    """The elements ``[start, stop)`` of a view, counted in row-major order, copied to ``[0, stop - start)``.
 
     The view addresses ``buffer[offset + sum(index[d] * strides[d])]``.
     """
-    if start >= stop:
-        return
-    if not sizes:
-        yield Box((), offset, (), to, ())
-        return
-    inner = prod(sizes[1:])
-    first, head = divmod(start, inner)
-    last, tail = divmod(stop, inner)
-
-    def row(index: int, begin: int, end: int, position: int) -> Iterator[Box]:
-        return flat_range(sizes[1:], strides[1:], offset + index * strides[0], begin, end, position)
-
-    if first == last:
-        yield from row(first, head, tail, to)
-        return
-    if head:
-        yield from row(first, head, inner, to)
-        to += inner - head
-        first += 1
-    if first < last:
-        rows = (last - first, *sizes[1:])
-        yield Box(rows, offset + first * strides[0], tuple(strides), to, row_major_strides(rows))
-        to += (last - first) * inner
-    if tail:
-        yield from row(last, 0, tail, to)
+    numbered = Box(sizes, 0, row_major_strides(sizes), offset, strides)
+    for box in within(numbered, start, stop):
+        yield Box(box.sizes, box.to, box.to_strides, box.at - start, box.at_strides)
 
 
 def within(box: Box, start: int, stop: int) -> Iterator[Box]:
@@ -143,33 +116,37 @@ def within(box: Box, start: int, stop: int) -> Iterator[Box]:
     """
 
     def cut(box: Box) -> Iterator[Box]:
-        room = box.at_extent - 1
-        if box.at >= stop or box.at + room < start:
+        last = box.at_extent - 1
+        if box.at >= stop or box.at + last < start:
             return
-        if start <= box.at and box.at + room < stop:
+        if start <= box.at and box.at + last < stop:
             yield box
             return
         # The box does not fit, so it has a dimension here, and a stride: some rows fit, others are cut in turn.
         size, stride = box.sizes[0], box.at_strides[0]
-        inner = room - (size - 1) * stride
-        first = min(size, max(0, -(-(start - box.at) // stride)))
-        last = max(first, min(size, (stop - 1 - inner - box.at) // stride + 1))
-        first_touching = max(0, -(-(start - box.at - inner) // stride))
-        last_touching = min(size, (stop - 1 - box.at) // stride + 1)
-        for index in range(first_touching, min(first, last_touching)):
+        inner = last - (size - 1) * stride
+
+        def rows_before(position: int) -> int:
+            """How many rows begin before `position`."""
+            return min(size, max(0, -(-(position - box.at) // stride)))
+
+        first_touching, last_touching = rows_before(start - inner), rows_before(stop)
+        first = min(rows_before(start), last_touching)
+        last_fitting = max(first, rows_before(stop - inner))
+        for index in range(first_touching, first):
             yield from cut(box.row(index))
-        if first < last:
-            yield box.narrowed(0, first, last)
-        for index in range(max(last, first_touching), last_touching):
+        if first < last_fitting:
+            yield box.narrowed(0, first, last_fitting)
+        for index in range(last_fitting, last_touching):
             yield from cut(box.row(index))
 
-    if all(box.sizes):
+    if start < stop and all(box.sizes):
         yield from cut(box.outermost_first())
 
 
-def place(box: Box, shape: Sequence[int]) -> Iterator[Placed]:
+def place(box: Box, shape: tuple[int, ...]) -> Iterator[Placed]:
     """Express `box`, whose buffer is row-major of `shape`, in coordinates, cutting it only where it wraps around."""
-    units = row_major_strides(tuple(shape))
+    units = row_major_strides(shape)
     index = tuple(box.at // unit % size if size else 0 for size, unit in zip(shape, units, strict=True))
     room = [size - 1 - begin for size, begin in zip(shape, index, strict=True)]  # steps left along each dimension
     axes: list[Axis] = []
@@ -198,15 +175,13 @@ def _cut(box: Box, position: int, begin: int, length: int, step: int) -> Iterato
     size, period = box.sizes[position], length // step
     if begin == length % step == 0 and 1 < period < size:
         # Whole turns become a dimension of their own; what is left over is shorter than a turn.
-        turns = size // period
-        yield Box(
-            (*box.sizes[:position], turns, period, *box.sizes[position + 1 :]),
-            box.at,
-            _with_turns(box.at_strides, position, period),
-            box.to,
-            _with_turns(box.to_strides, position, period),
+        cut = size - size % period
+        sizes = (*box.sizes[:position], size // period, period, *box.sizes[position + 1 :])
+        at_strides, to_strides = (
+            (*strides[:position], strides[position] * period, *strides[position:])
+            for strides in (box.at_strides, box.to_strides)
         )
-        cut = turns * period
+        yield Box(sizes, box.at, at_strides, box.to, to_strides)
     else:
         steps_to_end = -(-(length - begin) // step)
         cut = max(1, min(steps_to_end, size - 1))
@@ -215,9 +190,5 @@ def _cut(box: Box, position: int, begin: int, length: int, step: int) -> Iterato
         yield box.narrowed(position, cut, size)
 
 
-def _with_turns(strides: tuple[int, ...], position: int, period: int) -> tuple[int, ...]:
-    return (*strides[:position], strides[position] * period, *strides[position:])
-
-
-def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+def _extent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
