@@ -8,7 +8,7 @@ or empty.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, chain, islice, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from math import prod
 from typing import NamedTuple
 
@@ -74,8 +74,8 @@ class ParameterBox(NamedTuple):
 
     def blocks(self) -> Iterator[tuple[ParameterBox, ParameterBox]]:
         """Boxes of one interval along each dimension that make up this one; each also as a part of this box."""
-        positions = [[*accumulate((stop - start for start, stop in each), initial=0)] for each in self.intervals]
-        inner = [[*pairwise(each)] for each in positions]
+        lengths = ([stop - start for start, stop in each] for each in self.intervals)
+        inner = [[*pairwise(accumulate(each, initial=0))] for each in lengths]
         for block, within in zip(product(*self.intervals), product(*inner), strict=True):
             yield (
                 ParameterBox(self.shape, tuple((each,) for each in block)),
@@ -84,21 +84,32 @@ class ParameterBox(NamedTuple):
 
     def runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The elements ``[start, stop)`` of the box, as (first flat element of the whole parameter, count)."""
+        if self.is_whole:
+            yield start, stop - start
+            return
         # Dimensions behind the last one that is cut are whole: their elements lie side by side.
-        cut = max((dim for dim, each in enumerate(self.intervals) if each != ((0, self.shape[dim]),)), default=0)
-        strides = (*row_major_strides(self.shape), 1)
-        row = prod(self.sizes[cut:])
-        indices = [[*chain.from_iterable(range(*interval) for interval in each)] for each in self.intervals[:cut]]
-        first = start // row if row else 0
-        position = first * row
-        for index in islice(product(*indices), first, -(-stop // row) if row else 0):
-            offset = sum(i * stride for i, stride in zip(index, strides, strict=False))
-            for begin, end in self.intervals[cut] if self.shape else ((0, 1),):
-                count = (end - begin) * strides[cut]
-                low, high = max(position, start), min(position + count, stop)
-                if low < high:
-                    yield offset + begin * strides[cut] + low - position, high - low
-                position += count
+        cut = max(dim for dim, (size, whole) in enumerate(zip(self.sizes, self.shape, strict=True)) if size != whole)
+        sizes, strides = self.sizes, row_major_strides(self.shape)
+        while start < stop:
+            number, first = divmod(start, strides[cut])
+            count = stop - start
+            for dim in range(cut, -1, -1):
+                number, index = divmod(number, sizes[dim])
+                position, end = _located(self.intervals[dim], index)
+                if dim == cut:
+                    count = min(count, (end - position) * strides[dim] - first)
+                first += position * strides[dim]
+            yield first, count
+            start += count
+
+
+def _located(intervals: Iterable[Interval], index: int) -> Interval:
+    """What remains, from entry number `index` of `intervals` on, of the interval that this entry is in."""
+    for start, stop in intervals:
+        if index < stop - start:
+            return start + index, stop
+        index -= stop - start
+    raise IndexError(index)
 
 
 def _chunk(intervals: Iterable[Interval], parts: int, index: int) -> tuple[Interval, ...]:
