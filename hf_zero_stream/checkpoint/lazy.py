@@ -3,7 +3,7 @@
 Code that renames, splits, stacks, transposes or casts checkpoint tensors takes a :class:`LazyTensor` like any other.
 It pairs a node (see :mod:`.nodes`) with a *meta* tensor whose storage stands for that node's buffer. An op whose meta
 result has the same meta storage is a view, which the result's sizes, strides and offset describe in full: no view op
-needs code of its own. ``cat``, ``stack``, copies, casts, row gathers and exact elementwise ops make new nodes.
+needs code of its own. ``cat``, ``stack``, ``index_select``, copies, casts and exact elementwise ops make new nodes.
 
 Any other op makes a node that is computed from whole inputs or, if its result depends on values, runs immediately on
 real tensors. A load's report names each parameter for which this happened.
@@ -12,16 +12,15 @@ real tensors. A load's report names each parameter for which this happened.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from math import prod
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from .no_memory import Address, NodeStorage, no_memory
-from .nodes import Blockwise, Copy, Gather, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
+from .nodes import Blockwise, Copy, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
 
 
 __all__ = ["LazyTensor", "Materialise", "whole_meta"]
@@ -239,10 +238,24 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     source, dim, index = args
     if not isinstance(source, LazyTensor) or isinstance(index, LazyTensor) or index.is_meta:
         return NotImplemented
-    moved, rows = source.movedim(dim, 0), tuple(index.reshape(-1).tolist())
-    sizes = (len(rows), *moved.shape[1:])
-    node = Gather(prod(sizes), source.dtype, moved.view_of_node, rows)
-    return LazyTensor.of(View.whole(node, sizes), source._materialise).movedim(0, dim)
+    pieces = tuple(_pieces_of_rows(source.movedim(dim, 0).view_of_node, index.reshape(-1).tolist()))
+    return LazyTensor.of(View.joined(pieces, 0), source._materialise).movedim(0, dim)
+
+
+def _pieces_of_rows(view: View, rows: Sequence[int]) -> Iterator[View]:
+    """`rows` of `view`, those at equal distances together."""
+    begin = 0
+    while begin < len(rows):
+        end = begin + 1
+        step = max(1, rows[end] - rows[begin]) if end < len(rows) else 1
+        while end < len(rows) and rows[end] - rows[end - 1] == step:
+            end += 1
+        strides = (view.strides[0] * step, *view.strides[1:])
+        sizes = (end - begin, *view.sizes[1:])
+        yield View(view.node, sizes, strides, view.offset + rows[begin] * view.strides[0])
+        begin = end
+    if not rows:
+        yield view.narrow(0, 0, 0)
 
 
 def _index(func: Any, args: Any, kwargs: Any) -> Any:

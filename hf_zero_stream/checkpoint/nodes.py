@@ -27,7 +27,6 @@ __all__ = [
     "Computed",
     "Copy",
     "FileTensor",
-    "Gather",
     "HostTensor",
     "Node",
     "Opaque",
@@ -142,17 +141,6 @@ class Cat(Node):
 
     def inputs(self) -> Sequence[View]:
         return self.pieces
-
-
-@dataclass(eq=False, slots=True)
-class Gather(Node):
-    """Rows `index` of `source` (along its first dimension), row-major."""
-
-    source: View
-    index: tuple[int, ...]
-
-    def inputs(self) -> Sequence[View]:
-        return (self.source,)
 
 
 @dataclass(eq=False, slots=True)

@@ -20,7 +20,6 @@ from ..checkpoint.nodes import (
     Computed,
     Copy,
     FileTensor,
-    Gather,
     HostTensor,
     Node,
     Pointwise,
@@ -70,9 +69,6 @@ class Lookup:
                 return self._of_view(source, at).to(node.dtype)
             case Cat():
                 return self._of_cat(node, at)
-            case Gather(source=source, index=index):
-                row, inside = prod(source.sizes[1:]), _as_tensor(at)
-                return self._of_view(source, torch.tensor(index)[inside // row] * row + inside % row)
             case Pointwise():
                 return self._of_pointwise(node, at)
             case Computed():

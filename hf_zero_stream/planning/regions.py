@@ -1,18 +1,18 @@
 """From a lazy tensor's flat range to regions: which elements of which source go where.
 
 A region is one box of copies out of a *leaf*: a tensor of a shard, a parameter that is being saved, values in host
-memory, or the result of a function. Copies, casts, concatenations and gathers in between are resolved away here.
+memory, or the result of a function. Copies, casts and concatenations in between are resolved away here.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, Gather, HostTensor, Node, Stored, View
+from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Node, Stored, View
 from .boxes import Axis, Box, Placed, flat_range, place, simplify
 
 
@@ -21,8 +21,7 @@ __all__ = ["Leaf", "Region", "box_of_view", "regions_of_box", "regions_of_range"
 Leaf = FileTensor | Stored | HostTensor | Computed
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Copies ``box`` of the leaf's buffer to a destination, cast to each of `casts` in turn."""
 
     leaf: Leaf
@@ -49,14 +48,10 @@ def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) ->
             inner_casts = casts if inner.dtype == node.dtype else (node.dtype, *casts)
             for placed in place(box, source.sizes):
                 yield from regions_of_box(inner, box_of_view(source, placed), inner_casts)
-        case Cat(sizes=sizes):
-            for placed in place(box, sizes):
+        case Cat():
+            for placed in place(box, node.sizes):
                 for piece, part in _cut_by_piece(node, placed):
                     yield from regions_of_box(piece.node, box_of_view(piece, part), casts)
-        case Gather(source=source, index=index):
-            for placed in place(box, (len(index), *source.sizes[1:])):
-                for part in _cut_by_row(index, placed):
-                    yield from regions_of_box(source.node, box_of_view(source, part), casts)
         case FileTensor() | Stored() | HostTensor() | Computed():
             yield Region(node, box, casts)
         case _:
@@ -77,46 +72,21 @@ def box_of_view(view: View, placed: Placed) -> Box:
 def _cut_by_piece(node: Cat, placed: Placed) -> Iterator[tuple[View, Placed]]:
     """Cut `placed` where it passes from one piece of a concatenation to the next."""
     dim, starts = node.dim, node.starts
-    for index, axis, rest, to in _along(placed, dim):
-        done = 0
-        while done < axis.size:
-            position = index[dim] + done * axis.step
-            number = bisect_right(starts, position) - 1
-            room = starts[number + 1] - position
-            count = min(axis.size - done, -(-room // axis.step)) if axis.step else axis.size
-            inside = (*index[:dim], position - starts[number], *index[dim + 1 :])
-            axes = (*rest, axis._replace(size=count))
-            yield node.pieces[number], Placed(inside, axes, to + done * axis.to_stride)
-            done += count
-
-
-def _cut_by_row(rows: tuple[int, ...], placed: Placed) -> Iterator[Placed]:
-    """Cut `placed`, whose first coordinate counts entries of `rows`, into runs of rows at equal distances."""
-    for index, axis, rest, to in _along(placed, 0):
-        picked = [rows[index[0] + k * axis.step] for k in range(axis.size)]
-        done = 0
-        while done < axis.size:
-            step = picked[done + 1] - picked[done] if done + 1 < axis.size else 0
-            count = 1
-            while step > 0 and done + count < axis.size and picked[done + count] - picked[done + count - 1] == step:
-                count += 1
-            axes = (*rest, Axis(count, 0, step if count > 1 else 0, axis.to_stride))
-            yield Placed((picked[done], *index[1:]), axes, to + done * axis.to_stride)
-            done += count
-
-
-def _along(placed: Placed, dim: int) -> Iterator[tuple[tuple[int, ...], Axis, tuple[Axis, ...], int]]:
-    """Split `placed` so that at most one axis moves along `dim`; yields (index, that axis, the other axes, to)."""
-    moving = [axis for axis in placed.axes if axis.dim == dim]
+    at, to = placed.at, placed.to
+    moving = [axis for axis in placed.axes if axis.dim == dim] or [Axis(1, dim, 0, 0)]
     rest = tuple(axis for axis in placed.axes if axis.dim != dim)
-    if not moving:
-        yield placed.at, Axis(1, dim, 0, 0), rest, placed.to
-    elif len(moving) == 1:
-        yield placed.at, moving[0], rest, placed.to
-    else:  # rare: unroll the outer one
+    if len(moving) > 1:  # rare: unroll the outer one
         outer, *others = moving
-        for k in range(outer.size):
-            index = list(placed.at)
-            index[dim] += k * outer.step
-            inner = Placed(tuple(index), (*rest, *others), placed.to + k * outer.to_stride)
-            yield from _along(inner, dim)
+        for number in range(outer.size):
+            index = (*at[:dim], at[dim] + number * outer.step, *at[dim + 1 :])
+            yield from _cut_by_piece(node, Placed(index, (*rest, *others), to + number * outer.to_stride))
+        return
+    axis, done = moving[0], 0
+    while done < axis.size:
+        position = at[dim] + done * axis.step
+        number = bisect_right(starts, position) - 1
+        room = starts[number + 1] - position
+        count = min(axis.size - done, -(-room // axis.step)) if axis.step else axis.size
+        inside = (*at[:dim], position - starts[number], *at[dim + 1 :])
+        yield node.pieces[number], Placed(inside, (*rest, axis._replace(size=count)), to + done * axis.to_stride)
+        done += count
