@@ -66,9 +66,9 @@ class CheckpointIndex:
                 other = tensors.setdefault(found.name, found)
                 if other is not found:
                     repeated.setdefault(found.name, [other]).append(found)
-        names = _names_in_folder(shards, weight_map)
+        files = _names_in_folder(shards, weight_map)
         for name, copies in repeated.items():
-            promised = [entry for entry in copies if names[entry.shard] == weight_map.get(name)]
+            promised = [entry for entry in copies if files[entry.shard] == weight_map.get(name)]
             if not promised:
                 first, second = (shards[entry.shard].path for entry in copies[:2])
                 raise CheckpointError(
@@ -78,7 +78,7 @@ class CheckpointIndex:
             tensors[name] = promised[0]
         absent = {name: file for name, file in weight_map.items() if name not in tensors}
         misplaced = [
-            name for name, file in weight_map.items() if name in tensors and names[tensors[name].shard] != file
+            name for name, file in weight_map.items() if name not in absent and files[tensors[name].shard] != file
         ]
         notes = []
         if repeated:

@@ -1,7 +1,7 @@
 """Whether a checkpoint is whole and sound: every fault that can be found, not only the first.
 
 For the structure only headers are read. Contents can only be compared with checksums that somebody else wrote down:
-the Hub names what it stores by SHA-256, and its downloads keep that (see :func:`_known_sums`).
+the Hub names what it stores by SHA-256, and its downloads keep that (see :func:`_known_sum`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,8 +87,7 @@ def check_soundness(
         found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}.")
     _note_links(folder, found)
     if sha256 or sums is not None:
-        present = [name for name in found.shards if (folder / name).is_file()]
-        _check_contents(folder, present, _known_sums(folder, present) if sums is None else sums, found, on_bytes)
+        _check_contents(folder, sums, found, on_bytes)
     return found
 
 
@@ -113,9 +112,10 @@ def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] |
 
 
 def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str, str] | None]:
-    if _exists(folder / SINGLE):
+    # A link to nowhere counts: its file is missing.
+    if os.path.lexists(folder / SINGLE):
         return [SINGLE], None
-    if _exists(folder / INDEX):
+    if os.path.lexists(folder / INDEX):
         weight_map = _read_index(folder / INDEX, found)
         if weight_map is not None:
             return sorted(set(weight_map.values())), weight_map
@@ -129,10 +129,6 @@ def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str
     elif not names:
         found.fault(SINGLE, "missing", "The folder holds neither this file, nor an index, nor any safetensors file.")
     return names, None
-
-
-def _exists(path: Path) -> bool:
-    return path.exists() or path.is_symlink()  # a link to nowhere counts: its file is missing
 
 
 def _read_index(path: Path, found: Soundness) -> dict[str, str] | None:
@@ -209,12 +205,10 @@ def _check_tensors(
 def _note_links(folder: Path, found: Soundness) -> None:
     """Note links out of the folder: they are read like files, and the user may not know of them."""
     own = Path(os.path.realpath(folder))
-    others = [entry.name for entry in folder.iterdir() if entry.is_file() and not _is_at_home(entry, own)]
-    names = sorted({*others, *(name for name in found.shards if not _is_at_home(folder / name, own))})
-    if names:
-        found.notes.append(
-            f"Links out of the folder, which a copy of it would need too: {', '.join(map(excerpt, names))}."
-        )
+    files = {*found.shards, *(entry.name for entry in folder.iterdir() if entry.is_file())}
+    links = ", ".join(excerpt(name) for name in sorted(files) if not _is_at_home(folder / name, own))
+    if links:
+        found.notes.append(f"Links out of the folder, which a copy of it would need too: {links}.")
 
 
 def _is_at_home(file: Path, own: Path) -> bool:
@@ -228,23 +222,18 @@ def _is_at_home(file: Path, own: Path) -> bool:
     )
 
 
-def _known_sums(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """The SHA-256 of those files that huggingface_hub downloaded and the Hub stores by checksum.
+def _known_sum(folder: Path, name: str) -> str | None:
+    """The SHA-256 of a file that huggingface_hub downloaded, if the Hub stores it by checksum.
 
     In the Hub's cache a file is a link to ``blobs/<sha256>``; beside a download to another folder,
     ``.cache/huggingface/download/<name>.metadata`` has commit, checksum and time, a line each.
     """
-    sums: dict[str, str] = {}
-    for name in names:
-        blob = Path(os.path.realpath(folder / name))
-        metadata = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
-        if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
-            sums[name] = blob.name
-        elif metadata.is_file():
-            lines = metadata.read_text(errors="replace").splitlines()
-            if len(lines) > 1 and _SHA256.fullmatch(lines[1]):
-                sums[name] = lines[1]
-    return sums
+    blob = Path(os.path.realpath(folder / name))
+    if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
+        return blob.name
+    metadata = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
+    lines = metadata.read_text(errors="replace").splitlines() if metadata.is_file() else []
+    return lines[1] if len(lines) > 1 and _SHA256.fullmatch(lines[1]) else None
 
 
 def read_sums(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -266,10 +255,12 @@ def read_sums(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 def _check_contents(
-    folder: Path, names: Sequence[str], sums: Mapping[str, str], found: Soundness, on_bytes: Callable[[int], None]
+    folder: Path, sums: Mapping[str, str] | None, found: Soundness, on_bytes: Callable[[int], None]
 ) -> None:
-    for name in names:
-        expected = sums.get(name)
+    for name in found.shards:
+        if not (folder / name).is_file():
+            continue  # a fault already
+        expected = _known_sum(folder, name) if sums is None else sums.get(name)
         if expected is None:
             message = "No SHA-256 is known for it: the Hub's cache has none, and no file of checksums names it."
             found.fault(name, "sha256", message)
