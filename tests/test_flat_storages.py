@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
-from hf_zero_stream.checkpoint.nodes import HostTensor, View
+from hf_zero_stream.checkpoint.nodes import HostTensor
 from hf_zero_stream.destinations.deepspeed import zero3
 from hf_zero_stream.destinations.deepspeed.flat.layout import WAITING
 from hf_zero_stream.destinations.deepspeed.flat.replicas import FlatReplicas
@@ -145,8 +145,7 @@ def test_on_the_device(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
 
     def devices(on_device: bool) -> tuple[str, bool]:
         model = nn.Linear(3, 2, bias=False)
-        view = View.whole(HostTensor.of(values), (2, 3))
-        model.weight = nn.Parameter(LazyTensor.of(view, lambda _: values))
+        model.weight = nn.Parameter(LazyTensor.whole(HostTensor.of(values), lambda _: values))
         replicas = FlatReplicas(config_of(stage), Coordinator(0, 2, alone=True), 2**20, on_device=on_device)
         (_, batch) = replicas.batches(model, set(), set())
         assert [item.memory().device.type for item in batch.items] == [model.weight.device.type]

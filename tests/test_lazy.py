@@ -229,8 +229,8 @@ class Unheard(Computed):
     """Of a kind that is new."""
 
 
-@pytest.mark.parametrize("node", [Stored(3, torch.float32, "weight"), Unheard(3, torch.float32, (3,), print, (), {})])
+@pytest.mark.parametrize("node", [Stored((3,), torch.float32, "weight"), Unheard((3,), torch.float32, print, (), {})])
 def test_a_node_that_the_engine_does_not_know_is_refused(node: Node) -> None:
     evaluator = Evaluator(LocalFiles(), request_bytes=64, seek_bytes=0, staging_bytes=64)
     with pytest.raises(TypeError, match=f"a {type(node).__name__} has no values to place"):
-        evaluator.materialise(View.whole(node, (3,)))
+        evaluator.materialise(View.whole(node))

@@ -23,8 +23,7 @@ def refuse_values(view: View) -> torch.Tensor:
 
 
 def lazy(shape: tuple[int, ...] = (2, 3)) -> LazyTensor:
-    node = Stored(torch.Size(shape).numel(), torch.float32, "weight")
-    return LazyTensor.of(View.whole(node, shape), refuse_values)
+    return LazyTensor.whole(Stored(shape, torch.float32, "weight"), refuse_values)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def exchanged(of_round: object, values: list[Opened], world_size: int) -> Iterat
 @pytest.mark.parametrize("conversion", CONVERSIONS.values(), ids=CONVERSIONS)
 def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bool, single_writer: bool) -> None:
     full = torch.arange(4 * 6 * 5, dtype=torch.float32).view(4, 6, 5)
-    lazy = conversion(LazyTensor.of(View.whole(Stored(full.numel(), full.dtype, "p"), (4, 6, 5)), None))
+    lazy = conversion(LazyTensor.whole(Stored((4, 6, 5), full.dtype, "p"), None))
     expected = conversion(full)  # type: ignore[arg-type]
     start, nbytes = 24, expected.numel() * expected.element_size()
     layout = ShardLayout(b"", {"tensor": start}, start + nbytes)
@@ -138,8 +138,8 @@ def test_an_element_that_nobody_holds() -> None:
 
 def test_a_constant_among_what_another_rank_holds() -> None:
     """A buffer that is joined with a parameter: its values may be others on every rank, and rank 0's are saved."""
-    buffer = LazyTensor.of(View.whole(HostTensor(2, torch.float32, torch.ones(2)), (2,)), None)
-    param = LazyTensor.of(View.whole(Stored(4, torch.float32, "p"), (4,)), None)
+    buffer = LazyTensor.whole(HostTensor.of(torch.ones(2)), None)
+    param = LazyTensor.whole(Stored((4,), torch.float32, "p"), None)
     joined = torch.cat([param, buffer])
     assert isinstance(joined, LazyTensor)
     shard = ShardToWrite("file", ShardLayout(b"", {"joined": 0}, 24), {"joined": joined.view_of_node})
@@ -151,7 +151,7 @@ def test_a_constant_among_what_another_rank_holds() -> None:
 def test_constants_are_everybodys() -> None:
     """A buffer of the model: rank 0 writes it."""
     values = torch.arange(6.0)
-    view = View.whole(HostTensor(6, values.dtype, values), (6,))
+    view = View.whole(HostTensor.of(values))
     shard = ShardToWrite("file", ShardLayout(b"", {"buffer": 0}, 24), {"buffer": view})
     plans = [
         make_save_plan([shard], Sources(), rank=rank, world_size=2, chunk_bytes=64, single_writer=False)

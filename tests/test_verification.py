@@ -14,7 +14,7 @@ import torch.distributed as dist
 import transformers
 
 from hf_zero_stream.checkpoint.index import CheckpointIndex
-from hf_zero_stream.checkpoint.nodes import HostTensor, View
+from hf_zero_stream.checkpoint.nodes import HostTensor
 from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine.lookup import Lookup
 from hf_zero_stream.engine.verification import BLOCK, digest_of
@@ -197,8 +197,7 @@ def test_lookup_agrees_with_torch() -> None:
 def lazy_of(tensor: torch.Tensor) -> Any:
     from hf_zero_stream.checkpoint.lazy import LazyTensor
 
-    node = HostTensor(tensor.numel(), tensor.dtype, tensor.view(-1))
-    return LazyTensor.of(View.whole(node, tuple(tensor.shape)), lambda view: pytest.fail("nothing is materialised"))
+    return LazyTensor.whole(HostTensor.of(tensor), lambda view: pytest.fail("nothing is materialised"))
 
 
 def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_iter, tree_map
 
 from .no_memory import Address, NodeStorage, no_memory
 from .nodes import Blockwise, Copy, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
 
 
-__all__ = ["LazyTensor", "Materialise", "whole_meta"]
+__all__ = ["LazyTensor", "Materialise"]
 
 aten = torch.ops.aten
 
@@ -72,6 +72,11 @@ class LazyTensor(torch.Tensor):
         return cls(buffer.as_strided(view.sizes, view.strides, view.offset), view.node, materialise)
 
     @classmethod
+    def whole(cls, node: Node, materialise: Materialise) -> LazyTensor:
+        """A lazy tensor with all elements of `node`."""
+        return cls(_whole_meta(node.sizes, node.dtype), node, materialise)
+
+    @classmethod
     def of_blocks(
         cls,
         function: Callable[..., torch.Tensor],
@@ -84,8 +89,7 @@ class LazyTensor(torch.Tensor):
     ) -> LazyTensor:
         """The result of ``function(origin, *inputs)``, computed block by block (see :class:`.nodes.Blockwise`)."""
         views = tuple(tensor.view_of_node for tensor in inputs)
-        node = Blockwise(torch.Size(sizes).numel(), dtype, sizes, function, views, {}, blocks, parts)
-        return cls(whole_meta(sizes, dtype), node, inputs[0]._materialise)
+        return cls.whole(Blockwise(sizes, dtype, function, views, {}, blocks, parts), inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
         """Its values, read now, in a new host tensor."""
@@ -97,8 +101,7 @@ class LazyTensor(torch.Tensor):
         return self.materialise().numpy(*args, **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        values = self.materialise().numpy()
-        return values if dtype is None else values.astype(dtype)
+        return self.materialise().__array__(dtype)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         return self.materialise().__dlpack__(*args, **kwargs)
@@ -140,7 +143,7 @@ class LazyTensor(torch.Tensor):
 
 
 @functools.lru_cache(maxsize=4096)
-def whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def _whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous meta tensor; all nodes of a shape share one, because making it takes longer than all the rest.
 
     So two inputs of an op may share a storage: the result is then a view of the first, as in every view op of aten.
@@ -157,27 +160,26 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if func._schema.is_mutable:
         return _run_on_values(func, args, kwargs)
     try:
-        meta_result = _on_meta(func, args, kwargs)
+        result = _on_meta(func, args, kwargs)
     except (RuntimeError, NotImplementedError):
         return _run_on_values(func, args, kwargs)
 
-    has_several = isinstance(meta_result, (list, tuple))
-    results = meta_result if has_several else (meta_result,)
-    if not all(isinstance(result, torch.Tensor) and result.is_meta for result in results):
+    has_several = isinstance(result, (list, tuple))
+    if not all(isinstance(meta, torch.Tensor) and meta.is_meta for meta in (result if has_several else (result,))):
         return _run_on_values(func, args, kwargs)
     first = _first_lazy(args, kwargs)
     storage = first._meta.untyped_storage()._cdata
-    lazy_results = []
-    for position, result in enumerate(results):
-        if result.untyped_storage()._cdata == storage and result.dtype == first.dtype:
-            lazy_results.append(LazyTensor(result, first._node, first._materialise))
-            continue
-        sizes = tuple(result.size())
+
+    def to_lazy(meta: torch.Tensor, output: int | None = None) -> LazyTensor:
+        if meta.untyped_storage()._cdata == storage and meta.dtype == first.dtype:
+            return LazyTensor(meta, first._node, first._materialise)
         view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
-        output = position if has_several else None
-        node = Opaque(result.numel(), result.dtype, sizes, func, view_args, view_kwargs, output)
-        lazy_results.append(LazyTensor.of(View.whole(node, sizes), first._materialise))
-    return type(meta_result)(lazy_results) if has_several else lazy_results[0]
+        node = Opaque(tuple(meta.size()), meta.dtype, func, view_args, view_kwargs, output)
+        return LazyTensor.whole(node, first._materialise)
+
+    if has_several:
+        return type(result)([to_lazy(meta, output) for output, meta in enumerate(result)])
+    return to_lazy(result)
 
 
 def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
@@ -191,8 +193,7 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
         # A plain result would hide from the report that this parameter was materialised.
         if not isinstance(value, torch.Tensor) or schema.is_mutable:
             return value
-        node = HostTensor.of(value, f"{func} depends on values")
-        return LazyTensor.of(View.whole(node, tuple(value.shape)), materialise)
+        return LazyTensor.whole(HostTensor.of(value, f"{func} depends on values"), materialise)
 
     def to_value(value: Any) -> Any:
         return value.materialise() if isinstance(value, LazyTensor) else value
@@ -207,7 +208,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     view = source.view_of_node
     if dtype == source.dtype and view.strides == row_major_strides(view.sizes):
         return LazyTensor(source._meta, source._node, source._materialise)
-    return LazyTensor.of(View.whole(Copy(view.numel, dtype, view), view.sizes), source._materialise)
+    return LazyTensor.whole(Copy(view.sizes, dtype, view), source._materialise)
 
 
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
@@ -273,19 +274,16 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     if any(amount < 0 for amount in pad):
         return NotImplemented
-    filler = HostTensor.of(torch.full((1,), value, dtype=source.dtype))
-
-    def filled(amount: int, dim: int, shape: torch.Size) -> list[LazyTensor]:
-        sizes = (*shape[:dim], amount, *shape[dim + 1 :])
-        one_element = View(filler, sizes, (0,) * len(sizes))  # strides of 0 repeat it
-        return [LazyTensor.of(one_element, source._materialise)] if amount else []
-
+    filler = LazyTensor.whole(
+        HostTensor.of(torch.full((1,) * source.dim(), value, dtype=source.dtype)), source._materialise
+    )
     result = _copy(func, (source,), {})
-    for pair in range(len(pad) // 2):
-        dim = source.dim() - 1 - pair
-        before, after = (filled(amount, dim, result.shape) for amount in pad[2 * pair : 2 * pair + 2])
-        if before or after:
-            result = _cat(aten.cat.default, ([*before, result, *after], dim), {})
+    for number, amounts in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
+        dim = source.dim() - number
+        shapes = ((*result.shape[:dim], amount, *result.shape[dim + 1 :]) for amount in amounts)
+        before, after = map(filler.expand, shapes)
+        if any(amounts):
+            result = _cat(aten.cat.default, ([before, result, after], dim), {})
     return result
 
 
@@ -305,11 +303,11 @@ def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
     def expanded(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim():
             value = value.expand(sizes)
-            return value.view_of_node if isinstance(value, LazyTensor) else View.whole(HostTensor.of(value), sizes)
+            return value.view_of_node if isinstance(value, LazyTensor) else View.whole(HostTensor.of(value))
         return _to_view(value)
 
-    node = Pointwise(result.numel(), result.dtype, sizes, func, tuple(map(expanded, args)), kwargs)
-    return LazyTensor.of(View.whole(node, sizes), _first_lazy(args, kwargs)._materialise)
+    node = Pointwise(sizes, result.dtype, func, tuple(map(expanded, args)), kwargs)
+    return LazyTensor.whole(node, _first_lazy(args, kwargs)._materialise)
 
 
 _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
@@ -331,11 +329,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _first_lazy(args: Any, kwargs: Any) -> LazyTensor:
-    for value in (*args, *kwargs.values()):
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, LazyTensor):
-                return item
-    raise AssertionError("dispatched to LazyTensor without one")
+    return next(value for value in tree_iter((args, kwargs)) if isinstance(value, LazyTensor))
 
 
 def _to_meta(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""What a lazy tensor is made of: flat logical buffers (*nodes*) and strided views of them.
+"""What a lazy tensor is made of: row-major logical buffers (*nodes*) and strided views of them.
 
 A node never holds a checkpoint's data. It says where each of its elements comes from: a tensor in a shard, a copy of a
-view in another dtype, a concatenation of views, rows of a view, an exact elementwise function, or (the last resort) a
-function that needs its whole inputs. In a save, the sources are the model's parameters. All offsets, sizes and
-strides are in elements, as in torch.
+view in another dtype, a concatenation of views, an exact elementwise function, or (the last resort) a function that
+needs its whole inputs. In a save, the sources are the model's parameters. All offsets, sizes and strides are in
+elements, as in torch.
 """
 
 from __future__ import annotations
@@ -45,10 +45,14 @@ def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """A flat buffer of `numel` elements of `dtype`."""
+    """A row-major buffer of `sizes`, of elements of `dtype`."""
 
-    numel: int
+    sizes: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
 
     def inputs(self) -> Sequence[View]:
         """The views that this node's elements come from."""
@@ -69,16 +73,15 @@ class View:
         return prod(self.sizes)
 
     @classmethod
-    def whole(cls, node: Node, sizes: tuple[int, ...]) -> View:
-        """The whole buffer in row-major order."""
-        return cls(node, sizes, row_major_strides(sizes), 0)
+    def whole(cls, node: Node) -> View:
+        return cls(node, node.sizes, row_major_strides(node.sizes))
 
     @classmethod
     def joined(cls, pieces: tuple[View, ...], dim: int) -> View:
         """Views of one dtype, joined along dimension `dim`."""
         starts = tuple(accumulate((piece.sizes[dim] for piece in pieces), initial=0))
         sizes = (*pieces[0].sizes[:dim], starts[-1], *pieces[0].sizes[dim + 1 :])
-        return cls.whole(Cat(prod(sizes), pieces[0].node.dtype, sizes, dim, pieces, starts), sizes)
+        return cls.whole(Cat(sizes, pieces[0].node.dtype, dim, pieces, starts))
 
     def narrow(self, dim: int, start: int, length: int) -> View:
         """`length` indices along dimension `dim`, from `start` on."""
@@ -88,21 +91,21 @@ class View:
 
 @dataclass(eq=False, slots=True)
 class FileTensor(Node):
-    """A tensor of a shard, row-major as there."""
+    """A tensor of a shard."""
 
     entry: TensorEntry
 
 
 @dataclass(eq=False, slots=True)
 class Stored(Node):
-    """A parameter of a live model, flat; several ranks may each hold part of its elements."""
+    """A parameter of a live model; several ranks may each hold part of its elements."""
 
     name: str
 
 
 @dataclass(eq=False, slots=True)
 class HostTensor(Node):
-    """Values in host memory: given by the caller, memory-mapped, or computed by an op.
+    """Values in host memory, flat: given by the caller, memory-mapped, or computed by an op.
 
     `reason` says why values from a shard had to be materialised; it is empty for all others.
     """
@@ -112,14 +115,14 @@ class HostTensor(Node):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, reason: str = "") -> HostTensor:
-        """The values of `tensor`, row-major; copied only from another order or device."""
+        """The values of `tensor`; copied only from another order or device."""
         flat = tensor.detach().cpu().contiguous().view(-1)
-        return cls(flat.numel(), flat.dtype, flat, reason)
+        return cls(tuple(tensor.shape), tensor.dtype, flat, reason)
 
 
 @dataclass(eq=False, slots=True)
 class Copy(Node):
-    """`source` in row-major order, cast to this node's dtype."""
+    """`source`, cast to this node's dtype."""
 
     source: View
 
@@ -129,12 +132,8 @@ class Copy(Node):
 
 @dataclass(eq=False, slots=True)
 class Cat(Node):
-    """`pieces` joined along dimension `dim` of a row-major buffer of `sizes`.
+    """`pieces` joined along dimension `dim`: piece `i` begins at index ``starts[i]``; one more entry is the end."""
 
-    `starts[i]` is the index along `dim` at which piece `i` begins; one more entry holds the total.
-    """
-
-    sizes: tuple[int, ...]
     dim: int
     pieces: tuple[View, ...]
     starts: tuple[int, ...]
@@ -145,9 +144,8 @@ class Cat(Node):
 
 @dataclass(eq=False, slots=True)
 class Computed(Node):
-    """The result of `function(*args, **kwargs)`, whose lazy arguments are :class:`View`; row-major, of `sizes`."""
+    """The result of `function(*args, **kwargs)`, whose lazy arguments are :class:`View`."""
 
-    sizes: tuple[int, ...]
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]

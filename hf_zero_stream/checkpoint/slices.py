@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from math import prod
 from typing import Any
 
 import torch
 
 from .format import TensorEntry
 from .index import CheckpointIndex
-from .lazy import LazyTensor, Materialise, whole_meta
+from .lazy import LazyTensor, Materialise
 from .nodes import FileTensor, HostTensor, Node
 from .safetensors import dtype_name
 
@@ -20,19 +19,18 @@ __all__ = ["AbsentSlice", "CheckpointSlice", "checkpoint_slices"]
 class CheckpointSlice:
     """One tensor, like ``safetensors.safe_open(...).get_slice``; indexing it gives a :class:`LazyTensor`."""
 
-    __slots__ = ("_materialise", "_node", "_shape")
+    __slots__ = ("_materialise", "_node")
 
-    def __init__(self, node: Node, shape: tuple[int, ...], materialise: Materialise) -> None:
+    def __init__(self, node: Node, materialise: Materialise) -> None:
         self._node = node
-        self._shape = shape
         self._materialise = materialise
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = LazyTensor(whole_meta(self._shape, self._node.dtype), self._node, self._materialise)
+        tensor = LazyTensor.whole(self._node, self._materialise)
         return tensor if index is Ellipsis else tensor[index]
 
     def get_shape(self) -> list[int]:
-        return list(self._shape)
+        return list(self._node.sizes)
 
     def get_dtype(self) -> str:
         return dtype_name(self._node.dtype)
@@ -42,7 +40,7 @@ class AbsentSlice(CheckpointSlice):
     """A tensor that the checkpoint's index promises and no shard holds; `is_wanted` once somebody indexed it."""
 
     def __init__(self) -> None:
-        super().__init__(HostTensor.of(torch.empty(0, dtype=torch.float32)), (0,), lambda view: torch.empty(0))
+        super().__init__(HostTensor.of(torch.empty(0, dtype=torch.float32)), lambda view: torch.empty(0))
         self.is_wanted = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -58,6 +56,6 @@ def checkpoint_slices(
     def slice_of(entry: TensorEntry) -> CheckpointSlice:
         if first_shard:
             entry = entry._replace(shard=entry.shard + first_shard)
-        return CheckpointSlice(FileTensor(prod(entry.shape), entry.dtype, entry), entry.shape, materialise)
+        return CheckpointSlice(FileTensor(entry.shape, entry.dtype, entry), materialise)
 
     return {name: slice_of(entry) for name, entry in index.tensors.items()}

@@ -283,7 +283,7 @@ def source_of(tensor: torch.Tensor) -> View | None:
         return tensor.view_of_node
     if tensor.is_meta:
         return None
-    return View.whole(HostTensor.of(tensor, "a conversion op made it from values"), tuple(tensor.shape))
+    return View.whole(HostTensor.of(tensor, "a conversion op made it from values"))
 
 
 def _copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:

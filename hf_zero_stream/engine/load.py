@@ -182,9 +182,7 @@ class Load:
         self._checkpoint.add(())
         materialise = self._checkpoint.materialise
         return {
-            name: tensor
-            if _is_extra_state(name)
-            else CheckpointSlice(HostTensor.of(tensor), tuple(tensor.shape), materialise)
+            name: tensor if _is_extra_state(name) else CheckpointSlice(HostTensor.of(tensor), materialise)
             for name, tensor in tensors.items()
         }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -127,7 +126,7 @@ class Parameters:
         sources = {f"{name}@{number}": box for number, box in enumerate(sorted(box for box in boxes if box.numel))}
         blocks: list[tuple[ParameterBox, View]] = []
         for source, box in sources.items():
-            view = View.whole(Stored(box.numel, holding.dtype, source), box.sizes)
+            view = View.whole(Stored(box.sizes, holding.dtype, source))
             blocks += [(block, narrowed(view, within)) for block, within in box.blocks()]
         self.sources.joined[name] = join(name, sorted(blocks, key=lambda of_block: of_block[0].intervals)).node
         return sources
@@ -163,7 +162,7 @@ class Parameters:
                 joined = self.sources.joined[node.name]
                 done[id(node)] = self._with_values(View(joined, (), ()), done).node
             elif isinstance(node, Stored):
-                done[id(node)] = HostTensor(node.numel, node.dtype, self._full(node))
+                done[id(node)] = HostTensor(node.sizes, node.dtype, self._full(node))
             else:
                 changes = {
                     field.name: tree_map(lambda inner: self._with_values(inner, done), getattr(node, field.name))
@@ -236,9 +235,7 @@ def _lazy_parameters(
     """A lazy tensor for each name, the same for names of one parameter: transformers must see that they are tied."""
 
     def lazy(name: str, holding: Holding) -> torch.Tensor:
-        shape = holding.box.shape
-        node = Stored(prod(shape), holding.dtype, name)
-        return in_dtype(LazyTensor.of(View.whole(node, shape), materialise), dtype)
+        return in_dtype(LazyTensor.whole(Stored(holding.box.shape, holding.dtype, name), materialise), dtype)
 
     by_parameter = {number: lazy(name, holdings[name]) for number, name in _first_names(holdings).items()}
     return {name: by_parameter[id(holding)] for name, holding in holdings.items()}

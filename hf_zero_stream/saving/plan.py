@@ -122,7 +122,7 @@ def view_of(tensor: torch.Tensor, memories: dict[Any, HostTensor]) -> View:
     if storage.data_ptr() == 0 or storage.nbytes() % tensor.dtype.itemsize:
         key = id(tensor)  # no memory, or none of that dtype alone
         memories[key] = HostTensor.of(tensor)
-        return View.whole(memories[key], tuple(tensor.shape))
+        return View.whole(memories[key])
     if key not in memories:
         memories[key] = HostTensor.of(torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage))
     return View(memories[key], tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
