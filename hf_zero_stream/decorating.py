@@ -76,11 +76,7 @@ def _generator_function(function: Function, make_context: MakeContext) -> Functi
                 return stop.value
             try:
                 step, argument = generator.send, (yield value)
-            except GeneratorExit:
-                with make_context():
-                    generator.close()
-                raise
-            except BaseException as error:
+            except BaseException as error:  # a GeneratorExit too: who closes this one closes that one
                 step, argument = generator.throw, error
 
     return inner
@@ -99,10 +95,6 @@ def _async_generator_function(function: Function, make_context: MakeContext) -> 
                 return
             try:
                 step, argument = generator.asend, (yield value)
-            except GeneratorExit:
-                with make_context():
-                    await generator.aclose()
-                raise
             except BaseException as error:
                 step, argument = generator.athrow, error
 
