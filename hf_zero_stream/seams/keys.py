@@ -7,7 +7,7 @@ thousand tensors has some dozens of such kinds. Results are those of transformer
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -31,10 +31,7 @@ class RenamingChain:
 
     A template is the key with one digit in place of all others, and so has the same length. A pattern that names no
     digit matches all keys of a template or none. Digits that some pattern names are not replaced; none are if one
-    names a range of digits, or refers back to a group.
-
-    Args:
-        transforms: renamings or converters, tried in this order.
+    names a range of digits, or refers back to a group. The `transforms` are tried in their order.
     """
 
     def __init__(self, transforms: Sequence[Any]) -> None:
@@ -45,39 +42,36 @@ class RenamingChain:
 
     def apply_all(self, key: str) -> str:
         """`key` renamed by each transform that matches, in turn."""
-        template = self._template(key)
-        position = self._first_match(key, template, 0)
-        while position < len(self._transforms):
-            key, _ = self._rename(key, template, position)
-            template = self._template(key)
-            position = self._first_match(key, template, position + 1)
+        for renamed, _ in self._renamings_of(key):
+            key = renamed
         return key
 
     def apply_first(self, key: str) -> tuple[str, str | None]:
         """`key` renamed by the first transform that matches, and which of its source patterns did."""
-        template = self._template(key)
-        pattern = None
-        position = self._first_match(key, template, 0)
-        while pattern is None and position < len(self._transforms):
-            key, pattern = self._rename(key, template, position)
-            position += 1
-            if pattern is None:  # some match and still leave the key alone, depending on the keys before it
-                template = self._template(key)  # a transform that is not transformers' own may have renamed it
-                position = self._first_match(key, template, position)
-        return key, pattern
+        for key, pattern in self._renamings_of(key):
+            if pattern is not None:  # some match and still leave the key alone, depending on the keys before it
+                return key, pattern
+        return key, None
 
-    def _template(self, key: str) -> bytes:
-        return key.encode().translate(self._table)
+    def _renamings_of(self, key: str) -> Iterator[tuple[str, str | None]]:
+        """The key after each transform that matches, in turn, and which of the transform's source patterns did."""
+        position = -1
+        while True:
+            template = key.encode().translate(self._table)
+            position = self._first_match(key, template, position + 1)
+            if position == len(self._transforms):
+                return
+            key, pattern = self._rename(key, template, position)
+            yield key, pattern
 
     def _first_match(self, key: str, template: bytes, begin: int) -> int:
         """Position of the first transform from `begin` on that may rename `key`, or the number of transforms."""
         kind = begin, template
         found = self._first.get(kind)
         if found is None:
-            found = begin
-            while found < len(self._transforms) and not _may_rename(self._transforms[found], key):
-                found += 1
-            self._first[kind] = found
+            count = len(self._transforms)
+            matches = (position for position in range(begin, count) if _may_rename(self._transforms[position], key))
+            found = self._first[kind] = next(matches, count)
         return found
 
     def _rename(self, key: str, template: bytes, position: int) -> tuple[str, str | None]:
@@ -87,9 +81,12 @@ class RenamingChain:
             return known.apply(key), known.pattern
         transform = self._transforms[position]
         renamed, pattern = transform.rename_source_key(key)
-        if pattern is not None and type(transform).rename_source_key is WeightTransform.rename_source_key:
-            learned = _learn(transform, key, pattern)
-            if learned is not None and learned.apply(key) == renamed:
+        is_known = pattern is not None and type(transform).rename_source_key is WeightTransform.rename_source_key
+        if is_known and "\\" not in transform.target_patterns[0]:  # else it puts in a group of what matched
+            prefix, _, match = transform._scoped_match(key)
+            start, stop = (len(prefix or "") + end for end in match.span())
+            learned = _Renaming(start, stop, transform.target_patterns[0], pattern)
+            if learned.apply(key) == renamed:
                 self._renamings[kind] = learned
         return renamed, pattern
 
@@ -108,16 +105,6 @@ class _Renaming(NamedTuple):
 
     def apply(self, key: str) -> str:
         return key[: self.start] + self.replacement + key[self.stop :]
-
-
-def _learn(transform: Any, key: str, pattern: str) -> _Renaming | None:
-    """How `transform` renames `key`; None if the replacement depends on the key."""
-    replacement = transform.target_patterns[0]
-    if "\\" in replacement:  # a group of what matched
-        return None
-    prefix, _, match = transform._scoped_match(key)
-    begin = len(prefix or "")
-    return _Renaming(begin + match.start(), begin + match.end(), replacement, pattern)
 
 
 def _may_rename(transform: Any, key: str) -> bool:
