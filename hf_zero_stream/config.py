@@ -20,8 +20,8 @@ __all__ = [
     "StreamingConfig",
     "adopt_alias",
     "buildable",
+    "completed",
     "parse_size",
-    "without_auto",
     "without_own_section",
 ]
 
@@ -211,15 +211,6 @@ def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in ds_config.items() if key != _SECTION}
 
 
-def without_auto(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of a DeepSpeed config without the keys that are ``"auto"``, which DeepSpeed takes for absent."""
-    return {
-        key: without_auto(value) if isinstance(value, Mapping) else value
-        for key, value in ds_config.items()
-        if value != "auto" or key == "reduce_bucket_size"  # transformers and accelerate compute it from the model
-    }
-
-
 def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
     """Move :data:`CHUNK_ALIAS` into our section, in place: a DeepSpeed without that PR refuses the key."""
     elements = ds_config.get("zero_optimization", {}).pop(CHUNK_ALIAS, 0)
@@ -276,3 +267,16 @@ def buildable(ds_config: Any) -> Any:
     if config.get("train_batch_size") == "auto":
         del config["train_batch_size"]
     return config
+
+
+def completed(ds_config: Any) -> dict[str, Any]:
+    """A buildable DeepSpeed config without our section, and without ``"auto"``, which DeepSpeed takes for absent."""
+    return _without_auto(without_own_section(buildable(ds_config)))
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if value != "auto" or key == "reduce_bucket_size"  # transformers and accelerate compute it from the model
+    }

@@ -111,9 +111,8 @@ def convert(
             if layout == "same":
                 noted = _split(index, checkpoint, folder, dtype, max_shard_size)
             else:
-                model, tied = _lazily_loaded(source, checkpoint, trust_remote_code)
-                how: dict[str, Any] = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
-                noted = _laid_out(model, tied, folder, dtype, **how)
+                how = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
+                noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, how)
             shards = [shard_to_write(shard) for shard in noted]
             _write(shards, Reader(checkpoint, config, alone, PhaseClock(), memory), folder)
         publication.commit(WEIGHTS, INDEX)
@@ -170,26 +169,26 @@ def _split(
     ]
 
 
-def _lazily_loaded(source: Path, checkpoint: OpenCheckpoint, trust_remote_code: bool) -> tuple[Any, set[str]]:
-    """The model that ``from_pretrained`` would make, of tensors without values, and the keys that are tied."""
+def _laid_out(
+    source: Path,
+    checkpoint: OpenCheckpoint,
+    folder: Path,
+    dtype: torch.dtype | None,
+    trust_remote_code: bool,
+    how: dict[str, Any],
+) -> list[NotedShard]:
+    """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
     from .loading.dry_load import lazily_loaded, load_of_layouts
 
-    load = load_of_layouts(StreamingConfig())
-    model, missing, tied = lazily_loaded(
-        str(source), load, lambda *found: found, trust_remote_code=trust_remote_code, local_files_only=True
-    )
+    with closing(load_of_layouts(StreamingConfig())) as load:
+        arguments = {"trust_remote_code": trust_remote_code, "local_files_only": True}
+        model, missing, tied = lazily_loaded(str(source), load, **arguments)
     checkpoint.add(load.shards)
-    lost = sorted(missing - tied)
-    if lost:
+    if lost := sorted(missing - tied):
         raise UnsupportedError(
             f"{source}: layout: the checkpoint has no values for {', '.join(lost[:8])} ({len(lost)} in all), so it is "
             "not all of the model. Keep its layout, or load and save the model."
         )
-    return model, tied
-
-
-def _laid_out(model: Any, tied: set[str], folder: Path, dtype: torch.dtype | None, **how: Any) -> list[NotedShard]:
-    """What ``save_pretrained`` would write of `model`."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     state_dict = {name: in_dtype(value, dtype) for name, value in model.state_dict().items() if name not in tied}
     count = sum(param.numel() for name, param in parameters.items() if name not in tied)

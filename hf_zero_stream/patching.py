@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -17,43 +16,41 @@ Replacement = Callable[..., Any]
 
 
 class Patches:
-    """Replaces the keys, ``(owner, attribute)``, of `replacements` from the first `acquire` to the last `release`."""
+    """Replaces the keys, ``(owner, attribute)``, of `replacements` as long as any thread is in this context."""
 
     def __init__(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
         self._replacements = replacements
         self._lock = threading.Lock()
         self._users = 0
-        self._saved: list[tuple[Any, str, Any, Any]] = []
+        self._saved: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
-    def acquire(self) -> None:
-        """Put the replacements in, unless they are in."""
+    def __enter__(self) -> None:
         with self._lock:
             if self._users == 0:
-                for (owner, name), replacement in self._replacements.items():
-                    original = vars(owner)[name]
-                    patched = _patched(owner, original, replacement)
-                    setattr(owner, name, patched)
-                    self._saved.append((owner, name, original, patched))
+                self._replace(self._replacements)
             self._users += 1
 
-    def release(self) -> None:
-        """Put the originals back once every :meth:`acquire` has been released."""
+    def add(self, replacements: Mapping[tuple[Any, str], Replacement]) -> bool:
+        """Replace these too until the last thread leaves; returns whether any of them is replaced just now."""
+        with self._lock:
+            new = {place: each for place, each in replacements.items() if self._users and place not in self._saved}
+            self._replace(new)
+            return bool(new)
+
+    def _replace(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
+        for (owner, name), replacement in replacements.items():
+            original = vars(owner)[name]
+            patched = _patched(owner, original, replacement)
+            setattr(owner, name, patched)
+            self._saved[owner, name] = original, patched
+
+    def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._users -= 1
-            if self._users == 0:
-                while self._saved:
-                    owner, name, original, patched = self._saved.pop()
-                    if vars(owner)[name] is patched:  # somebody else's patch on top of ours is theirs to remove
-                        setattr(owner, name, original)
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, the replacements stay in."""
-        self.acquire()
-        try:
-            yield
-        finally:
-            self.release()
+            while self._users == 0 and self._saved:
+                (owner, name), (original, patched) = self._saved.popitem()
+                if vars(owner)[name] is patched:  # somebody else's patch on top of ours is theirs to remove
+                    setattr(owner, name, original)
 
 
 def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:

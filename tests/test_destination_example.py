@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +66,9 @@ def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
     """A model that has its columns, by the path of any load, each element verified; what was done."""
     alone = Coordinator(rank, world_size, alone=True)
     load = Load(StreamingConfig(verify="full", seek_bytes=64), {}, alone, Columns(rank, world_size))
-    model = lazily_loaded(str(folder), load, lambda *found: (load.place(*found), found[0])[1])
+    with closing(load):
+        model, missing, tied = lazily_loaded(str(folder), load)
+        load.place(model, missing, tied)
     model.tie_weights()
     return model, load.finish(nn.Module(), logging.getLogger(__name__))
 

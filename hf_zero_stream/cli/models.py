@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +48,8 @@ def lazy_model(folder: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, s
         (the model, whose parameters have shapes and dtypes only; the names that the checkpoint lacks, and that will be
         initialised; those of them that are tied to another parameter).
     """
-    load = load_of_layouts(StreamingConfig(progress=False))
-    with transformers_errors(str(folder)):
-        return lazily_loaded(str(folder), load, lambda *found: found, **arguments)
+    with transformers_errors(str(folder)), closing(load_of_layouts(StreamingConfig(progress=False))) as load:
+        return lazily_loaded(str(folder), load, **arguments)
 
 
 @contextmanager

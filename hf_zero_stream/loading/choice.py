@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
 from .. import scope
-from ..config import StreamingConfig, adopt_alias, buildable, without_auto, without_own_section
+from ..config import StreamingConfig, adopt_alias, completed
 from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
@@ -27,8 +27,7 @@ logger = logging.get_logger(__name__)
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A load that streams.
 
     Attributes:
@@ -69,7 +68,7 @@ def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Co
     from ..destinations.deepspeed.partitioned import Partitioned
 
     adopt_alias(found, zero3.partition_dtype(found).itemsize)
-    settings, ds_config = settings_for(found, strict), _complete(found)
+    settings, ds_config = settings_for(found, strict), completed(found)
     load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator))
     zero3.refuse_unsupported(ds_config)
     if _builds_without_memory():
@@ -85,13 +84,9 @@ def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Co
 def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
     from ..destinations.deepspeed.flat.replicas import FlatReplicas
 
-    ds_config, on_device = _complete(found), settings.replicas_on == "device"
+    ds_config, on_device = completed(found), settings.replicas_on == "device"
     replicas = FlatReplicas(ds_config, coordinator, settings.staging_bytes, on_device=on_device)
     return Load(settings, ds_config, coordinator, replicas)
-
-
-def _complete(found: dict[str, Any]) -> dict[str, Any]:
-    return without_auto(without_own_section(buildable(found)))
 
 
 def settings_for(ds_config: Mapping[str, Any], strict: bool | None) -> StreamingConfig:
@@ -112,7 +107,10 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
             f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model: sharded models "
             "are not streamed yet. Each rank reads the checkpoint by transformers' own code, and nothing is shared."
         )
-    return not sharding and not _why_elsewhere(kwargs)
+    is_placed = any(kwargs.get(name) is not None for name in ("device_map", "state_dict"))
+    on_the_host = torch.get_default_device().type == "cpu" and not _builds_without_memory()
+    # Where FSDP_CPU_RAM_EFFICIENT_LOADING is set, transformers loads on rank 0 alone.
+    return on_the_host and not sharding and not is_placed and not is_fsdp_enabled()
 
 
 def warn_of_open_dtype(sections: list[str], advice: str) -> None:
@@ -124,15 +122,13 @@ def warn_of_open_dtype(sections: list[str], advice: str) -> None:
 
 
 def _warn_if_zero3_comes_too_late() -> None:
-    if not announces_zero3():
-        return
-    if announces_zero3_init():
+    if announces_zero3() and announces_zero3_init():
         logger.warning_once(
             "The launcher announces DeepSpeed ZeRO-3, but no DeepSpeed config object is alive yet, so this model is "
             "loaded in full on every rank. Move the line that creates Accelerator() or TrainingArguments(...) above "
             "from_pretrained(...)."
         )
-    else:
+    elif announces_zero3():
         logger.warning_once(
             "The launcher announces DeepSpeed ZeRO-3 with zero3_init_flag: false, so this model is loaded in full on "
             "every rank. Set zero3_init_flag: true in the accelerate config to stream it."
@@ -152,18 +148,6 @@ def _sharding_argument(kwargs: Mapping[str, Any]) -> str:
         # Before transformers 5.14 a config may have no sizes, and a model is sharded whenever one is given.
         asks = any(getattr(config, size, None) != 1 for size in _SIZES)
     return "distributed_config" if asks else ""
-
-
-def _why_elsewhere(kwargs: Mapping[str, Any]) -> str:
-    """Why ranks outside ZeRO-3 cannot share the reading of a load; "" if they can."""
-    for name in ("device_map", "state_dict"):
-        if kwargs.get(name) is not None:
-            return f"{name}= is given"
-    if is_fsdp_enabled():
-        return "FSDP_CPU_RAM_EFFICIENT_LOADING is set, which loads on rank 0"
-    if torch.get_default_device().type != "cpu":
-        return f"torch's default device is {torch.get_default_device()}"
-    return "accelerate's init_empty_weights() keeps no weights" if _builds_without_memory() else ""
 
 
 def _builds_without_memory() -> bool:

@@ -1,29 +1,30 @@
-"""Loads that stop at the lazy model: ``plan()``, which reads no weights, and :func:`with_lazy_model`."""
+"""Loads that stop at the lazy model: ``plan()``, which reads no weights, and :func:`lazily_loaded`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 
-from ..config import StreamingConfig, buildable, without_auto, without_own_section
+from ..config import StreamingConfig, buildable, completed
 from ..destinations.base import Batch, Destination
 from ..engine.load import Load
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
-from ..seams import Session
+from ..seams import LazyModel, Session, Stopped
 from ..seams.ds_config import zero3_hidden
 from .choice import refuse_sharding, warn_of_open_dtype
 from .integration import streaming
 
 
-__all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan", "with_lazy_model"]
+__all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan"]
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,12 @@ def plan(
     found = {} if ds_config is None else _with_dtype(buildable(ds_config), dtype)
     if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
-    config = without_auto(without_own_section(found))
+    config = completed(found) if found else {}
     coordinator = Coordinator(rank, world_size, alone=True)
     destination = Partitioned(config, coordinator, trains_on=device)
     load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
-    lazily_loaded(path, load, load.plan_only, dtype="auto" if dtype is None else dtype, **kwargs)
+    with closing(load), collector_paused():
+        load.plan_only(*lazily_loaded(path, load, dtype="auto" if dtype is None else dtype, **kwargs))
     assert load.plan is not None and load.footprint is not None
     return Forecast(load.plan, load.footprint)
 
@@ -106,9 +108,7 @@ class _Nowhere(Destination):
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         return wanted
 
-    def batches(
-        self, model: torch.nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
+    def batches(self, *args: Any, **kwargs: Any) -> list[Batch]:
         return []
 
 
@@ -117,24 +117,22 @@ def load_of_layouts(config: StreamingConfig) -> Load:
     return Load(config, {}, Coordinator(0, 1, alone=True), _Nowhere())
 
 
-UseOfModel = Callable[[torch.nn.Module, set[str], set[str]], Any]
-"""Called with a lazy model, the names that its checkpoint lacks, and the tied names among them."""
+def lazily_loaded(path: str, load: Load, model_class: Any = None, **kwargs: Any) -> LazyModel:
+    """The lazy model of the checkpoint at `path`, for :meth:`Load.place`; `load` gives the lazy tensors.
 
-
-def lazily_loaded(path: str, load: Load, use: UseOfModel, dtype: Any = "auto", **kwargs: Any) -> Any:
-    """As :func:`with_lazy_model`, for a model of the class that the checkpoint was saved from."""
-    refuse_sharding(path, kwargs)
-    return with_lazy_model(load, use, model_class_of(path, kwargs), path, dtype=dtype, **kwargs)
-
-
-def with_lazy_model(load: Load, use: UseOfModel, model_class: Any, path: str, **kwargs: Any) -> Any:
-    """What `use` returns for the lazy model of the checkpoint at `path`; raises if that load is left to stock.
-
-    `load` gives the lazy tensors. It is closed afterwards, but can still be read from.
+    Its class is `model_class`, or the one that the checkpoint was saved from. Raises an UnsupportedError if
+    transformers would shard the model, or the load would be left to stock.
     """
-    session = Session(load, instead_of_placing=use, strict=load.config.strict)
-    with streaming(), zero3_hidden(), collector_paused():
-        return session.run_until_placing(path, lambda: model_class.from_pretrained(path, **kwargs))
+    refuse_sharding(path, kwargs)
+    cls = model_class or model_class_of(path, kwargs)
+    session = Session(load, is_dry=True, strict=load.config.strict)
+    try:
+        with streaming(), zero3_hidden(), collector_paused(), session:
+            cls.from_pretrained(path, **{"dtype": "auto", **kwargs})
+    except Stopped as stopped:
+        return stopped.lazy_model
+    reason = session.stock_reason or "transformers loads it in another way"
+    raise UnsupportedError(f"{path} cannot be streamed: {reason}.")
 
 
 def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,19 +17,19 @@ import torch
 import transformers
 from transformers.utils import logging
 
-from .. import patching, scope
+from .. import scope
 from ..config import StreamingConfig, buildable
 from ..decorating import decorated
 from ..engine.load import Load
 from ..errors import ConfigError, DisagreementError
+from ..patching import Patches
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.presence import make_contact
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
-from ..saving.hooks import REPLACEMENTS as SAVING_REPLACEMENTS
-from ..saving.hooks import trainer_patches
+from ..saving import calls, hooks
 from ..saving.publish import finish_interrupted
-from ..seams import REPLACEMENTS, ModelsConfig, Session, other_config, raise_if_misfit, zero3_config
+from ..seams import REPLACEMENTS, ModelsConfig, Session, found_config, raise_if_misfit
 from ..seams.session import Original
 from .choice import choose, settings_for
 
@@ -39,6 +39,8 @@ __all__ = ["finish_saves_into", "streaming"]
 logger = logging.get_logger(__name__)
 
 Function = TypeVar("Function")
+Stock = Callable[..., Any]
+"""transformers' ``from_pretrained``, with its positional arguments."""
 
 
 class streaming:  # noqa: N801 - used like a function
@@ -72,39 +74,39 @@ class streaming:  # noqa: N801 - used like a function
 
     def __enter__(self) -> streaming:
         make_contact()
-        _patches.acquire()
-        try:
-            trainer_patches.acquire()
-        except BaseException:
-            _patches.release()
-            raise
+        with ExitStack() as entered:
+            for patches in _PATCHES:
+                entered.enter_context(patches)
+            hooks.replace_trainer()
+            entered.pop_all()
         self._open.append(scope.enter(self.config))
         return self
 
     def __exit__(self, *exception: object) -> None:
         scope.leave(self._open)
-        trainer_patches.release()
-        _patches.release()
+        for patches in reversed(_PATCHES):
+            patches.__exit__()
 
     def __call__(self, function: Function) -> Function:
         return decorated(function, lambda: streaming(self.config), "streaming()")
 
 
 def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    original, around = functools.partial(original, cls), Session.current()
+    stock, around = functools.partial(original, cls, *args), Session.current()
     if not scope.active_configs() or (around is not None and not around.building):
-        return original(*args, **kwargs)
+        return stock(**kwargs)
+    path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
     if around is not None:
-        return _nested(around, original, args, kwargs, bool(strict))
+        return _nested(around, stock, path, kwargs, bool(strict))
     if ds_config is None:
-        return _load(original, cls, args, kwargs, strict, None)
+        return _load(cls, stock, path, kwargs, strict, None)
     with expected_at(_occasion_of(ds_config)):
         ds_config = buildable(ds_config)
     with expected_at(_occasion_of(ds_config)):  # the stage is known now, if the config was a file's path
         own_config = ModelsConfig(ds_config)
     try:
-        result = _load(original, cls, args, kwargs, strict, own_config)
+        result = _load(cls, stock, path, kwargs, strict, own_config)
     except BaseException:
         own_config.withdraw()
         raise
@@ -114,40 +116,36 @@ def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) ->
 
 def _occasion_of(ds_config: Any) -> Occasion:
     """What ranks come together for under `ds_config`, which is not validated yet; ZeRO-3's load if in doubt."""
-    if not isinstance(ds_config, Mapping):
-        return LOAD
-    zero = ds_config.get("zero_optimization", {})
+    zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
     return SHARED_LOAD if str(stage) in ("0", "1", "2") else LOAD
 
 
-def _nested(around: Session, original: Original, args: Any, kwargs: Any, strict: bool) -> Any:
-    """A call in the ``__init__`` of the model that `around` builds, by the settings of that model's load."""
-    session = around.nested(strict)
-    if session is None:
-        return _stock_from_pretrained(original, args, kwargs, strict)
-    finish_saves_into(_path_of(args, kwargs), around.load.config.read_from, around.load.coordinator)
-    with session:
-        return original(*args, **kwargs)
+def _nested(around: Session, stock: Stock, path: Any, kwargs: dict[str, Any], strict: bool) -> Any:
+    """A call in the ``__init__`` of the model that `around` builds, by the settings of that model's load.
+
+    If that model is not built lazily, the call is left to transformers, which outside ZeRO-3 has an error for it.
+    """
+    is_lazy = around.is_dry or around.inside is not None or around.load.destination.hides_zero3
+    if around.stock_reason or not is_lazy:
+        return _stock_from_pretrained(stock, kwargs, strict)
+    around.has_nested = True
+    with Session(around.load, inside=around, strict=strict):
+        finish_saves_into(path, around.load.config.read_from, around.load.coordinator)
+        return stock(**kwargs)
 
 
-def _path_of(args: Any, kwargs: Any) -> Any:
-    return args[0] if args else kwargs.get("pretrained_model_name_or_path")
-
-
-def _load(original: Original, cls: Any, args: Any, kwargs: Any, strict: Any, own_config: ModelsConfig | None) -> Any:
+def _load(
+    cls: Any, stock: Stock, path: Any, kwargs: dict[str, Any], strict: bool | None, own_config: ModelsConfig | None
+) -> Any:
     """Stream, together with the other ranks; or leave the load to stock."""
-    found, path = other_config(own_config), _path_of(args, kwargs)
-    choice = choose(cls, path, kwargs, found, strict, is_zero3=zero3_config(own_config) is not None)
+    found, is_zero3 = found_config(own_config)
+    choice = choose(cls, path, kwargs, found, strict, is_zero3=is_zero3)
     if choice is not None:
-        from ..destinations.deepspeed.zero3 import outside_zero_init  # imports deepspeed, which takes seconds
-
         coordinator = Coordinator.of_default_group()
         try:
             with coordinator.watched(choice.occasion, choice.subject), coordinator.reporting():
-                load = choice.make_load(coordinator)
-                with outside_zero_init():
-                    return _streamed(load, original, args, kwargs)
+                return _streamed(choice.make_load(coordinator), stock, path, kwargs)
         except (Apart, DisagreementError) as why:
             if not choice.occasion.is_optional:
                 raise
@@ -155,23 +153,29 @@ def _load(original: Original, cls: Any, args: Any, kwargs: Any, strict: Any, own
                 f"hf_zero_stream: rank {coordinator.rank} loads {path} alone, as stock transformers does, and shares "
                 f"no reading: {why}"
             )
-    return _stock_from_pretrained(original, args, kwargs, settings_for(found, strict).strict)
+    return _stock_from_pretrained(stock, kwargs, settings_for(found, strict).strict)
 
 
-def _streamed(load: Load, original: Original, args: Any, kwargs: Any) -> Any:
+def _streamed(load: Load, stock: Stock, path: Any, kwargs: dict[str, Any]) -> Any:
     """Call stock's `from_pretrained` with our seams, which make it stream."""
-    finish_saves_into(_path_of(args, kwargs), load.config.read_from, load.coordinator)
+    from ..destinations.deepspeed.zero3 import outside_zero_init  # imports deepspeed, which takes seconds
+
+    finish_saves_into(path, load.config.read_from, load.coordinator)
+    # A context with the host as torch's default device would slow every function of torch.
+    on_the_host = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     # inference_mode is off: other threads and training write to the partitions later.
     with (
-        _patches.held(),  # another thread may leave streaming() while this one loads
+        closing(load),
+        _patches,  # another thread may leave streaming() while this one loads
+        outside_zero_init(),
         Session(load, strict=load.config.strict) as session,
         load.memory,
         load.clock("total"),
         collector_paused(),
         torch.inference_mode(False),
-        _on_the_host(),
+        on_the_host,
     ):
-        result = original(*args, **kwargs)
+        result = stock(**kwargs)
     if session.stock_reason:
         load.coordinator.require_same("stock")
     else:
@@ -203,26 +207,16 @@ def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> No
         logger.warning(f"{path}: an interrupted save was complete; its files have their final names now.")
 
 
-@contextmanager
-def _on_the_host() -> Iterator[None]:
-    """Inside, tensors are made in host memory unless a device is named, whatever torch's default device is."""
-    if torch.get_default_device().type == "cpu":  # a context would slow every function of torch
-        yield
-    else:
-        with torch.device("cpu"):
-            yield
-
-
-def _stock_from_pretrained(original: Original, args: Any, kwargs: Any, strict: bool) -> Any:
+def _stock_from_pretrained(stock: Stock, kwargs: dict[str, Any], strict: bool) -> Any:
     """Stock's own call, after which we carry out `strict`, an argument that it does not know."""
     if not strict:
-        return original(*args, **kwargs)
+        return stock(**kwargs)
     wants_info = kwargs.pop("output_loading_info", False)
-    model, info = original(*args, output_loading_info=True, **kwargs)
+    model, info = stock(output_loading_info=True, **kwargs)
     raise_if_misfit(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     return (model, info) if wants_info else model
 
 
-_patches = patching.Patches(
-    {(transformers.PreTrainedModel, "from_pretrained"): _from_pretrained, **REPLACEMENTS, **SAVING_REPLACEMENTS}
-)
+_patches = Patches({(transformers.PreTrainedModel, "from_pretrained"): _from_pretrained, **REPLACEMENTS})
+_PATCHES = (_patches, calls.patches, hooks.patches)
+"""What is replaced while a thread is inside ``streaming()``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +21,9 @@ from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
+from ..reports.memory import collector_paused
 from .choice import refuse_sharding
-from .dry_load import with_lazy_model
+from .dry_load import lazily_loaded
 from .integration import finish_saves_into
 
 
@@ -64,37 +65,34 @@ def load_into(
         >>> hf_zero_stream.load_into(engine, "checkpoints/best")
     """
     with expected_at(LOAD):
-        return _load_into(model, path, StreamingConfig.resolve(config, {}), strict, kwargs)
-
-
-def _load_into(model: Any, path: str, config: StreamingConfig, strict: bool, kwargs: Mapping[str, Any]) -> LoadReport:
-    live_model = _inside(model)
-    if original_experts.converted_layers(live_model):
-        raise UnsupportedError(
-            "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load it "
-            "anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
+        config = replace(StreamingConfig.resolve(config, {}), strict=strict)
+        live_model = _inside(model)
+        if original_experts.converted_layers(live_model):
+            raise UnsupportedError(
+                "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load "
+                "it anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
+            )
+        refuse_wrapped(
+            [*live_model.named_parameters(), *live_model.named_buffers()],
+            "load_into(model)",
+            "Load it anew with from_pretrained(..., distributed_config=...).",
         )
-    refuse_wrapped(
-        [*live_model.named_parameters(), *live_model.named_buffers()],
-        "load_into(model)",
-        "Load it anew with from_pretrained(..., distributed_config=...).",
-    )
-    refuse_sharding(path, kwargs)
-    coordinator = Coordinator.of_default_group()
-    with coordinator.watched(LOAD), coordinator.reporting():
-        finish_saves_into(path, config.read_from, coordinator)
-        destination = LiveModel(live_model, coordinator, config.staging_bytes)
-        load = Load(replace(config, strict=strict), {}, coordinator, destination)
-        arguments = {
-            # fp32 values that are trained must not be rounded to the model's own dtype on the way.
-            "dtype": torch.float32 if destination.masters else live_model.dtype,
-            "config": copy.deepcopy(live_model.config),
-            **kwargs,
-        }
-        with load.memory, load.clock("total"), torch.no_grad():
-            # transformers makes a lazy model of the same class, whose values are placed into the live one.
-            with_lazy_model(load, load.place, type(live_model), path, **arguments)
-        return load.finish(live_model, logger)
+        refuse_sharding(path, kwargs)
+        coordinator = Coordinator.of_default_group()
+        with coordinator.watched(LOAD), coordinator.reporting():
+            finish_saves_into(path, config.read_from, coordinator)
+            destination = LiveModel(live_model, coordinator, config.staging_bytes)
+            load = Load(config, {}, coordinator, destination)
+            arguments = {
+                # fp32 values that are trained must not be rounded to the model's own dtype on the way.
+                "dtype": torch.float32 if destination.masters else live_model.dtype,
+                "config": copy.deepcopy(live_model.config),
+                **kwargs,
+            }
+            with closing(load), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
+                # transformers makes a lazy model of the same class, whose values are placed into the live one.
+                load.place(*lazily_loaded(path, load, type(live_model), **arguments))
+            return load.finish(live_model, logger)
 
 
 def _inside(model: Any) -> PreTrainedModel:

@@ -206,7 +206,7 @@ class _Leader:
         """Run `work`, then tell the others that there is no more to save; the report of the last save."""
         token = _leader.set(self)
         try:
-            with suppress(_Failed), patches.held():
+            with suppress(_Failed), patches:
                 work()
         finally:
             _leader.reset(token)

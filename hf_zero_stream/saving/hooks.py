@@ -18,28 +18,29 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
+from ..patching import Patches
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.wrappers import (
-    TrainerPatches,
     accelerator_replacements,
     is_of_a_trainer,
     saves_by_default,
     shares_its_model,
+    trainer_replacements,
     unwrapped,
 )
 from . import calls
 
 
-__all__ = ["REPLACEMENTS", "trainer_patches"]
+__all__ = ["patches", "replace_trainer"]
 
 logger = logging.get_logger(__name__)
 
 
 def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     # If the Trainer calls, and was imported only now, rank 0 is going to save alone this once, and needs the values.
-    if not active_configs() or trainer_patches.put_in() or not shares_its_model(model):
+    if not active_configs() or replace_trainer() or not shares_its_model(model):
         return original(self, model, *args, **kwargs)
     from ..destinations.deepspeed.gathered import is_gathered_whole  # imports deepspeed, which takes seconds
 
@@ -131,7 +132,9 @@ def _saves_as_transformers(trainer: Any) -> bool:
     )
 
 
-REPLACEMENTS = accelerator_replacements(get_state_dict=_get_state_dict, save_model=_save_model)
+patches = Patches(accelerator_replacements(get_state_dict=_get_state_dict, save_model=_save_model))
 
-trainer_patches = TrainerPatches(_trainer_save_model, calls.patches)
-"""In while a thread is inside ``streaming()``: the Trainer's ``save_model``, and ``save_pretrained``."""
+
+def replace_trainer() -> bool:
+    """Replace the Trainer's ``save_model`` too if the Trainer has been imported; whether that was done just now."""
+    return patches.add(trainer_replacements(save_model=_trainer_save_model))

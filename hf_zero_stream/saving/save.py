@@ -32,7 +32,7 @@ from ..reports.memory import AnonymousMemory, collector_paused
 from ..reports.progress import progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..scope import current_config
-from ..seams import other_config, zero3_config
+from ..seams import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .files import Comparison, Shards, ShardWriter, reserve
@@ -306,7 +306,7 @@ def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:
 
 def _settings() -> StreamingConfig:
     """The settings of the ``streaming()`` around the caller, if there is one."""
-    return StreamingConfig.resolve(current_config(), zero3_config() or other_config())
+    return StreamingConfig.resolve(current_config(), found_config()[0])
 
 
 @contextmanager

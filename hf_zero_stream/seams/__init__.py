@@ -19,12 +19,12 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 
 from ..versions import refuse_unknown_version
 from . import keys, loading, quantised  # noqa: F401 - they fill REPLACEMENTS
-from .ds_config import ModelsConfig, other_config, zero3_config
+from .ds_config import ModelsConfig, found_config
 from .loading import raise_if_misfit
-from .session import REPLACEMENTS, Session, missing_names
+from .session import REPLACEMENTS, LazyModel, Session, Stopped, missing_names
 
 
-__all__ = ["ModelsConfig", "REPLACEMENTS", "Session", "other_config", "raise_if_misfit", "zero3_config"]
+__all__ = ["LazyModel", "ModelsConfig", "REPLACEMENTS", "Session", "Stopped", "found_config", "raise_if_misfit"]
 
 _CALLED = (
     (PreTrainedModel, "_adjust_missing_and_unexpected_keys"),

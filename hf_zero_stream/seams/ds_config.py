@@ -20,26 +20,16 @@ from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 
-__all__ = ["ModelsConfig", "other_config", "zero3_config", "zero3_hidden"]
+__all__ = ["ModelsConfig", "found_config", "zero3_hidden"]
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run a finaliser inside that takes it again
 
 
-def zero3_config(own: ModelsConfig | None = None) -> dict[str, Any] | None:
-    """`own`, or the DeepSpeed config that transformers finds, if it is one of ZeRO-3; else None."""
-    config = _own_or_found(own)
-    return config.config if config is not None and config.is_zero3() else None
-
-
-def other_config(own: ModelsConfig | None = None) -> dict[str, Any]:
-    """`own`, or the DeepSpeed config that transformers finds, of whatever stage; empty if there is none."""
-    config = _own_or_found(own)
-    return {} if config is None else config.config
-
-
-def _own_or_found(own: ModelsConfig | None) -> Any:
+def found_config(own: ModelsConfig | None = None) -> tuple[dict[str, Any], bool]:
+    """`own`, or the DeepSpeed config that transformers finds, empty if there is none; and whether it is of ZeRO-3."""
     reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    return own if own is not None or reference is None else reference()
+    config = own if own is not None or reference is None else reference()
+    return ({}, False) if config is None else (config.config, config.is_zero3())
 
 
 class ModelsConfig(HfDeepSpeedConfig):
@@ -50,19 +40,17 @@ class ModelsConfig(HfDeepSpeedConfig):
     """
 
     def __init__(self, config: Any) -> None:
-        with _lock:
-            _replace_set(True)  # the constructor calls it
         try:
-            super().__init__(config)
+            with _lock:
+                _replace_set(True)  # the constructor calls it
+                super().__init__(config)
         except BaseException:
             self.withdraw()  # an error's traceback keeps this object alive
             raise
 
     def withdraw(self) -> None:
         """Take this config back, so that transformers no longer finds it."""
-        with _lock:
-            present = _present()
-            _put([entry for entry in present.entries if entry() is not self], present.hiding)
+        _change(keep=lambda config: config is not self)
 
     def __deepcopy__(self, memo: Any) -> ModelsConfig:
         """Return the same object: a copied model needs the config that transformers finds, not an equal one."""
@@ -71,12 +59,8 @@ class ModelsConfig(HfDeepSpeedConfig):
 
 def _set_config(config: Any) -> None:
     """In place of transformers' ``set_hf_deepspeed_config``, which every new config object calls."""
-    with _lock:
-        present = _present()
-        is_models = isinstance(config, ModelsConfig)
-        # A user's config replaces the user's earlier one, but no model's.
-        kept = [entry for entry in present.entries if is_models or isinstance(entry(), ModelsConfig)]
-        _put([*kept, weakref.ref(config)], present.hiding)
+    # A user's config replaces the user's earlier one, but no model's.
+    _change(keep=lambda other: isinstance(config, ModelsConfig) or isinstance(other, ModelsConfig), new=config)
 
 
 _hidden: ContextVar[bool] = ContextVar("hf_zero_stream_hides_zero3", default=False)
@@ -86,19 +70,12 @@ _hidden: ContextVar[bool] = ContextVar("hf_zero_stream_hides_zero3", default=Fal
 def zero3_hidden() -> Iterator[None]:
     """Inside, transformers and its models find no DeepSpeed config in this thread."""
     token = _hidden.set(True)
-    _count_hiding(1)
+    _change(hiding=1)
     try:
         yield
     finally:
         _hidden.reset(token)
-        _count_hiding(-1)
-
-
-def _count_hiding(change: int) -> None:
-    with _lock:
-        present = _present()
-        # Not below 0: unset_hf_deepspeed_config() may have removed the stand-in, and its count, in between.
-        _put(present.entries, max(0, present.hiding + change))
+        _change(hiding=-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,20 +97,21 @@ class _StandIn:
         return next((config for config in configs if config is not None), None)
 
 
-def _present() -> _StandIn:
-    reference = transformers_deepspeed._hf_deepspeed_config_weak_ref
-    if isinstance(reference, _StandIn):
-        return reference
-    return _StandIn(() if reference is None else (reference,), hiding=0)
-
-
-def _put(entries: Sequence[Callable[[], Any]], hiding: int) -> None:
-    """Have transformers find the newest of `entries`, by a plain weak reference where that gives the same."""
-    alive = [entry for entry in entries if entry() is not None]
-    stands_in = hiding > 0 or any(isinstance(entry(), ModelsConfig) for entry in alive)
-    plain = alive[-1] if alive else None
-    transformers_deepspeed._hf_deepspeed_config_weak_ref = _StandIn(alive, hiding) if stands_in else plain
-    _replace_set(stands_in)
+def _change(keep: Callable[[Any], bool] = lambda config: True, new: Any = None, hiding: int = 0) -> None:
+    """Have transformers find the newest of the configs that it could find and `keep` keeps, or the `new` one."""
+    with _lock:
+        found = transformers_deepspeed._hf_deepspeed_config_weak_ref
+        present = found if isinstance(found, _StandIn) else _StandIn([] if found is None else [found], hiding=0)
+        entries = [entry for entry in present.entries if (config := entry()) is not None and keep(config)]
+        if new is not None:
+            entries.append(weakref.ref(new))
+        # Not below 0: unset_hf_deepspeed_config() may have removed the stand-in, and its count, in between.
+        hiding = max(0, present.hiding + hiding)
+        stands_in = hiding > 0 or any(isinstance(entry(), ModelsConfig) for entry in entries)
+        # A plain weak reference where that gives the same.
+        plain = entries[-1] if entries else None
+        transformers_deepspeed._hf_deepspeed_config_weak_ref = _StandIn(entries, hiding) if stands_in else plain
+        _replace_set(stands_in)
 
 
 _original_set: Callable[[Any], None] | None = None

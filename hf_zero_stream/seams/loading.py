@@ -19,7 +19,7 @@ from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from .ds_config import zero3_hidden
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
-from .session import Original, Session, replaces, seam
+from .session import Original, Session, Stopped, replaces, seam
 
 
 __all__ = ["raise_if_misfit"]
@@ -92,7 +92,9 @@ def _load_pretrained_model(
         # Of a model inside another the dtype does not count: that of the outer one does.
         dtype = load.destination.dtype(None if is_part else load_config.dtype)
         if dtype is not None:
-            _cast_meta_parameters(model, dtype)
+            for param in model.parameters():
+                if param.is_meta and param.is_floating_point():
+                    param.data = param.data.to(dtype)
             # Parameters take DeepSpeed's dtype, as in stock, by a single cast from the file's.
             load_config = replace(load_config, dtype=dtype)
         try:
@@ -129,13 +131,13 @@ def _get_checkpoint_shard_files(
     """Check the index before transformers parses it and looks for the files that it names."""
     read_index_file(index_filename)
     found = original(name, index_filename, *args, **kwargs)
-    check_files(found[0])
-    _read_ahead(session, found[0])  # while the model is built
+    _check_and_read_ahead(session, found[0])  # while the model is built
     return found
 
 
-def _read_ahead(session: Session, files: Sequence[str]) -> None:
-    is_read = session.instead_of_placing is None and session.inside is None
+def _check_and_read_ahead(session: Session, files: Sequence[str]) -> None:
+    check_files(files)
+    is_read = not session.is_dry and session.inside is None
     if is_read and all(file.endswith(".safetensors") for file in files):
         session.load.read_ahead(files)
 
@@ -181,8 +183,7 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     if not files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
     if load_config.sharded_metadata is None:
-        check_files(files)
-        _read_ahead(session, files)  # of an index, reading ahead began when it was read
+        _check_and_read_ahead(session, files)  # of an index, this was done when it was read
     if files[0].endswith(".safetensors"):
         return load.open(files, (load_config.sharded_metadata or {}).get("weight_map"))
     logger.info("The checkpoint is not in safetensors: hf_zero_stream reads it through torch.load's memory map.")
@@ -191,12 +192,6 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     for file in files:
         values.update(modeling_utils.load_state_dict(file, map_location="cpu", weights_only=load_config.weights_only))
     return load.open_values(values)
-
-
-def _cast_meta_parameters(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    for param in model.parameters():
-        if param.is_meta and param.is_floating_point() and param.dtype != dtype:
-            param.data = param.data.to(dtype)
 
 
 @seam(PreTrainedModel, "_finalize_model_loading")
@@ -220,12 +215,8 @@ def _finalize_model_loading(
 
 
 def _place(session: Session, model: Any, load_config: Any, loading_info: Any) -> None:
-    faulty = (
-        loading_info.error_msgs
-        or loading_info.conversion_errors
-        or (loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes)
-    )
-    if faulty:
+    mismatched = loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes
+    if loading_info.error_msgs or loading_info.conversion_errors or mismatched:
         if not session.load.reads_itself:
             session.load.coordinator.check()  # the reason may be that the rank that reads for this one died
         raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
@@ -239,9 +230,10 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
         # Not missing: the from_pretrained in the model's __init__ gave them values.
         tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
         missing -= {name for name, tensor in tensors if not tensor.is_meta} - tied
-    if session.instead_of_placing is not None:
+    if session.is_dry:
         loading_info.missing_keys -= tied  # transformers, which would drop them when it ties, stops before that
-    session.place(missing, tied)
+        raise Stopped((model, missing, tied))
+    session.load.place(model, missing, tied)
     if session.load.destination.hides_zero3:
         vars(model)["_load_pretrained_model"] = _load_adapter
 

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -79,49 +79,35 @@ def _dequantize_one(original: Original, self: Any, quantized: Any, scales: Any, 
     """
     if not isinstance(quantized, LazyTensor) or output_dtype is None or scales.dim() != 2 or quantized.dim() != 2:
         return original(self, quantized, scales, output_dtype=output_dtype)
+    packing = 2 if quantized.dtype in (torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) else 1
+    sizes = (quantized.shape[0], quantized.shape[1] * packing)
     configured = getattr(self.hf_quantizer.quantization_config, "weight_block_size", None) or (1, 1)
-    grid = _grid(tuple(quantized.shape), quantized.dtype, tuple(scales.shape), tuple(configured))
-    if grid is None:
+    block = tuple(map(_block_of, sizes, scales.shape, configured))
+    if 0 in block:
         return original(self, quantized, scales, output_dtype=output_dtype)  # raises, with transformers' message
 
     def dequantise(origin: tuple[int, ...], values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        for dim, size in enumerate((values.shape[0], values.shape[1] * grid.packing)):
-            scales = _repeated(scales, dim, origin[dim], size, grid.block[dim])
+        for dim, size in enumerate((values.shape[0], values.shape[1] * packing)):
+            scales = _repeated(scales, dim, origin[dim], size, block[dim])
         return original(self, values, scales, output_dtype=output_dtype)
 
     return LazyTensor.of_blocks(
         dequantise,
         (quantized, scales),
-        sizes=grid.sizes,
+        sizes=sizes,
         dtype=output_dtype,
-        blocks=(1, grid.packing),
-        parts=grid.parts,
+        blocks=(1, packing),
+        parts=(_parts(1, packing), _parts(*block)),
     )
 
 
-class _Grid(NamedTuple):
-    """How a matrix of `sizes` is quantised: `packing` values in an element, one scale for each `block` of values."""
+@functools.cache
+def _parts(rows: int, columns: int) -> Part:
+    """The part of an input of which one element stands for so many rows and columns of the result.
 
-    sizes: tuple[int, int]
-    packing: int
-    block: tuple[int, int]
-    parts: tuple[Part, Part]
-
-
-@functools.lru_cache(maxsize=1024)
-def _grid(
-    shape: tuple[int, int], dtype: torch.dtype, scales: tuple[int, int], configured: tuple[int, int]
-) -> _Grid | None:
-    """The grid of a matrix; None if blocks and sizes do not fit. Cached: thousands of experts have the same."""
-    packing = 2 if dtype in (torch.int8, getattr(torch, "float4_e2m1fn_x2", None)) else 1
-    rows, columns = shape[0], shape[1] * packing
-    block = (_block_of(rows, scales[0], configured[0]), _block_of(columns, scales[1], configured[1]))
-    if 0 in block:
-        return None
-    values: Part = {0: (0, 1), 1: (1, Fraction(1, packing))}
-    return _Grid(
-        (rows, columns), packing, block, (values, {dim: (dim, Fraction(1, size)) for dim, size in enumerate(block)})
-    )
+    Cached: thousands of experts have the same.
+    """
+    return {0: (0, Fraction(1, rows)), 1: (1, Fraction(1, columns))}
 
 
 def _block_of(size: int, count: int, configured: int) -> int:
@@ -165,7 +151,7 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
         (base, "unpack_from_int32"): _unpack_from_int32,
         (base.PackedQuantizationCompressor, "decompress"): _decompress_packed,
     }
-    with patching.Patches(replacements).held():
+    with patching.Patches(replacements):
         yield
 
 

@@ -90,7 +90,7 @@ def lay_out_pretrained(
     token = _noted.set(noted)
     vars(model).update(methods)  # they hide those of its class
     try:
-        with _patches.held():
+        with _patches:
             save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
             save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     finally:

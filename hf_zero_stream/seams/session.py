@@ -8,15 +8,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import torch
 from transformers import PreTrainedModel
 
 from ..engine.load import Load
-from ..errors import UnsupportedError
 from ..patching import Replacement
 
 
-__all__ = ["REPLACEMENTS", "Original", "Session", "missing_names", "replaces", "seam"]
+__all__ = ["REPLACEMENTS", "LazyModel", "Original", "Session", "Stopped", "missing_names", "replaces", "seam"]
 
 Original = Callable[..., Any]
 """The function of transformers that a seam is called in place of."""
@@ -65,12 +63,16 @@ def _if_streaming(replacement: Callable[..., Any], original: Original, /, *args:
     return replacement(session, original, *args, **kwargs)
 
 
+LazyModel = tuple[PreTrainedModel, set[str], set[str]]
+"""A model whose loaded tensors are lazy, the names that its checkpoint lacks, and the tied names among them."""
+
+
 @dataclass(eq=False)
 class Session:
     """What the seams of one streaming ``from_pretrained`` share. Active inside ``with session:``, in this thread.
 
     Attributes:
-        instead_of_placing: see :meth:`run_until_placing`.
+        is_dry: ``from_pretrained`` is called for its lazy model only; :class:`Stopped` ends it there.
         inside: the session whose model is being built, if that model's ``__init__`` makes this ``from_pretrained``.
             Then this session's model stays lazy, and is placed as a part of the other.
         strict: raise if the checkpoint does not fit the model exactly.
@@ -83,7 +85,7 @@ class Session:
     """
 
     load: Load
-    instead_of_placing: Callable[[torch.nn.Module, set[str], set[str]], Any] | None = None
+    is_dry: bool = False
     inside: Session | None = None
     strict: bool = False
     has_nested: bool = field(default=False, init=False)
@@ -100,39 +102,6 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         _session.reset(self._token)
-        if self.inside is None:
-            self.load.close()
-
-    def run_until_placing(self, path: str, from_pretrained: Callable[[], object]) -> Any:
-        """Call `from_pretrained` up to its lazy model, and return what :attr:`instead_of_placing` makes of that.
-
-        It is called with the lazy model, the missing names and the tied names. Raises an UnsupportedError if the load
-        of `path` does not stream.
-        """
-        try:
-            with self:
-                from_pretrained()
-        except _Stopped as stopped:
-            return stopped.result
-        reason = self.stock_reason or "transformers loads it in another way"
-        raise UnsupportedError(f"{path} cannot be streamed: {reason}.")
-
-    def place(self, missing: set[str], tied: set[str]) -> None:
-        """Place the model's values; or call :attr:`instead_of_placing`, and end ``from_pretrained`` here."""
-        if self.instead_of_placing is not None:
-            raise _Stopped(self.instead_of_placing(self.model, missing, tied))
-        self.load.place(self.model, missing, tied)
-
-    def nested(self, strict: bool) -> Session | None:
-        """The session for a ``from_pretrained`` that is called while this session's model is built lazily.
-
-        None if that call is left to transformers, which outside ZeRO-3 has an error for it.
-        """
-        lazy = self.load.destination.hides_zero3 or self.instead_of_placing is not None
-        if not self.building or self.stock_reason or not (lazy or self.inside is not None):
-            return None
-        self.has_nested = True
-        return Session(self.load, inside=self, strict=strict)
 
     @staticmethod
     def current() -> Session | None:
@@ -142,13 +111,13 @@ class Session:
 _session: ContextVar[Session | None] = ContextVar("hf_zero_stream_session", default=None)
 
 
-class _Stopped(BaseException):
-    """Carries a result out of a ``from_pretrained`` that was only called for its lazy model.
+class Stopped(BaseException):
+    """Carries the lazy model out of a ``from_pretrained`` that is called for nothing else.
 
     An exception, because transformers has no hook that returns early, and its next steps (initialise, tie, dispatch to
     devices) need the values. A ``BaseException``, so that no ``except Exception`` of transformers or of a model's code
     catches it.
     """
 
-    def __init__(self, result: Any) -> None:
-        self.result = result
+    def __init__(self, lazy_model: LazyModel) -> None:
+        self.lazy_model = lazy_model

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
@@ -12,17 +10,17 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from .. import patching
+from ..patching import Replacement
 from ..versions import refuse_unknown_version
 
 
 __all__ = [
-    "TrainerPatches",
     "accelerate_config_file",
     "accelerator_replacements",
     "is_of_a_trainer",
     "saves_by_default",
     "shares_its_model",
+    "trainer_replacements",
     "unwrapped",
 ]
 
@@ -57,53 +55,15 @@ def saves_by_default(trainer: Any) -> bool:
     return getattr(trainer._save, "__module__", None) == "transformers.trainer"
 
 
-def accelerator_replacements(**functions: Callable[..., Any]) -> dict[tuple[Any, str], patching.Replacement]:
+def accelerator_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
     """Replacements of the methods of ``Accelerator`` with these names."""
     return {(Accelerator, name): function for name, function in functions.items()}
 
 
-class TrainerPatches:
-    """Replaces the Trainer's ``save_model`` once somebody has imported the Trainer, which takes seconds.
-
-    Args:
-        save_model: called with the original and its arguments.
-        others: replaced for as long, whether there is a Trainer or not.
-    """
-
-    def __init__(self, save_model: Callable[..., Any], others: patching.Patches) -> None:
-        self._save_model = save_model
-        self._others = others
-        self._lock = threading.Lock()
-        self._users = 0
-        self._patches: patching.Patches | None = None
-
-    def acquire(self) -> None:
-        """Replace the function, now or at the next :meth:`put_in` after the Trainer's import."""
-        self._others.acquire()
-        with self._lock:
-            self._users += 1
-        try:
-            self.put_in()
-        except BaseException:
-            self.release()
-            raise
-
-    def put_in(self) -> bool:
-        """Replace the function if the Trainer has been imported; returns whether it was replaced just now."""
-        with self._lock:
-            trainer = sys.modules.get("transformers.trainer")
-            if trainer is None or self._patches is not None or not self._users:
-                return False
-            refuse_unknown_version("transformers", [] if hasattr(trainer.Trainer, "_save") else ["Trainer._save"])
-            self._patches = patching.Patches({(trainer.Trainer, "save_model"): self._save_model})
-            self._patches.acquire()
-            return True
-
-    def release(self) -> None:
-        """Put the original back once every :meth:`acquire` has been released."""
-        with self._lock:
-            self._users -= 1
-            if self._users == 0 and self._patches is not None:
-                self._patches.release()
-                self._patches = None
-        self._others.release()
+def trainer_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
+    """The same of the Trainer's methods; none until somebody has imported the Trainer, which takes seconds."""
+    trainer = sys.modules.get("transformers.trainer")
+    if trainer is None:
+        return {}
+    refuse_unknown_version("transformers", [] if hasattr(trainer.Trainer, "_save") else ["Trainer._save"])
+    return {(trainer.Trainer, name): function for name, function in functions.items()}

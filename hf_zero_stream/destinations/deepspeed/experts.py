@@ -95,14 +95,14 @@ def convert(
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
         values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
-        with torch.device("meta"), _RECORDERS.held():
+        with torch.device("meta"), _RECORDERS:
             auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
         for spec, taken, of_block in zip(specs, values, shapes, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
             _give_values(layer, taken, place)
             layer._hf_zero_stream_origin = Origin(spec, of_block)
     if make_groups:
-        _PREEMPTION.acquire()  # for good: nobody says when the model is initialised, or how often
+        _PREEMPTION.__enter__()  # for good: nobody says when the model is initialised, or how often
 
 
 class _Place(NamedTuple):

@@ -192,7 +192,7 @@ def _install_or_remove() -> None:
     with _install_lock:
         wanted = len(WAITING) > 0
         if wanted and not _installed:
-            _patches.acquire()
+            _patches.__enter__()
         elif _installed and not wanted:
-            _patches.release()
+            _patches.__exit__()
         _installed = wanted
