@@ -125,19 +125,22 @@ def test_a_rank_that_cannot_read_fails_all(cluster: None, zoo_checkpoint: Callab
     assert run_ranks(2, broken_on_one_rank, folder) == ["rank 1: made to fail", "made to fail"]
 
 
-@pytest.mark.parametrize("chunk_bytes", [32, 48, 100, 1000, 10**6])
+@pytest.mark.parametrize("rank_bytes", [16, 32, 48, 192, 992, 10**6])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_exchanges_cover_every_element_once(chunk_bytes: int, world_size: int) -> None:
+def test_exchanges_cover_every_element_once(rank_bytes: int, world_size: int) -> None:
     """What the ranks read together is every element of every tensor, and all ranks exchange alike."""
     numels = (0, 1, 2, 7, 64, 501)
-    tensors = [torch.zeros(n, dtype=[torch.float32, torch.bfloat16][k % 2]) for k, n in enumerate(numels)]
-    seen = [torch.zeros(n, dtype=torch.int64) for n in numels]
+    tensors = {str(n): torch.zeros(n, dtype=[torch.float32, torch.bfloat16][n % 2]) for n in numels}
+    seen = {str(n): torch.zeros(n, dtype=torch.int64) for n in numels}
     shapes = set()
     for rank in range(world_size):
-        of_rank = list(exchanges(tensors, rank, world_size, chunk_bytes))
-        shapes.add(tuple(tuple((p.tensor, p.first, p.length, p.offset) for p in e.parts) for e in of_rank))
-        for part in (part for exchange in of_rank for part in exchange.parts):
-            assert part.stop - part.start <= part.length
-            seen[part.tensor][part.start : part.stop] += 1
+        shape = []
+        for parts, used in exchanges(tensors, rank, world_size, rank_bytes):
+            assert used <= rank_bytes
+            for target, _, first, offset in parts:
+                assert target.stop - target.start <= target.numel and offset + target.nbytes <= used
+                seen[target.name][target.start : target.stop] += 1
+                shape.append((used, target.name, target.numel, first, offset))
+        shapes.add(tuple(shape))
     assert len(shapes) == 1
-    assert all(bool((count == 1).all()) for count in seen)
+    assert all(bool((count == 1).all()) for count in seen.values())

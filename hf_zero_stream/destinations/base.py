@@ -23,7 +23,6 @@ __all__ = [
     "Holding",
     "Item",
     "Sourced",
-    "Sources",
     "flat_items",
     "item_of",
     "narrowed",
@@ -33,9 +32,6 @@ __all__ = [
 
 Sourced = tuple[Any, View]
 """A parameter, or a flat buffer, and where its values come from."""
-
-Sources = Mapping[str, Sourced]
-"""The same by name."""
 
 
 class Item(NamedTuple):
@@ -215,7 +211,7 @@ def item_of(target: Target, view: View, memory: torch.Tensor) -> Item:
     return Item(target, view, lambda: memory)
 
 
-def flat_items(tensors: Sources) -> list[Item]:
+def flat_items(tensors: Mapping[str, Sourced]) -> list[Item]:
     """Items that fill flat tensors, which are there already, from beginning to end."""
     return [
         item_of(Target.whole(name, flat.dtype, flat.numel()), view, flat) for name, (flat, view) in tensors.items()

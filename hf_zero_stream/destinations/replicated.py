@@ -5,9 +5,8 @@ From disk that is 1/N of what plain loading reads on every rank; over the interc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -18,9 +17,9 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target, partition_range
-from ..ranks.coordinator import Coordinator, Wait
+from ..ranks.coordinator import Coordinator
 from .allocation import allocating
-from .base import Batch, Destination, Holding, Item, Sources, flat_items, replace_lazy
+from .base import Batch, Destination, Holding, Item, Sourced, flat_items, replace_lazy
 
 
 __all__ = ["Replicated", "all_gather", "exchange_batches", "exchanges", "open_flat"]
@@ -33,130 +32,98 @@ _ALIGNMENT = 16  # bytes; each part begins at a multiple of it, so that it can b
 
 
 class _Part(NamedTuple):
-    """What this rank brings of one tensor to one exchange. Numbers are elements, but for the last one.
+    """What this rank brings of one tensor to one exchange.
 
     Attributes:
-        tensor: its index.
-        share: length of each rank's share of the tensor, the last one's padding included.
-        first: first element within the share.
-        start: first element that this rank reads; counted from the tensor's beginning.
-        stop: one past the last; less than ``start + length`` where the share ends in padding.
+        target: what it reads; begins with this rank's elements, and may end in padding.
+        share: elements of each rank's share of the tensor, the last one's padding included.
+        first: first element of the part within the share.
         offset: where the part begins in a rank's buffer, in bytes.
     """
 
-    tensor: int
+    target: Target
     share: int
     first: int
-    length: int
-    start: int
-    stop: int
     offset: int
 
-
-@dataclass(frozen=True)
-class _Exchange:
-    """One all-gather of what every rank has read of the same parts.
-
-    Attributes:
-        tensors: flat, in host memory or on the device.
-        rank_bytes: length of one rank's buffer.
-        buffer: gives memory for so many ranks' buffers, shared by exchanges one after the other.
-    """
-
-    tensors: Sequence[torch.Tensor]
-    parts: Sequence[_Part]
-    rank_bytes: int
-    buffer: Callable[[int], torch.Tensor]
-    world_size: int
-    wait: Wait
-
-    def memory(self, part: _Part) -> torch.Tensor:
-        """Where this rank puts what it reads of a part."""
-        return self._view(self.buffer(1), part)
-
-    def finish(self) -> None:
-        """Exchange the parts and put them into the tensors; all ranks must call it."""
-        everyone = self.buffer(self.world_size)[: self.world_size * self.rank_bytes]
-        self.wait(all_gather(everyone, self.buffer(1)[: self.rank_bytes], async_op=True))
-        for rank, of_rank in enumerate(everyone.split(self.rank_bytes)):
-            for part in self.parts:
-                tensor = self.tensors[part.tensor]
-                start = rank * part.share + part.first
-                stop = min(start + part.length, (rank + 1) * part.share, tensor.numel())
-                if start < stop:
-                    tensor[start:stop].copy_(self._view(of_rank, part)[: stop - start])
-
-    def _view(self, buffer: torch.Tensor, part: _Part) -> torch.Tensor:
-        dtype = self.tensors[part.tensor].dtype
-        return buffer[part.offset : part.offset + part.length * dtype.itemsize].view(dtype)
+    def memory(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The part within a rank's buffer."""
+        return buffer[self.offset : self.offset + self.target.nbytes].view(self.target.dtype)
 
 
 def exchanges(
-    tensors: Sequence[torch.Tensor],
-    rank: int,
-    world_size: int,
-    chunk_bytes: int,
-    wait: Wait = lambda work: work.wait(),
-    device: torch.device = _HOST,
-) -> Iterator[_Exchange]:
-    """Exchanges that fill flat `tensors`, each through at most `chunk_bytes` of all ranks' buffers together.
+    tensors: Mapping[str, torch.Tensor], rank: int, world_size: int, rank_bytes: int
+) -> Iterator[tuple[list[_Part], int]]:
+    """The parts of each all-gather that fills flat `tensors`, and the bytes that it takes of each rank's buffer.
 
-    At least 16 bytes a rank are used. `wait` returns when an asynchronous collective is done, or raises.
+    All ranks have the same parts, but for their targets. A rank's buffer has `rank_bytes`.
     """
-    limit = max(_ALIGNMENT, chunk_bytes // world_size // _ALIGNMENT * _ALIGNMENT)
-
-    @cache
-    def buffer(ranks: int) -> torch.Tensor:
-        # On the device where the default group's collectives want their tensors.
-        return torch.empty(limit * ranks, dtype=torch.uint8, device=_HOST if "gloo" in dist.get_backend() else device)
-
     parts: list[_Part] = []
     used = 0
-    for number, tensor in enumerate(tensors):
-        share = -(-tensor.numel() // world_size)
-        itemsize = tensor.dtype.itemsize
+    for name, tensor in tensors.items():
+        share, itemsize = -(-tensor.numel() // world_size), tensor.dtype.itemsize
         first = 0
         while first < share:
-            length = min(share - first, (limit - used) // itemsize)
+            length = min(share - first, (rank_bytes - used) // itemsize)
             if length == 0:
-                yield _Exchange(tensors, parts, used, buffer, world_size, wait)
+                yield parts, used
                 parts, used = [], 0
                 continue
             start = min(tensor.numel(), rank * share + first)
-            stop = min(tensor.numel(), start + length, (rank + 1) * share)
-            parts.append(_Part(number, share, first, length, start, max(start, stop), used))
-            used = min(limit, -(-(used + length * itemsize) // _ALIGNMENT) * _ALIGNMENT)
+            stop = max(start, min(tensor.numel(), start + length, (rank + 1) * share))
+            parts.append(_Part(Target(name, tensor.dtype, length, start, stop), share, first, used))
+            used = min(rank_bytes, -(-(used + length * itemsize) // _ALIGNMENT) * _ALIGNMENT)
             first += length
     if parts:
-        yield _Exchange(tensors, parts, used, buffer, world_size, wait)
+        yield parts, used
 
 
 def exchange_batches(
-    parameters: Sources, coordinator: Coordinator, chunk_bytes: int, device: torch.device
+    parameters: Mapping[str, Sourced], coordinator: Coordinator, chunk_bytes: int, device: torch.device
 ) -> list[Batch]:
-    """Batches that fill whole parameters on every rank, of which each rank reads 1/N."""
-    values = {name: param.detach().view(-1) for name, (param, _) in parameters.items()}
+    """Batches that fill whole parameters on every rank, of which each rank reads 1/N.
+
+    Each passes through at most `chunk_bytes` of all ranks' buffers together, but through 16 bytes a rank at least.
+    """
+    tensors = {name: param.detach().view(-1) for name, (param, _) in parameters.items()}
+    views = {name: view for name, (_, view) in parameters.items()}
     if coordinator.is_alone:
-        return [Batch(flat_items({name: (values[name], view) for name, (_, view) in parameters.items()}))]
-    names = list(parameters)
+        return [Batch(flat_items({name: (tensor, views[name]) for name, tensor in tensors.items()}))]
+    world_size = coordinator.world_size
+    rank_bytes = max(_ALIGNMENT, chunk_bytes // world_size // _ALIGNMENT * _ALIGNMENT)
 
-    def batch(exchange: _Exchange) -> Batch:
-        def item(part: _Part) -> Item:
-            name = names[part.tensor]
-            target = Target(name, values[name].dtype, part.length, part.start, part.stop)
-            return Item(target, parameters[name][1], partial(exchange.memory, part))
+    @cache
+    def buffer(ranks: int) -> torch.Tensor:
+        """Memory for so many ranks' buffers, which all exchanges share."""
+        # On the device where the default group's collectives want their tensors.
+        on_device = _HOST if "gloo" in dist.get_backend() else device
+        return torch.empty(rank_bytes * ranks, dtype=torch.uint8, device=on_device)
 
+    def exchange(parts: Sequence[_Part], nbytes: int) -> None:
+        """Exchange the parts and put them into the tensors; all ranks must call it."""
+        everyone = buffer(world_size)[: world_size * nbytes]
+        coordinator.wait(all_gather(everyone, buffer(1)[:nbytes], async_op=True))
+        for rank, of_rank in enumerate(everyone.split(nbytes)):
+            for part in parts:
+                tensor = tensors[part.target.name]
+                start = rank * part.share + part.first
+                stop = min(start + part.target.numel, (rank + 1) * part.share, tensor.numel())
+                if start < stop:
+                    tensor[start:stop].copy_(part.memory(of_rank)[: stop - start])
+
+    def item(part: _Part) -> Item:
+        return Item(part.target, views[part.target.name], lambda: part.memory(buffer(1)))
+
+    def batch(parts: Sequence[_Part], nbytes: int) -> Batch:
         return Batch(
-            [item(part) for part in exchange.parts],
-            finish=exchange.finish,
+            [item(part) for part in parts],
+            finish=partial(exchange, parts, nbytes),
             is_collective=True,
             is_temporary=True,
-            completes={names[part.tensor]: values[names[part.tensor]] for part in exchange.parts},
+            completes={part.target.name: tensors[part.target.name] for part in parts},
         )
 
-    rank, world_size = coordinator.rank, coordinator.world_size
-    all_exchanges = exchanges(list(values.values()), rank, world_size, chunk_bytes, coordinator.wait, device)
-    return [batch(exchange) for exchange in all_exchanges]
+    return [batch(*found) for found in exchanges(tensors, coordinator.rank, world_size, rank_bytes)]
 
 
 class Replicated(Destination):
@@ -185,18 +152,18 @@ class Replicated(Destination):
         def parameter(name: str, param: torch.Tensor) -> nn.Parameter | None:
             if not isinstance(param, LazyTensor):
                 return None
-            values = storage.get(id(param))
-            if values is None:
-                with allocating(name, param.nbytes, "the host", self._coordinator.rank):
+            with allocating(name, param.nbytes, "the host", self._coordinator.rank):
+                values = storage.get(id(param))
+                if values is None:
                     values = torch.empty(param.shape, dtype=param.dtype, device=self._parameters_on)
             return nn.Parameter(values, requires_grad=param.requires_grad)
 
         def buffer(old: torch.Tensor) -> torch.Tensor | None:
             return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
 
-        parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
-        exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
-        return [Batch(flat_items(buffers)), *exchanged]
+        found = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        exchanged = exchange_batches(found.parameters, self._coordinator, self._chunk_bytes, self.device)
+        return [Batch(flat_items(found.buffers)), *exchanged]
 
     def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
         """Memory of a subclass's own for lazy parameters, by their ``id``."""
