@@ -8,7 +8,7 @@ conversion reads whole (``LoadPlan.materialised``) are not in it.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -99,6 +99,10 @@ class EngineSettings:
     def gradient_place(self) -> str:
         return self.device if self.offload_optimizer == "none" else HOST
 
+    @property
+    def reduce_bucket_bytes(self) -> int:
+        return self.reduce_bucket_numel * self.bucket_itemsize
+
     def place_of_partition(self, param: ParameterShape) -> str:
         # Only floating-point parameters have the dtype of DeepSpeed's swapper.
         swapped = self.offload_param == DISK and param.dtype.is_floating_point
@@ -161,99 +165,90 @@ def memory_footprint(
     staging_bytes: int = 0,
     leaf_modules: Collection[str] = (),
 ) -> MemoryFootprint:
-    """Add up what one rank needs.
+    """Follow one rank's memory from the load to the first step.
 
     Args:
         parameters: all of the model's, in the order of the optimizer; one group of optimizer parameters is assumed
             (several only make sub-groups smaller).
         leaf_modules: names of the modules that ZeRO-3 gathers whole, with all modules in them.
     """
+    ledger, device = _Ledger(), settings.device
     own = [param for param in parameters if not param.tied]
-    trained = [param for param in own if param.requires_grad]
-    groups = _sub_groups(trained, settings)
+    groups = _sub_groups([param for param in own if param.requires_grad], settings)
 
-    partitions, secondary = Counter[str](), Counter[str]()
     for param in own:
-        partitions[settings.place_of_partition(param)] += param.partition_bytes
-        if settings.secondary_ranks > 1:
-            second = -(-param.partition_numel * param.ranks // settings.secondary_ranks)
-            secondary[settings.partition_place] += second * param.dtype.itemsize
+        ledger.hold("partitions", settings.place_of_partition(param), param.partition_bytes)
+    ledger.hold("buffers", device, buffer_bytes)
+    ledger.hold("swap_buffers", HOST, settings.parameter_swap_bytes)
+    ledger.pass_through(HOST, staging_bytes)
+    load_peak = ledger.end_stage()
 
-    master, gradients, states = Counter[str](), Counter[str](), Counter[str]()
+    _initialize_engine(ledger, own, groups, settings)
+    start_peak = ledger.end_stage()
+
+    if device == HOST:
+        ledger.hold("reduce_bucket", HOST, settings.reduce_bucket_bytes)
     for group in groups:
-        master[group.place] += group.numel * settings.master_itemsize
-        states[group.place] += group.numel * settings.states * settings.state_itemsize
-        gradients[settings.gradient_place] += group.numel * settings.gradient_itemsize
-        if settings.offload_optimizer != "none" and group.place != DISK:
-            gradients[group.place] += group.numel * settings.master_itemsize
-
-    optimizer_swap = 0
-    if settings.offload_optimizer == DISK:
-        largest = max((group.numel for group in groups), default=0)
-        optimizer_swap = settings.optimizer_swap_buffers * largest * settings.master_itemsize
-    buffers = Counter({settings.device: buffer_bytes})
-    before = partitions + buffers + Counter({HOST: settings.parameter_swap_bytes})
-    del before[DISK]
-    reduce_bucket = Counter({settings.device: settings.reduce_bucket_numel * settings.bucket_itemsize})
-    swap = settings.parameter_swap_bytes + optimizer_swap
-    held = Counter({HOST: swap})
-    for part in (partitions, buffers, secondary, master, gradients, reduce_bucket, states):
-        held.update(part)
+        ledger.hold("optimizer_states", group.place, group.numel * settings.states * settings.state_itemsize)
     gather, gather_of = _largest_gather(parameters, leaf_modules)
     return MemoryFootprint(
-        partitions=_without_zeros(partitions),
-        buffers=_without_zeros(buffers),
+        partitions=ledger.parts["partitions"],
+        buffers=ledger.parts["buffers"],
         staging=staging_bytes,
-        swap_buffers=swap,
+        swap_buffers=ledger.parts["swap_buffers"].get(HOST, 0),
         largest_gather=gather,
         largest_gather_of=gather_of,
-        master=_without_zeros(master),
-        gradients=_without_zeros(gradients),
-        reduce_bucket=_without_zeros(reduce_bucket),
-        secondary=_without_zeros(secondary),
-        optimizer_states=_without_zeros(states),
-        load_peak=_without_zeros(before + Counter({HOST: staging_bytes})),
-        start_peak=_start_peak(before, trained, groups, secondary, optimizer_swap, settings),
-        held=_without_zeros(held),
+        master=ledger.parts["master"],
+        gradients=ledger.parts["gradients"],
+        reduce_bucket=ledger.parts["reduce_bucket"],
+        secondary=ledger.parts["secondary"],
+        optimizer_states=ledger.parts["optimizer_states"],
+        load_peak=load_peak,
+        start_peak=start_peak,
+        held={place: ledger.held[place] for place in sorted(ledger.held, key=HOST.__ne__)},
     )
 
 
 class _Ledger:
-    """Memory that is held at the end of each stage, and the most that there was on the way."""
+    """What is held so far, by part of the footprint and by place, and the most that was in memory in this stage."""
 
-    def __init__(self, held: Mapping[str, int]) -> None:
-        self._held = Counter(held)
-        self.most = Counter(held)
+    def __init__(self) -> None:
+        self.parts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self.held = Counter[str]()
+        self._most = Counter[str]()
 
-    def hold(self, place: str, nbytes: int) -> None:
-        if place != DISK:
-            self._held[place] += nbytes
+    def hold(self, part: str, place: str, nbytes: int) -> None:
+        if nbytes:
+            self.parts[part][place] = self.parts[part].get(place, 0) + nbytes
+            self.held[place] += nbytes
             self.pass_through(place, 0)
 
     def pass_through(self, place: str, nbytes: int) -> None:
         """`nbytes` more than what is held, for a moment."""
-        if place != DISK:
-            self.most[place] = max(self.most[place], self._held[place] + nbytes)
+        self._most[place] = max(self._most[place], self.held[place] + nbytes)
+
+    def end_stage(self) -> dict[str, int]:
+        """The most that there was in memory, which a disk is not."""
+        most, self._most = self._most, Counter(self.held)
+        return {place: nbytes for place, nbytes in most.items() if nbytes and place != DISK}
 
 
-def _start_peak(
-    before: Mapping[str, int],
-    trained: Sequence[ParameterShape],
-    groups: Sequence[_SubGroup],
-    secondary: Mapping[str, int],
-    swap_bytes: int,
-    settings: EngineSettings,
-) -> dict[str, int]:
+def _initialize_engine(
+    ledger: _Ledger, own: Sequence[ParameterShape], groups: Sequence[_SubGroup], settings: EngineSettings
+) -> None:
     """Follows DeepSpeedZeroOptimizer_Stage3.__init__ from one allocation to the next."""
-    ledger, device, master = _Ledger(before), settings.device, settings.master_itemsize
+    device, master, gradient_place = settings.device, settings.master_itemsize, settings.gradient_place
     offloaded = settings.offload_optimizer != "none"
     copied = 1 + (settings.pinned_optimizer and device != HOST)  # only an accelerator's driver locks pages
+    largest = max((group.numel for group in groups), default=0) * master
+    trained = [param for param in own if param.requires_grad]
 
     # Partitions move into one buffer on the host (_create_fp16_partitions_with_defragmentation), each old one being
     # freed at once; a buffer that is page-locked or goes on to a device is there in full meanwhile.
     moved = [param.partition_bytes for param in trained if settings.place_of_partition(param) != DISK]
     ledger.pass_through(HOST, max(moved, default=0) if device == HOST else sum(moved))
-    ledger.hold(HOST, swap_bytes)
+    if settings.offload_optimizer == DISK:
+        ledger.hold("swap_buffers", HOST, settings.optimizer_swap_buffers * largest)
 
     # _create_fp32_partitions casts a sub-group and clones the result.
     for group in groups:
@@ -262,28 +257,27 @@ def _start_peak(
         ledger.pass_through(group.place, (1 + is_cast) * nbytes)
         if group.place == HOST and settings.partition_place != HOST:
             ledger.pass_through(device, nbytes)  # the cast runs where the values are, before they are copied
-        ledger.hold(group.place, nbytes)
+        ledger.hold("master", group.place, nbytes)
 
     # initialize_optimizer_states makes gradients of zeros, for an optimizer on the host to keep, and one more.
-    spare = max((group.numel for group in groups), default=0) * master
-    ledger.pass_through(settings.gradient_place, spare)
+    ledger.pass_through(gradient_place, largest)
     for group in groups:
         if offloaded and group.place != DISK:
-            ledger.pass_through(HOST, spare + copied * group.numel * master)
-            ledger.hold(group.place, group.numel * master)
+            ledger.pass_through(HOST, largest + copied * group.numel * master)
+            ledger.hold("gradients", group.place, group.numel * master)
 
     # Then the buffers for gradients; the one on a host is not written yet.
     if device != HOST:
-        ledger.hold(device, settings.reduce_bucket_numel * settings.bucket_itemsize)
+        ledger.hold("reduce_bucket", device, settings.reduce_bucket_bytes)
     flat = sum(group.numel for group in groups) * settings.gradient_itemsize
-    ledger.pass_through(settings.gradient_place, (copied if offloaded else 1) * flat)
-    ledger.hold(settings.gradient_place, flat)
+    ledger.pass_through(gradient_place, (copied if offloaded else 1) * flat)
+    ledger.hold("gradients", gradient_place, flat)
 
     # create_reduce_and_remove_grad_hooks gathers every trainable parameter, one after the other.
-    for place, nbytes in secondary.items():
-        ledger.hold(place, nbytes)
+    for param in own if settings.secondary_ranks > 1 else ():
+        second = -(-param.partition_numel * param.ranks // settings.secondary_ranks)
+        ledger.hold("secondary", settings.partition_place, second * param.dtype.itemsize)
     ledger.pass_through(device, max((param.gathered_bytes for param in trained), default=0))
-    return _without_zeros(ledger.most)
 
 
 class _SubGroup(NamedTuple):
@@ -332,7 +326,3 @@ def _largest_gather(parameters: Iterable[ParameterShape], leaf_modules: Collecti
         if nbytes > largest:
             largest, largest_of = nbytes, members[0].name if len(members) == 1 else module
     return largest, largest_of
-
-
-def _without_zeros(bytes_at: Mapping[str, int]) -> dict[str, int]:
-    return {place: nbytes for place, nbytes in bytes_at.items() if nbytes}
