@@ -41,7 +41,7 @@ def shapes(*numels: int, ranks: int = 2, **changes: Any) -> list[ParameterShape]
 def test_training_in_bf16_on_a_gpu() -> None:
     """7 and 8 elements on two ranks: partitions of 4 each."""
     found = memory_footprint(
-        shapes(7, 8), EngineSettings(device="cuda", reduce_bucket_numel=10), buffer_bytes=5, staging_bytes=9
+        shapes(7, 8), EngineSettings(device="cuda", reduce_bucket_bytes=20), buffer_bytes=5, staging_bytes=9
     )
     assert found.partitions == {"cuda": 8 * 2}
     assert found.buffers == {"cuda": 5}
@@ -64,7 +64,7 @@ def test_frozen_and_tied_parameters() -> None:
     assert found.partitions == {"cpu": 2 * (50 + 4)}
     assert found.master == {"cpu": 4 * 4}
     assert found.largest_gather == 200
-    nothing_trained = memory_footprint([frozen], EngineSettings(reduce_bucket_numel=0))
+    nothing_trained = memory_footprint([frozen], EngineSettings(reduce_bucket_bytes=0))
     assert nothing_trained.held == nothing_trained.partitions == {"cpu": 100}
 
 
@@ -85,7 +85,7 @@ def test_gathers_are_padded_and_groups_have_their_own_size() -> None:
 
 
 def test_optimizer_on_the_host() -> None:
-    settings = EngineSettings(device="cuda", offload_optimizer="cpu", pinned_optimizer=True, reduce_bucket_numel=1)
+    settings = EngineSettings(device="cuda", offload_optimizer="cpu", pinned_optimizer=True, reduce_bucket_bytes=2)
     found = memory_footprint(shapes(8, 8), settings)
     assert found.partitions == {"cuda": 16}
     assert found.master == {"cpu": 32} and found.optimizer_states == {"cpu": 64}

@@ -269,7 +269,7 @@ def race(rounds: int) -> list[str]:
     from hf_zero_stream.ranks.coordinator import Coordinator
 
     rendezvous.SHARING_PATIENCE_S = rendezvous.SHORT_PATIENCE_S = 0.01
-    occasion = rendezvous.Occasion("race", "race", "", 0.01, is_optional=True)
+    occasion = rendezvous.Occasion("race", "", 0.01, is_optional=True)
     coordinator, found = Coordinator.of_default_group(), []
     chance = random.Random(dist.get_rank())
     for number in range(rounds):

@@ -176,7 +176,7 @@ def test_recast_parameters_are_folded_and_survive_json():
 
 def test_footprint_is_shown_and_survives_json():
     shapes = [ParameterShape("layers.0.mlp.weight", 3 * 2**20, torch.bfloat16, ranks=2)]
-    footprint = memory_footprint(shapes, EngineSettings(reduce_bucket_numel=2**10), staging_bytes=2**26)
+    footprint = memory_footprint(shapes, EngineSettings(reduce_bucket_bytes=2**11), staging_bytes=2**26)
     report = load_report(2, footprint=footprint)
     assert report.to_dict()["ranks"][1]["footprint"] == dataclasses.asdict(footprint)
     lines = report.table()[report.table().index("Memory of a rank") :].splitlines()[1:8]

@@ -2,8 +2,8 @@
 
 The arithmetic follows DeepSpeed 0.19.8 (`runtime/zero/stage3.py`, `partition_parameters.py`, `parameter_offload.py`):
 with P trainable elements, N ranks and an optimizer of K states, ``deepspeed.initialize`` and the first step add
-O(P (K + 1) / N) elements in fp32, and gradients. Activations, the allocator's own rounding and sources that a
-conversion reads whole (``LoadPlan.materialised``) are not in it.
+O(P (K + 1) / N) elements in fp32, and gradients. Not counted: activations, the allocator's own rounding, and sources
+that a conversion reads whole (``LoadPlan.materialised``).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class EngineSettings:
         parameter_swap_bytes: host memory of the buffers through which partitions go to NVMe and back.
         optimizer_swap_buffers: buffers, each of the largest sub-group, for optimizer states on their way to NVMe.
         sub_group_size: elements of this rank after which a new sub-group begins; they are cast and stepped one by one.
-        reduce_bucket_numel: elements of the buffer in which gradients are reduced, of `bucket_itemsize` bytes each.
-        states: K, the states that the optimizer keeps for each element; 2 for Adam and AdamW.
+        reduce_bucket_bytes: size of the buffer in which gradients are reduced.
+        state_bytes: size of the states that the optimizer keeps for an element; Adam keeps two.
         secondary_ranks: ranks that share hpZ's second copy of the parameters; 1: there is none.
     """
 
@@ -82,12 +82,10 @@ class EngineSettings:
     parameter_swap_bytes: int = 0
     optimizer_swap_buffers: int = 4
     sub_group_size: int = 10**9
-    reduce_bucket_numel: int = 5 * 10**8
-    bucket_itemsize: int = 2
+    reduce_bucket_bytes: int = 10**9
     gradient_itemsize: int = 2
     master_itemsize: int = 4
-    states: int = 2
-    state_itemsize: int = 4
+    state_bytes: int = 8
     secondary_ranks: int = 1
 
     @property
@@ -99,10 +97,6 @@ class EngineSettings:
     def gradient_place(self) -> str:
         return self.device if self.offload_optimizer == "none" else HOST
 
-    @property
-    def reduce_bucket_bytes(self) -> int:
-        return self.reduce_bucket_numel * self.bucket_itemsize
-
     def place_of_partition(self, param: ParameterShape) -> str:
         # Only floating-point parameters have the dtype of DeepSpeed's swapper.
         swapped = self.offload_param == DISK and param.dtype.is_floating_point
@@ -113,9 +107,8 @@ class EngineSettings:
 class MemoryFootprint:
     """Memory of one rank in bytes, computed and not measured.
 
-    Where bytes depend on the place, a field maps "cpu", the device's type ("cuda") and "nvme" to them; a place without
-    any is left out. On the host the kernel counts memory only once it is written, which `reduce_bucket` is at the
-    first backward pass. The peaks know this.
+    A mapping has "cpu", the device's type ("cuda") and "nvme", as far as bytes are there. On the host, memory counts
+    once it is written, which `reduce_bucket` is at the first backward pass. The peaks know this.
 
     `largest_gather` is a floor for the device's peak in training. DeepSpeed gathers into one buffer and, if the piece
     has more than one parameter, copies each out of it, so that for a moment there is twice as much. It may keep more
@@ -127,15 +120,13 @@ class MemoryFootprint:
         buffers: the model's buffers (not parameters), which every rank holds whole.
         staging: bound of the host memory through which the load reads.
         swap_buffers: DeepSpeed's host memory for the traffic with NVMe.
-        largest_gather: the largest piece that the forward pass gathers at once: a module's own parameters, or all of a
-            leaf module's.
+        largest_gather: the most that the forward pass gathers at once: a module's own parameters, or a leaf module's.
         largest_gather_of: the parameter's or the module's name.
-        master: copies in fp32 that ``deepspeed.initialize`` makes of all trainable partitions, also where these are
-            fp32.
+        master: fp32 copies that ``deepspeed.initialize`` makes of all trainable partitions, also of fp32 ones.
         gradients: partitions of the gradients that ``deepspeed.initialize`` allocates.
         reduce_bucket: the buffer for gradients on their way that ``deepspeed.initialize`` allocates.
         secondary: the second partitions of hpZ; ``deepspeed.initialize`` and later gathers make them.
-        optimizer_states: the K states that the first step makes.
+        optimizer_states: what the first step makes.
         load_peak: most memory during the load: partitions, buffers, staging and swap buffers; "nvme" is not memory.
         start_peak: most memory during ``deepspeed.initialize``, with everything that was there before.
         held: what is there between steps, from the first on: everything but staging and gathered parameters.
@@ -189,7 +180,7 @@ def memory_footprint(
     if device == HOST:
         ledger.hold("reduce_bucket", HOST, settings.reduce_bucket_bytes)
     for group in groups:
-        ledger.hold("optimizer_states", group.place, group.numel * settings.states * settings.state_itemsize)
+        ledger.hold("optimizer_states", group.place, group.numel * settings.state_bytes)
     gather, gather_of = _largest_gather(parameters, leaf_modules)
     return MemoryFootprint(
         partitions=ledger.parts["partitions"],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import cached_property
 from typing import Any, NoReturn, TypeVar
 
@@ -18,19 +18,16 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DisagreementError, PeerError
-from .liveness import Watch, peer_error
+from .liveness import Verdict, Watch
 from .presence import Presence, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round
 from .store import pauses
 from .topology import Topology
 
 
-__all__ = ["Coordinator", "Wait", "collective_device", "expected_at"]
+__all__ = ["Coordinator", "collective_device", "expected_at"]
 
 T = TypeVar("T")
-
-Wait = Callable[[Any], None]
-"""Returns when a ``torch.distributed.Work`` is done, or raises."""
 
 
 class Coordinator:
@@ -81,7 +78,7 @@ class Coordinator:
         assert watch is not None, "agreements are made inside watched()"
         if error is not None and watch.verdict is None:
             watch.announce(error, comes=True)
-        mine = None if error is None else (type(error).__name__, str(error))
+        mine = None if error is None else Verdict.of_failure(self.rank, error)
         try:
             watch.meet()
             everyone = self._gather((value, mine))
@@ -94,14 +91,14 @@ class Coordinator:
             self._reported = True
             watch.announce(interruption, comes=False)
             raise
-        failures = [(rank, *failure) for rank, (_, failure) in enumerate(everyone) if failure is not None]
+        failures = [failure for _, failure in everyone if failure is not None]
         if not failures:
             return [value for value, _ in everyone]
         self._reported = True
         if error is not None:
             _raise_again(error)
         watch.check()  # raises the error that began it, where rank 0 of `failures` may only have heard of it
-        raise peer_error(*failures[0])
+        raise failures[0].error()
 
     def _gather(self, value: Any) -> list[Any]:
         """Like ``dist.all_gather_object``, but raises when a rank dies."""
@@ -145,12 +142,9 @@ class Coordinator:
 
     def run_on_all(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank, and return its result here once it has succeeded on all."""
-        error: BaseException | None = None
-        try:
+        with self.reporting():
             result = work()
-        except Exception as caught:
-            error = caught
-        self.agree(error)
+        self.agree()
         return result
 
     @contextmanager
@@ -186,23 +180,18 @@ class Coordinator:
         try:
             presence = Presence.in_default_group()
             arrival = Round(presence, occasion, subject)
-            watch = Watch(presence, arrival.key)
-            with watch.naming_lost_store():  # rank 0, which may hold the store, leaves when it hears of a death
-                try:
+            with closing(Watch(presence, arrival.key)) as watch:
+                with watch.naming_lost_store():  # rank 0, which may hold the store, leaves when it hears of a death
                     arrival.gather(watch)
-                except BaseException:
-                    watch.close()
+                self._watch = watch
+                try:
+                    yield
+                except BaseException as error:
+                    if not self._reported:
+                        watch.announce(error, comes=False)
                     raise
-            self._watch = watch
-            try:
-                yield
-            except BaseException as error:
-                if not self._reported:
-                    watch.announce(error, comes=False)
-                raise
-            finally:
-                self._watch = None
-                watch.close()
+                finally:
+                    self._watch = None
         finally:
             _turn.release()
 
@@ -231,11 +220,9 @@ class Coordinator:
         """Replace the connection error of a collective inside by a :class:`PeerError` that names the dead rank."""
         try:
             yield
-        except PeerError:
-            raise
         except RuntimeError as error:
             of_connection = any(word in str(error) for word in ("gloo", "NCCL", "Connection"))
-            if not of_connection and not isinstance(error, dist.DistError):
+            if isinstance(error, PeerError) or not (of_connection or isinstance(error, dist.DistError)):
                 raise
             verdict = None if self._watch is None else self._watch.wait_for_verdict()
             if verdict is not None:

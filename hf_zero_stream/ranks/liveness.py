@@ -26,7 +26,7 @@ from .presence import Presence
 from .store import PREFIX, TIMEOUT_S, pauses
 
 
-__all__ = ["KEYS", "Verdict", "Watch", "peer_error"]
+__all__ = ["KEYS", "Verdict", "Watch"]
 
 KEYS = ("agreements", "failed", "dead", "heard")
 """What a meeting may have in the store."""
@@ -49,16 +49,24 @@ class Verdict(NamedTuple):
     """``"Ended"`` if its process ended by itself."""
     message: str
 
+    @classmethod
+    def of_failure(cls, rank: int, error: BaseException) -> Verdict:
+        return cls(rank, False, type(error).__name__, str(error))
+
+    @classmethod
+    def of_death(cls, rank: int, seen: str, kind: str = "PeerError") -> Verdict:
+        message = (
+            f"rank {rank} {seen}, so this rank gives up too. Look into that rank's log, and start all ranks anew."
+        )
+        return cls(rank, True, kind, message)
+
     def error(self) -> HfZeroStreamError:
-        """What the other ranks raise."""
-        return PeerError(self.message) if self.is_dead else peer_error(self.rank, self.kind, self.message)
-
-
-def peer_error(rank: int, kind: str, message: str) -> HfZeroStreamError:
-    """The error of `rank`, as the others raise it: of the same class if that is ours, else :class:`PeerError`."""
-    if kind in errors.__all__:
-        return getattr(errors, kind)(f"rank {rank}: {message}")
-    return PeerError(f"rank {rank} failed, so this rank gives up too: {kind}: {message}")
+        """What the other ranks raise; of the same class as the error of a rank that lives, if that is ours."""
+        if self.is_dead:
+            return PeerError(self.message)
+        if self.kind in errors.__all__:
+            return getattr(errors, self.kind)(f"rank {self.rank}: {self.message}")
+        return PeerError(f"rank {self.rank} failed, so this rank gives up too: {self.kind}: {self.message}")
 
 
 class _Beat(NamedTuple):
@@ -118,9 +126,9 @@ class Watch:
 
     def announce(self, error: BaseException, *, comes: bool) -> None:
         """Tell the others that this rank has failed, and `comes` to the next agreement with its `error`, or never."""
-        rank, kind, message = self._presence.rank, type(error).__name__, str(error)
-        given_up = _death_of(rank, f"has given up this load ({kind}: {message})")
-        verdict = Verdict(rank, False, kind, message) if comes else given_up
+        verdict = Verdict.of_failure(self._presence.rank, error)
+        if not comes:
+            verdict = Verdict.of_death(verdict.rank, f"has given up this load ({verdict.kind}: {verdict.message})")
         with suppress(PeerError), self.naming_lost_store():
             self._pronounce(verdict)
 
@@ -162,7 +170,7 @@ class Watch:
         except PeerError as error:
             if not self._store.is_lost:
                 raise
-            if self.verdict is None or not self.verdict.is_dead:
+            if not self.knows_dead:
                 rank = 0 if self._store.ends_with_rank_0 else -1
                 self.verdict = Verdict(rank, True, "PeerError", self._store.why_lost())
             raise self.verdict.error() from error
@@ -212,14 +220,14 @@ class Watch:
             is_alive = presence.is_alive(rank)
             if is_alive is False:
                 seen, has_ended = presence.end_of(rank)
-                return _death_of(rank, seen, kind="Ended" if has_ended else "PeerError")
+                return Verdict.of_death(rank, seen, "Ended" if has_ended else "PeerError")
             # A rank that has not come to this meeting may take its time, unless its host has ceased to answer for it.
             last, still_s = self._seen.get(rank, (None, 0.0))
             is_quiet = beat == last and (beat is not None or presence.has_answered(rank))
             still_s = still_s + passed_s if is_quiet and not is_alive else 0.0
             self._seen[rank] = beat, still_s
             if still_s > self.timeout_s:
-                return _death_of(rank, f"gave no sign of life for {self.timeout_s:g} s")
+                return Verdict.of_death(rank, f"gave no sign of life for {self.timeout_s:g} s")
         return None
 
     def _read(self, ranks: Sequence[int]) -> list[_Beat | None]:
@@ -227,8 +235,3 @@ class Watch:
         written = self._store.get_many([f"{PREFIX}/beat/{rank}" for rank in ranks])
         beats = [_Beat(*values) if values else None for values in written]
         return [beat if beat is not None and beat.meeting == self._meeting else None for beat in beats]
-
-
-def _death_of(rank: int, seen: str, kind: str = "PeerError") -> Verdict:
-    message = f"rank {rank} {seen}, so this rank gives up too. Look into that rank's log, and start all ranks anew."
-    return Verdict(rank, True, kind, message)

@@ -29,10 +29,8 @@ class Listener:
         self._socket: socket.socket | None = None
         with suppress(OSError):
             family, address = _local_address(towards)
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket = socket.create_server((address, 0), family=family, backlog=BACKLOG)
             self._socket.setblocking(False)
-            self._socket.bind((address, 0))
-            self._socket.listen(BACKLOG)
             self.address, self.port = self._socket.getsockname()[:2]
             _listeners.add(self)
 
@@ -43,7 +41,6 @@ class Listener:
                 self._accepted.append(self._socket.accept()[0])
 
     def close(self) -> None:
-        """Close the socket, and the connections to it."""
         while self._accepted:
             self._accepted.pop().close()
         if self._socket is not None:
@@ -83,7 +80,6 @@ class Line:
         return None
 
     def close(self) -> None:
-        """End the connection."""
         if self._socket is not None:
             self._socket.close()
         self._socket = None
@@ -95,9 +91,8 @@ class Line:
             self._socket.setblocking(False)
             # A host that has lost its power resets nothing.
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in (("TCP_KEEPIDLE", 1), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4)):
-                if hasattr(socket, option):
-                    self._socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+            for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4)):
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
             self._socket.connect_ex(self._address)
 
 

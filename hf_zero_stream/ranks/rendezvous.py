@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import HfZeroStreamError, PeerError, SaveError
 from . import liveness
-from .liveness import Watch, peer_error
+from .liveness import Verdict, Watch
 from .presence import Presence
 from .store import PREFIX
 
@@ -49,9 +50,7 @@ class Occasion:
     """What ranks come together for."""
 
     name: str
-    """Part of its keys in the store."""
-    purpose: str
-    """Completes "ranks came to ..."."""
+    """Completes "ranks came to ..."; part of its keys in the store."""
     advice: str
     patience_s: float | None = None
     """How long a rank waits for the others; None: as long as the process group's time-out."""
@@ -61,11 +60,10 @@ class Occasion:
     """Raised if not all ranks come in time, unless `is_optional`; its message ends with `advice`."""
 
 
-LOAD = Occasion("load", "load", "All ranks must make the same load.")
+LOAD = Occasion("load", "All ranks must make the same load.")
 """A load under ZeRO-3."""
 
 SAVE = Occasion(
-    "save",
     "save",
     "All of them must call save_pretrained, because each writes its own part: take it out of "
     "`if accelerator.is_main_process:` and the like.",
@@ -73,19 +71,17 @@ SAVE = Occasion(
 )
 """A save; a rank that saves alone gets an error instead of waiting forever."""
 
-SHARED_LOAD = Occasion("shared", "share the load", "", SHARING_PATIENCE_S, is_optional=True)
+SHARED_LOAD = Occasion("share the load", "", SHARING_PATIENCE_S, is_optional=True)
 """A load outside ZeRO-3, which ranks share if all come."""
 
 
 class _Decision(NamedTuple):
-    """How a round ended: ``"together"``, ``"apart"`` or ``"failed"``; the fields after `why` are only of a failure."""
+    """How a round ended: ``"together"``, ``"apart"`` or, for a :class:`Verdict`'s fields, ``"failed"``."""
 
     outcome: str
     why: str = ""
-    rank: int = -1
-    kind: str = ""
-    """The class of the rank's error."""
     when: float = 0.0
+    failure: Sequence[Any] = ()
 
 
 class Round:
@@ -101,9 +97,8 @@ class Round:
         presence.rounds[occasion.name] = number + 1
 
     def _arrive(self, key: str, subject: str) -> bool:
-        """Whether the round is not over, so that this rank counts in it."""
+        """Whether the round is not over, so that this rank counts in it; its keys begin with `key`."""
         self.key = key
-        """What all keys of this round begin with."""
         decision = self._decision()
         if decision is not None:
             age_s = abs(time.time() - decision.when)
@@ -121,9 +116,10 @@ class Round:
     def call_off(self, error: BaseException) -> None:
         """Decide that the ranks do not come together, because this one fails with `error`."""
         rank = self._presence.rank
-        apart = _Decision("apart", f"rank {rank} does not load")
-        failed = _Decision("failed", str(error), rank, type(error).__name__, time.time())
-        self._decide(apart if self._occasion.is_optional else failed)
+        if self._occasion.is_optional:
+            self._decide(_Decision("apart", f"rank {rank} does not load"))
+        else:
+            self._decide(_Decision("failed", when=time.time(), failure=Verdict.of_failure(rank, error)))
 
     def gather(self, watch: Watch) -> None:
         """Return once all ranks are here; `watch` is that of the meeting with this :attr:`key`.
@@ -150,7 +146,7 @@ class Round:
             passed.clear()
         passed.append(self.key)
         if decision.outcome == "failed":
-            raise peer_error(decision.rank, decision.kind, decision.why)
+            raise Verdict(*decision.failure).error()
         if decision.outcome == "apart":
             raise Apart(decision.why) if is_optional else self._occasion.error(decision.why)
 
@@ -172,10 +168,10 @@ class Round:
             if waited_s > reminder_s:
                 absent = watch.absent()
                 if set(absent).issuperset(range(self._presence.rank)):  # the first rank that is here says it for all
-                    logger.warning(f"Waiting since {waited_s:.0f} s for {_ranks(absent)} to {self._occasion.purpose}.")
+                    logger.warning(f"Waiting since {waited_s:.0f} s for {_ranks(absent)} to {self._occasion.name}.")
                 reminder_s *= 4
         absent, world_size = watch.absent(), self._presence.world_size
-        came = f"{world_size - len(absent)} of {world_size} ranks came to {self._occasion.purpose}"
+        came = f"{world_size - len(absent)} of {world_size} ranks came to {self._occasion.name}"
         why = f"Only {came} within {patience_s:g} seconds; {_ranks(absent)} did not. {self._occasion.advice}"
         return self._decide(_Decision("apart", why.strip()))
 

@@ -88,7 +88,7 @@ def _engine_settings(
     gradient = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
     masters_in_half = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
     master = dtype.itemsize if masters_in_half is True else torch.float32.itemsize
-    states, state = _optimizer_states(ds_config, zero, half, master)
+    bucket_numel = zero.reduce_bucket_size if zero.contiguous_gradients else 0
     swap_numel = 0
     if zero.offload_param is not None and zero.offload_param.device == "nvme":
         swap_numel = zero.offload_param.buffer_count * zero.offload_param.buffer_size
@@ -102,12 +102,10 @@ def _engine_settings(
         parameter_swap_bytes=swap_numel * dtype.itemsize,
         optimizer_swap_buffers=zero.offload_optimizer.buffer_count if zero.offload_optimizer else 0,
         sub_group_size=zero.sub_group_size,
-        reduce_bucket_numel=zero.reduce_bucket_size if zero.contiguous_gradients else 0,
-        bucket_itemsize=_itemsize(ds_config.get("communication_data_type"), dtype),
+        reduce_bucket_bytes=bucket_numel * _itemsize(ds_config.get("communication_data_type"), dtype),
         gradient_itemsize=_itemsize(gradient, dtype),
         master_itemsize=master,
-        states=states,
-        state_itemsize=state,
+        state_bytes=_state_bytes(ds_config, zero, half, master),
         secondary_ranks=zero.zero_hpz_partition_size,
     )
 
@@ -154,10 +152,10 @@ def _device(offload: Any) -> str:
     return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
 
 
-def _optimizer_states(
+def _state_bytes(
     ds_config: Mapping[str, Any], zero: DeepSpeedZeroConfig, half: Mapping[str, Any], master_itemsize: int
-) -> tuple[int, int]:
-    """(tensors that the optimizer keeps for each parameter, bytes of their elements)."""
+) -> int:
+    """Bytes that the optimizer keeps for each element of a parameter."""
     section = ds_config.get("optimizer") or {}
     name, params = str(section.get("type", "AdamW")).lower(), section.get("params") or {}
     states, extras = _STATES.get(name, _ADAM)
@@ -165,5 +163,5 @@ def _optimizer_states(
     # DeepSpeed's Adam for the CPU keeps states in fp32 whatever it trains, unless it is told not to.
     on_cpu = _device(zero.offload_optimizer) != "none" and name in ("adam", "adamw") and not params.get("torch_adam")
     if on_cpu and not half.get("bf16_optimizer_states") and params.get("fp32_optimizer_states", True):
-        return states, torch.float32.itemsize
-    return states, master_itemsize
+        return states * torch.float32.itemsize
+    return states * master_itemsize
