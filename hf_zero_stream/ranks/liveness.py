@@ -2,13 +2,11 @@
 
 If a rank is killed, the others stay in a collective until its time-out: half an hour for gloo, ten minutes for NCCL.
 So during a load or a save a thread of every rank looks at others: rank 0 at all, each rank at rank 0 and at the ranks
-of its own host. If it can see a rank's process, directly or through the kernel of its host (see :mod:`.presence`), the
-rank is dead when the process is gone, and no sooner, however slow it is. Otherwise a rank is dead if its heartbeat in
-the store has not moved for some seconds.
+of its own host. A rank whose process can be seen (see :mod:`.presence`) is dead when the process is gone, and no
+sooner, however slow it is. Any other is dead if its heartbeat in the store has not moved for some seconds.
 
-The rank that finds a dead one writes a *verdict* into the store, so that all ranks name the same one. A rank that
-fails without dying writes one too, so that the others stop reading. Cost: three small requests to the store per rank
-and half second.
+The rank that finds a dead one writes a *verdict* into the store, so that all name the same one. A rank that fails
+without dying writes one too, so that the others stop reading. A rank makes three small requests per half second.
 """
 
 from __future__ import annotations
@@ -170,7 +168,7 @@ class Watch:
         except PeerError as error:
             if not self._store.is_lost:
                 raise
-            if not self.knows_dead:
+            if self.verdict is None or not self.verdict.is_dead:
                 rank = 0 if self._store.ends_with_rank_0 else -1
                 self.verdict = Verdict(rank, True, "PeerError", self._store.why_lost())
             raise self.verdict.error() from error
