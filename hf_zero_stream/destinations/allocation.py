@@ -15,9 +15,8 @@ __all__ = ["allocating", "is_out_of_memory"]
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory could not be allocated, in Python, by torch on a CPU or on a device."""
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import torch
 __all__ = ["DISK", "HOST", "EngineSettings", "MemoryFootprint", "ParameterShape", "memory_footprint"]
 
 HOST, DISK = "cpu", "nvme"
+_PARTS = ("partitions", "buffers", "master", "gradients", "reduce_bucket", "secondary", "optimizer_states")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +184,11 @@ def memory_footprint(
         ledger.hold("optimizer_states", group.place, group.numel * settings.state_bytes)
     gather, gather_of = _largest_gather(parameters, leaf_modules)
     return MemoryFootprint(
-        partitions=ledger.parts["partitions"],
-        buffers=ledger.parts["buffers"],
+        **{part: ledger.taken[part] for part in _PARTS},
+        swap_buffers=ledger.taken["swap_buffers"].get(HOST, 0),
         staging=staging_bytes,
-        swap_buffers=ledger.parts["swap_buffers"].get(HOST, 0),
         largest_gather=gather,
         largest_gather_of=gather_of,
-        master=ledger.parts["master"],
-        gradients=ledger.parts["gradients"],
-        reduce_bucket=ledger.parts["reduce_bucket"],
-        secondary=ledger.parts["secondary"],
-        optimizer_states=ledger.parts["optimizer_states"],
         load_peak=load_peak,
         start_peak=start_peak,
         held={place: ledger.held[place] for place in sorted(ledger.held, key=HOST.__ne__)},
@@ -204,13 +199,13 @@ class _Ledger:
     """What is held so far, by part of the footprint and by place, and the most that was in memory in this stage."""
 
     def __init__(self) -> None:
-        self.parts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        self.taken: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self.held = Counter[str]()
         self._most = Counter[str]()
 
     def hold(self, part: str, place: str, nbytes: int) -> None:
         if nbytes:
-            self.parts[part][place] = self.parts[part].get(place, 0) + nbytes
+            self.taken[part][place] = self.taken[part].get(place, 0) + nbytes
             self.held[place] += nbytes
             self.pass_through(place, 0)
 

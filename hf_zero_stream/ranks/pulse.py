@@ -28,8 +28,11 @@ class Listener:
         self._accepted: list[socket.socket] = []
         self._socket: socket.socket | None = None
         with suppress(OSError):
-            family, address = _local_address(towards)
-            self._socket = socket.create_server((address, 0), family=family, backlog=BACKLOG)
+            family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing, but chooses an interface
+                own = probe.getsockname()[0]
+            self._socket = socket.create_server((own, 0), family=family, backlog=BACKLOG)
             self._socket.setblocking(False)
             self.address, self.port = self._socket.getsockname()[:2]
             _listeners.add(self)
@@ -94,14 +97,6 @@ class Line:
             for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4)):
                 self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
             self._socket.connect_ex(self._address)
-
-
-def _local_address(towards: str) -> tuple[int, str]:
-    """The family and the address of this host on the way to another; nothing is sent."""
-    family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)
-        return family, probe.getsockname()[0]
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
