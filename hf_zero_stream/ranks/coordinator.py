@@ -62,8 +62,7 @@ class Coordinator:
     def agree(self, error: BaseException | None = None) -> None:
         """Return on every rank if no rank brings an `error`, else raise on every rank.
 
-        A rank that failed raises its own error. The others raise one of the same class if it is ours, and
-        :class:`PeerError` if not, or if a rank is dead; all name the rank.
+        A rank that failed raises its own error; the others raise :meth:`.liveness.Verdict.error`, which names it.
         """
         self.all_gather(None, error)
 
@@ -166,10 +165,7 @@ class Coordinator:
         """Wait for all ranks; inside, they watch each other: agreements and :meth:`wait` raise if one dies.
 
         If an error leaves it that the other ranks have not heard of, they are told that this rank has given up.
-        Nested in itself, it does nothing. Raises what :meth:`Round.gather` raises.
-
-        Args:
-            subject: what this rank would load; only if it may do so alone.
+        Nested in itself, it does nothing. Raises what :meth:`Round.gather` raises. For `subject` see :class:`Round`.
         """
         if self.is_alone or self._watch is not None:
             yield

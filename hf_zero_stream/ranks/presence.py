@@ -1,9 +1,8 @@
 """Who the ranks of a process group are, and whether their processes still exist, also between loads and saves.
 
-At its first contact a rank writes where it runs into the store of torch's default process group. From then on the
-others can tell when its process is gone: ranks of its host look at the process, ranks of other hosts ask the kernel of
-its host (see :mod:`.pulse`). A process that is stopped, or in which something holds Python's lock, is not taken for
-dead, because neither needs it to do anything.
+At its first contact a rank writes where it runs into the store of torch's default process group. From then on, ranks
+of its host look at its process, and ranks of other hosts ask the kernel of its host (see :mod:`.pulse`). Neither takes
+a process for dead that is stopped, or in which something holds Python's lock: it need not do anything.
 """
 
 from __future__ import annotations

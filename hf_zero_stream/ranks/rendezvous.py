@@ -2,8 +2,8 @@
 
 Each *occasion* (a load, a save) has numbered rounds. A round ends with one decision in the store: the last rank to
 arrive decides *together*; a rank that has waited long enough, *apart*; one that comes with an error, *failed*. The
-store keeps the first decision only, so no rank believes that it is alone while another believes that both are
-together. A rank arrives in the first round that is not decided: whatever happened before, the next ranks meet.
+store keeps the first decision only, so that all ranks believe the same. A rank arrives in the first round that is not
+decided: whatever happened before, the next ranks meet.
 """
 
 from __future__ import annotations

@@ -42,7 +42,6 @@ class SharedStore:
             self._store.set_timeout(timedelta(seconds=TIMEOUT_S))
 
     def set(self, key: str, value: Any) -> None:
-        """Write `value`, over what is there."""
         with self._answering():
             self._store.set(key, json.dumps(value))
 

@@ -19,11 +19,7 @@ __all__ = ["Location", "Topology"]
 
 
 class Location(NamedTuple):
-    """Where a rank runs.
-
-    `machine`, `host` and `sight` differ for two containers on one machine: they share its cores, but have names of
-    their own, may see other files, and cannot see each other's processes.
-    """
+    """Where a rank runs. Containers on one machine share its cores, but neither names, nor files, nor processes."""
 
     machine: str
     """The same for ranks that share cores and memory: one boot of one kernel."""
