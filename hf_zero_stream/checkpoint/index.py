@@ -35,8 +35,7 @@ class CheckpointIndex:
 
         Raises:
             ReadError: a file is missing or cannot be read.
-            CheckpointError: a header is not valid, or two shards hold the same tensor and `weight_map` does not say
-                which of them counts.
+            CheckpointError: a header is not valid, or two shards hold a tensor and `weight_map` names neither for it.
         """
         source = LocalFiles()
         headers = [safetensors.read_header(source, os.fspath(path)) for path in paths]

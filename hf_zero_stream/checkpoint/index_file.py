@@ -1,8 +1,8 @@
 """``model.safetensors.index.json``: which shard holds which tensor; and where a checkpoint's files may lie.
 
 A JSON object with the fields ``weight_map`` (a tensor's name -> a shard's name, relative to the checkpoint's folder)
-and ``metadata`` (an object). It is untrusted: names in it are joined to the folder's path and opened, by transformers
-as by us, so they may only lead to files of the checkpoint. docs/untrusted.md has the rules for readers.
+and ``metadata`` (an object). It is untrusted: transformers opens the files that it names, as we do, so that these must
+be files of the checkpoint. docs/untrusted.md has the rules.
 """
 
 from __future__ import annotations
@@ -34,11 +34,8 @@ def read_index_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_index_text(path: str | os.PathLike[str]) -> bytes:
-    """The unchecked text of the index at `path`.
-
-    Raises:
-        ReadError: it is missing or cannot be read.
-        CheckpointError: it is longer than :data:`MAX_INDEX_BYTES`, or no regular file.
+    """The unchecked text of the index at `path`; a ReadError if it cannot be read, a CheckpointError if it is too long
+    or no regular file.
     """
     name = os.fspath(path)
     try:

@@ -4,7 +4,6 @@ Code that renames, splits, stacks, transposes or casts checkpoint tensors takes 
 It pairs a node (see :mod:`.nodes`) with a *meta* tensor whose storage stands for that node's buffer. An op whose meta
 result has the same meta storage is a view, which the result's sizes, strides and offset describe in full: no view op
 needs code of its own. ``cat``, ``stack``, ``index_select``, copies, casts and exact elementwise ops make new nodes.
-
 Any other op makes a node that is computed from whole inputs or, if its result depends on values, runs immediately on
 real tensors. A load's report names each parameter for which this happened.
 """

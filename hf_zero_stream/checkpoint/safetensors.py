@@ -203,20 +203,16 @@ class NotedShard:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """Where everything lies in a safetensors file of `size_bytes`."""
+    """A safetensors file of `size_bytes`: its first bytes (`header`), and where each tensor starts, in file order."""
 
     header: bytes
-    """The file's first bytes: the length of the header (8 bytes) and its JSON text."""
     starts: Mapping[str, int]
-    """File position of each tensor's first byte, by name, in file order."""
     size_bytes: int
 
 
 def lay_out_shard(noted: NotedShard) -> ShardLayout:
-    """The header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone.
-
-    The library writes a header for tensors without elements; sizes and offsets are then filled in.
-    """
+    """The header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone."""
+    # The library writes a header for tensors without elements; sizes and offsets are then filled in.
     empty = {tensor.dtype: torch.empty(0, dtype=tensor.dtype) for tensor in noted.tensors.values()}
     without_elements = save(
         {name: empty[tensor.dtype] for name, tensor in noted.tensors.items()}, dict(noted.metadata) or None

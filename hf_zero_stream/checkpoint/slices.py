@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from .format import TensorEntry
 from .index import CheckpointIndex
 from .lazy import LazyTensor, Materialise
 from .nodes import FileTensor, HostTensor, Node
@@ -53,9 +52,9 @@ def checkpoint_slices(
 ) -> dict[str, CheckpointSlice]:
     """A state dict of lazy slices of `index`, whose shards are numbered from `first_shard` on."""
 
-    def slice_of(entry: TensorEntry) -> CheckpointSlice:
+    slices: dict[str, CheckpointSlice] = {}
+    for name, entry in index.tensors.items():
         if first_shard:
             entry = entry._replace(shard=entry.shard + first_shard)
-        return CheckpointSlice(FileTensor(entry.shape, entry.dtype, entry), materialise)
-
-    return {name: slice_of(entry) for name, entry in index.tensors.items()}
+        slices[name] = CheckpointSlice(FileTensor(entry.shape, entry.dtype, entry), materialise)
+    return slices

@@ -11,6 +11,7 @@ import json
 import re
 import reprlib
 from collections import Counter
+from itertools import chain
 from typing import Any
 
 from ..errors import CheckpointError
@@ -20,6 +21,8 @@ __all__ = ["excerpt", "parse_object"]
 
 # A minus sign before a zero where a value may stand; one in a string only costs the slower path.
 _MINUS_ZERO = re.compile(rb"[\[:,\s]-0")
+
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
 
 _short = reprlib.Repr()
 _short.maxlevel = 2
@@ -46,26 +49,22 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
             "Download or save the file again."
         )
 
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    # Only an escape can make half a surrogate pair: UTF-8 has none.
+    has_escapes = rb"\u" in text
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for string in chain.from_iterable(pairs) if has_escapes else ():
+            if isinstance(string, str) and _HALF_PAIR.search(string):
+                raise CheckpointError(f"{where}: {excerpt(string)} is not Unicode text: it has half a surrogate pair.")
         found = dict(pairs)
         if len(found) != len(pairs):
             (key, _), *_ = Counter(key for key, _ in pairs).most_common(1)
             raise CheckpointError(f"{where}: the key {excerpt(key)} occurs twice in one object.")
         return found
 
-    def unique_text(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        for string in (string for pair in pairs for string in pair if isinstance(string, str)):
-            if any("\ud800" <= character <= "\udfff" for character in string):
-                raise CheckpointError(f"{where}: {excerpt(string)} is not Unicode text: it has half a surrogate pair.")
-        return unique(pairs)
-
     try:
-        return json.loads(
-            text.decode("utf-8"),
-            # Only an escape can make half a surrogate pair: UTF-8 has none.
-            object_pairs_hook=unique_text if rb"\u" in text else unique,
-            parse_int=_integer if b"-0" in text and _MINUS_ZERO.search(text) else None,
-        )
+        parse_int = _integer if b"-0" in text and _MINUS_ZERO.search(text) else None
+        return json.loads(text.decode("utf-8"), object_pairs_hook=checked, parse_int=parse_int)
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or an integer without end

@@ -24,9 +24,8 @@ Interval = tuple[int, int]
 class Cut(NamedTuple):
     """Part number `part` of the `parts` of dimension `dim`.
 
-    Attributes:
-        groups: cut the dimension into so many groups first, and take the part of each (``_StridedShard``'s
-            ``split_factor``). A fused weight is cut so that each rank gets a part of each of the weights in it.
+    The dimension is first cut into `groups`, and the part of each taken (``_StridedShard``'s ``split_factor``): of a
+    fused weight, each rank gets a part of each of the weights in it.
     """
 
     dim: int
@@ -36,11 +35,9 @@ class Cut(NamedTuple):
 
 
 class ParameterBox(NamedTuple):
-    """The elements of a parameter whose index along each dimension is in one of the intervals of that dimension.
+    """The elements of a parameter of `shape` whose index along each dimension is in one of its `intervals`.
 
-    Attributes:
-        shape: the whole parameter's.
-        intervals: for each dimension, in the order of the box's own indices; ``(0, 0)`` where there are none.
+    They come in the order of the box's own indices; ``(0, 0)`` stands where there are none.
     """
 
     shape: tuple[int, ...]
@@ -131,7 +128,6 @@ def _joined(intervals: Iterable[Interval]) -> list[Interval]:
     joined: list[Interval] = []
     for start, stop in intervals:
         if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        else:
-            joined.append((start, stop))
+            start, _ = joined.pop()
+        joined.append((start, stop))
     return joined

@@ -27,17 +27,11 @@ __all__ = ["BatchPlan", "LoadPlan", "Placement", "Target", "materialise_reason",
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Flat memory that a rank fills, and the elements of a parameter or buffer that belong in it.
-
-    The view that it is paired with is the parameter's, or the parameter's narrowed to `box`. Elements of it are
-    counted in row-major order.
+    """Flat memory of `numel` elements that a rank fills from elements ``[start, stop)`` of a view, in row-major order.
 
     Attributes:
         name: the parameter's or buffer's name in the model.
-        dtype: dtype of the memory.
-        numel: its length in elements, padding included.
-        start: first element of the view that goes there.
-        stop: one past the last; ``stop - start`` may be less than `numel` (padding) and even 0.
+        numel: may be more than ``stop - start``, which may be 0: the rest is padding.
         box: what of the parameter the view shows; None: all of it.
         is_copy: another rank has the same elements of `box`, and counts them in the digest of the model.
     """
@@ -61,12 +55,9 @@ class Target:
 
 
 class Placement(NamedTuple):
-    """Copies that do not come straight out of a shard: of values in host memory or of a function's result.
+    """Copies to target number `target` of values in host memory, or of a function's result.
 
-    Attributes:
-        target: position of the target in the batch.
-        leaf: number of the source among those that :func:`plan_batch` returned beside the plan.
-        casts: dtypes to cast to, in turn.
+    `leaf` is the number of the source among those that :func:`plan_batch` returned beside the plan.
     """
 
     target: int
@@ -81,7 +72,6 @@ class PlanCost(NamedTuple):
     Attributes:
         bytes_needed: bytes of shards that end up in a target or are inputs of a function.
         bytes_read: bytes asked for, holes that are read through included.
-        reads: positional reads.
         seeks: reads that do not begin where the one before ended.
         target_bytes: bytes of all targets, padding included.
     """
@@ -116,10 +106,7 @@ class LoadPlan:
 
     Iterating gives its reads, in file order within each batch. Reads and placements number the targets of their batch.
 
-    Attributes:
-        rank: the rank that it is for.
-        world_size: number of ranks that share the checkpoint.
-        batches: what is filled at the same time, in this order.
+    `world_size` ranks share the checkpoint.
     """
 
     rank: int
@@ -154,14 +141,9 @@ def partition_range(numel: int, rank: int, world_size: int) -> tuple[int, int, i
 def plan_batch(
     views: Iterable[tuple[Target, View]], *, request_bytes: int, seek_bytes: int
 ) -> tuple[BatchPlan, tuple[Leaf, ...]]:
-    """Plan the copies that fill each target from elements ``[target.start, target.stop)`` of its view.
+    """The plan that fills each target from its view, and the sources that its placements refer to by number.
 
-    Args:
-        request_bytes: largest single read.
-        seek_bytes: a hole of at most this many bytes is read through.
-
-    Returns:
-        The plan, and the sources that its placements refer to by number.
+    No read is longer than `request_bytes`; a hole of at most `seek_bytes` is read through.
     """
     targets: list[Target] = []
     pieces: list[Piece] = []
@@ -192,7 +174,7 @@ def plan_batch(
 
 
 def materialise_reason(node: Node) -> str:
-    """Why a value that depends on `node` needs whole tensors in memory, or an empty string if it does not."""
+    """Why a value that depends on `node` needs whole tensors in memory; "" if it does not."""
     pending, seen = [node], {node}
     while pending:
         current = pending.pop()

@@ -1,14 +1,12 @@
 """Regions of shards turned into reads: which byte ranges to ask for, in file order.
 
-A contiguous region is one run of bytes. A strided one (a transposed layout at a partition's edge) is a set of runs
-with holes between them: a hole costs its bytes if it is read through and a seek if it is skipped, so runs are merged
-across holes of at most `seek_bytes`. Large runs are split so that threads can share them.
+A strided region is a set of runs with holes between them: a hole costs its bytes if it is read through and a seek if
+it is skipped. Large runs are split so that threads can share them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
@@ -23,14 +21,10 @@ __all__ = ["Piece", "Read", "merge_pieces", "pieces_of_region"]
 
 
 class Piece(NamedTuple):
-    """One copy out of a byte range of a shard.
+    """One copy out of bytes ``[start, stop)`` of shard number `shard`, holes included, to target number `target`.
 
     Attributes:
-        shard: position of the shard in the checkpoint's index.
-        start: file position of the first byte that the piece covers.
-        stop: one past the last byte that it covers, holes included.
-        target: position of the destination in the plan's targets.
-        box: elements relative to `start` -> elements of the destination.
+        box: elements relative to `start` -> elements of the target.
         dtype: of the elements in the file.
         casts: dtypes to cast to, in turn.
     """
@@ -53,8 +47,7 @@ class Piece(NamedTuple):
         return self.box.is_run and not self.casts
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """One byte range ``[start, stop)`` of a shard and the pieces that are copied out of it."""
 
     shard: int

@@ -44,10 +44,10 @@ def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) ->
     box = simplify(box)
     match node:
         case Copy(source=source):
-            inner = source.node
-            inner_casts = casts if inner.dtype == node.dtype else (node.dtype, *casts)
-            for placed in place(box, source.sizes):
-                yield from regions_of_box(inner, box_of_view(source, placed), inner_casts)
+            if source.node.dtype != node.dtype:
+                casts = (node.dtype, *casts)
+            for placed in place(box, node.sizes):
+                yield from regions_of_box(source.node, box_of_view(source, placed), casts)
         case Cat():
             for placed in place(box, node.sizes):
                 for piece, part in _cut_by_piece(node, placed):
