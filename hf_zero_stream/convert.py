@@ -21,7 +21,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from .checkpoint.index import CheckpointIndex
 from .checkpoint.nodes import View
-from .checkpoint.safetensors import NotedShard
+from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from .checkpoint.slices import checkpoint_slices
 from .checkpoint.soundness import shards_of
 from .config import StreamingConfig
@@ -34,7 +34,7 @@ from .ranks.coordinator import Coordinator
 from .reports.load import PhaseClock
 from .reports.memory import AnonymousMemory
 from .saving.files import ShardWriter, reserve
-from .saving.plan import ShardToWrite, in_dtype, shard_to_write
+from .saving.plan import in_dtype
 from .saving.publish import Publication
 from .seams.saving import lay_out_pretrained, note_dtype
 
@@ -113,7 +113,7 @@ def convert(
             else:
                 how = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
                 noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, how)
-            shards = [shard_to_write(shard) for shard in noted]
+            shards = [lay_out_shard(shard) for shard in noted]
             _write(shards, Reader(checkpoint, config, alone, PhaseClock(), memory), folder)
         publication.commit(WEIGHTS, INDEX)
     except BaseException:
@@ -125,7 +125,7 @@ def convert(
         tuple(shard.name for shard in shards),
         sum(len(shard.views) for shard in shards),
         checkpoint.source.bytes_read,
-        sum(shard.layout.size_bytes - len(shard.layout.header) for shard in shards),
+        sum(shard.size_bytes - len(shard.header) for shard in shards),
         memory.growth_peak,
     )
 
@@ -211,7 +211,7 @@ Piece = tuple[int, int, Target, View]
 def _pieces(shards: Sequence[ShardToWrite]) -> Iterator[Piece]:
     """All tensors in order of the new files, cut where one is larger than a chunk."""
     for number, shard in enumerate(shards):
-        for name, position in shard.layout.starts.items():
+        for name, position in shard.starts.items():
             view, dtype = shard.views[name], shard.views[name].node.dtype
             limit = CHUNK_BYTES // dtype.itemsize
             for start in range(0, view.numel, limit):

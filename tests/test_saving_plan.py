@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
-from hf_zero_stream.checkpoint.safetensors import ShardLayout
+from hf_zero_stream.checkpoint.safetensors import ShardToWrite
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.planning.boxes import Box
 from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.saving import write
-from hf_zero_stream.saving.parameters import Opened, cover
-from hf_zero_stream.saving.plan import ShardToWrite, Share, Sources, make_save_plan
+from hf_zero_stream.saving.parameters import Values, cover, opened
+from hf_zero_stream.saving.plan import Segment, Share, Sources, make_save_plan
 
 
 Conversion = Callable[[LazyTensor], torch.Tensor]
@@ -65,14 +65,9 @@ class Held:
         yield self._values
 
 
-def exchanged(of_round: object, values: list[Opened], world_size: int) -> Iterator[tuple[object, torch.Tensor]]:
-    """What an exchange between all ranks gives their writers; each rank takes only from what it holds."""
-    for writer, segment in of_round:  # type: ignore[attr-defined]
-        buffer = torch.empty(segment.numel, dtype=segment.dtype)
-        write._put_constants(segment, buffer)
-        for part in segment.parts:
-            write._place(write._take(part, values[part.rank]), part.box, buffer)
-        yield segment, buffer
+def exchanged(segment: Segment, values: list[Values]) -> torch.Tensor:
+    """What an exchange between all ranks gives the writer; each rank takes only from what it holds."""
+    return write._assemble(segment, torch.device("cpu"), lambda part: write._take(part, values[part.rank]))
 
 
 @pytest.mark.parametrize("single_writer", [False, True])
@@ -84,17 +79,16 @@ def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bo
     lazy = conversion(LazyTensor.whole(Stored((4, 6, 5), full.dtype, "p"), None))
     expected = conversion(full)  # type: ignore[arg-type]
     start, nbytes = 24, expected.numel() * expected.element_size()
-    layout = ShardLayout(b"", {"tensor": start}, start + nbytes)
-    shard = ShardToWrite("file", layout, {"tensor": lazy.view_of_node})
+    shard = ShardToWrite("file", b"", {"tensor": start}, {"tensor": lazy.view_of_node}, start + nbytes)
     ranges = [partition_range(full.numel(), rank, world_size)[1:] for rank in range(world_size)]
-    shares = {"p": cover("p", full.numel(), ranges)}
+    shares = {"p": cover("p", full.numel(), dict(enumerate(ranges)))}
     if everywhere and single_writer:
         shares = {"p": (Share(0, 0, full.numel()),)}
+    contexts, memory, written = ExitStack(), Memory(start + nbytes), 0
     values = [
-        Opened({"p": Held(full.view(-1), *own, everywhere)})  # type: ignore[dict-item]
+        contexts.enter_context(opened({"p": Held(full.view(-1), *own, everywhere)}))  # type: ignore[dict-item]
         for own in ranges
     ]
-    memory, written = Memory(start + nbytes), 0
     for rank in range(world_size):
         plan = make_save_plan(
             [shard],
@@ -105,18 +99,15 @@ def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bo
             single_writer=single_writer,
         )
         written += plan.bytes_written
-        write._write_runs(plan.runs, values[rank], memory.put)  # type: ignore[arg-type]
-        for segment in plan.segments:
-            buffer = write._assemble(segment, values[rank])
-            memory.put(0, segment.position, [write._bytes_of(buffer)])
-        assert not single_writer or rank == 0 or not (plan.runs or plan.segments)
+        write._write(plan.alone, values[rank], memory.put)  # type: ignore[arg-type]
+        assert not single_writer or rank == 0 or not plan.alone
     for of_round in plan.rounds:
         assert not everywhere, "nobody needs to be asked for what everybody has"
         for rank in range(world_size):
             got = sum(segment.nbytes for writer, segment in of_round if writer == rank)
             assert got <= 64 or sum(writer == rank for writer, _ in of_round) == 1
-        for segment, buffer in exchanged(of_round, values, world_size):
-            memory.put(0, segment.position, [write._bytes_of(buffer)])  # type: ignore[attr-defined]
+        for _, segment in of_round:
+            memory.put(0, segment.position, [write._bytes_of(exchanged(segment, values))])
     assert bytes(memory.data[start:]) == expected.contiguous().numpy().tobytes()
     assert all(memory.written[start:]) and written == nbytes
 
@@ -126,14 +117,14 @@ def test_ranges_that_overlap_or_come_in_any_order() -> None:
     for _ in range(300):
         held = [tuple(sorted(generator.choices(range(31), k=2))) for _ in range(12)] + [(0, 7), (7, 30)]
         generator.shuffle(held)
-        shares = cover("p", 30, held)  # type: ignore[arg-type]
+        shares = cover("p", 30, dict(enumerate(held)))  # type: ignore[arg-type]
         assert [element for share in shares for element in range(share.start, share.stop)] == list(range(30))
         assert all(held[share.rank][0] <= share.start and share.stop <= held[share.rank][1] for share in shares)
 
 
 def test_an_element_that_nobody_holds() -> None:
     with pytest.raises(SaveError, match="q_proj: .* nobody holds number 7"):
-        cover("q_proj", 12, [(0, 7), (8, 12)])
+        cover("q_proj", 12, {0: (0, 7), 1: (8, 12)})
 
 
 def test_a_constant_among_what_another_rank_holds() -> None:
@@ -142,22 +133,25 @@ def test_a_constant_among_what_another_rank_holds() -> None:
     param = LazyTensor.whole(Stored((4,), torch.float32, "p"), None)
     joined = torch.cat([param, buffer])
     assert isinstance(joined, LazyTensor)
-    shard = ShardToWrite("file", ShardLayout(b"", {"joined": 0}, 24), {"joined": joined.view_of_node})
+    shard = ShardToWrite("file", b"", {"joined": 0}, {"joined": joined.view_of_node}, 24)
     sources = Sources({"p": (Share(1, 0, 4),)})
     plan = make_save_plan([shard], sources, rank=1, world_size=2, chunk_bytes=64, single_writer=False)
-    assert [writer for of_round in plan.rounds for writer, _ in of_round] == [0] and plan.segments == ()
+    assert [writer for of_round in plan.rounds for writer, _ in of_round] == [0] and plan.alone == ()
 
 
 def test_constants_are_everybodys() -> None:
     """A buffer of the model: rank 0 writes it."""
     values = torch.arange(6.0)
     view = View.whole(HostTensor.of(values))
-    shard = ShardToWrite("file", ShardLayout(b"", {"buffer": 0}, 24), {"buffer": view})
+    shard = ShardToWrite("file", b"", {"buffer": 0}, {"buffer": view}, 24)
     plans = [
         make_save_plan([shard], Sources(), rank=rank, world_size=2, chunk_bytes=64, single_writer=False)
         for rank in range(2)
     ]
-    (segment,) = plans[0].segments
-    assert plans[1].segments == () and plans[0].rounds == ()
-    assert write._assemble(segment, Opened({})).tolist() == values.tolist()
-    assert segment.constants[0].box == Box((6,), 0, (1,), 0, (1,))
+    (segment,) = plans[0].alone
+    assert plans[1].alone == () and plans[0].rounds == ()
+    memory = Memory(24)
+    with opened({}) as nothing:
+        write._write([segment], nothing, memory.put)  # type: ignore[arg-type]
+    assert bytes(memory.data) == values.numpy().tobytes()
+    assert segment.parts[0].box == Box((6,), 0, (1,), 0, (1,))

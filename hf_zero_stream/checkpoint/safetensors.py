@@ -22,6 +22,8 @@ from safetensors.torch import save
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource
 from .format import Shard, ShardHeader, TensorEntry
+from .lazy import LazyTensor
+from .nodes import HostTensor, View
 from .untrusted_json import excerpt, parse_object
 
 
@@ -29,7 +31,7 @@ __all__ = [
     "DTYPES",
     "MAX_HEADER_BYTES",
     "NotedShard",
-    "ShardLayout",
+    "ShardToWrite",
     "dtype_name",
     "lay_out_shard",
     "parse_header",
@@ -202,16 +204,18 @@ class NotedShard:
 
 
 @dataclass(frozen=True)
-class ShardLayout:
-    """A safetensors file of `size_bytes`: its first bytes (`header`), and where each tensor starts, in file order."""
+class ShardToWrite:
+    """A safetensors file of `size_bytes`: its first bytes, where each tensor starts, in file order, and its elements."""
 
+    name: str
     header: bytes
     starts: Mapping[str, int]
+    views: Mapping[str, View]
     size_bytes: int
 
 
-def lay_out_shard(noted: NotedShard) -> ShardLayout:
-    """The header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone."""
+def lay_out_shard(noted: NotedShard) -> ShardToWrite:
+    """A file with the header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone."""
     # The library writes a header for tensors without elements; sizes and offsets are then filled in.
     empty = {tensor.dtype: torch.empty(0, dtype=tensor.dtype) for tensor in noted.tensors.values()}
     without_elements = save(
@@ -219,15 +223,19 @@ def lay_out_shard(noted: NotedShard) -> ShardLayout:
     )
     fields = json.loads(without_elements[8:])
     starts: dict[str, int] = {}
+    views: dict[str, View] = {}
     stop = 0
     for name, field in fields.items():
         if name == "__metadata__":
             continue
         tensor = noted.tensors[name]
+        is_lazy = isinstance(tensor, LazyTensor)
+        views[name] = tensor.view_of_node if is_lazy else View.whole(HostTensor.of(tensor))
         starts[name] = stop
         stop += tensor.nbytes
         field["shape"], field["data_offsets"] = list(tensor.shape), [starts[name], stop]
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     header = len(text).to_bytes(8, "little") + text
-    return ShardLayout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + stop)
+    starts = {name: len(header) + start for name, start in starts.items()}
+    return ShardToWrite(noted.name, header, starts, views, len(header) + stop)

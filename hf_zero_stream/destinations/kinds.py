@@ -17,13 +17,14 @@ KINDS: list[type[Destination]] = [LiveModel, Partitioned, Replicated]
 
 
 def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
-    """What this rank holds of each parameter of `model`; names of one tied parameter have one and the same holding.
+    """What this rank holds of each parameter of `model`, by the first of its names, in their order.
 
     For the arguments and errors see :meth:`.base.Destination.holdings`.
     """
     left = dict(model.named_parameters())
-    found: dict[int, Holding] = {}
+    found: dict[str, Holding] = {}
     for kind in KINDS:
-        for name, holding in kind.holdings(left, masters=masters, rank=rank, world_size=world_size).items():
-            found[id(left.pop(name))] = holding
-    return {name: found[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
+        of_kind = kind.holdings(left, masters=masters, rank=rank, world_size=world_size)
+        found.update(of_kind)
+        left = {name: param for name, param in left.items() if name not in of_kind}
+    return {name: found[name] for name, _ in model.named_parameters()}

@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,7 +22,7 @@ from transformers import PreTrainedModel
 
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
-from ..destinations.deepspeed.marks import has_partition
+from ..destinations.deepspeed.marks import has_partition, is_gathered_whole
 from ..errors import SaveError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
@@ -80,13 +81,7 @@ def save_pretrained(
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
     """
-    settings = {
-        "dtype": dtype,
-        "write_from": write_from,
-        "verify": verify,
-        "chunk_bytes": chunk_bytes,
-        "progress": progress,
-    }
+    settings = dict(dtype=dtype, write_from=write_from, verify=verify, chunk_bytes=chunk_bytes, progress=progress)
     call = {"max_shard_size": max_shard_size, **settings, **kwargs}
     leader = _leader.get()
     if leader is not None:  # a save_pretrained of the model's own calls this
@@ -97,7 +92,7 @@ def save_pretrained(
         save = Save(model, folder, **call)
         if type(save.model).save_pretrained is PreTrainedModel.save_pretrained:
             return save.pretrained()
-        report = led(save.model, save.call_own_code, takes_all=True, settings=settings)
+        report = led(save.model, save.call_own_code, settings)
         if report is None:
             raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
         return report
@@ -109,13 +104,10 @@ def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args:
     if not _is_ours(arguments):
         return original(self, *args, **kwargs)
     leader = _leader.get()
-    if leader is None and arguments.get("state_dict") is None:
-        from ..destinations.deepspeed.gathered import is_gathered_whole  # imports deepspeed, which takes seconds
-
-        if is_gathered_whole(self):
-            # Of several callers rank 0 writes, as in newer versions of transformers.
-            arguments["is_main_process"] = arguments.get("is_main_process", True) and dist.get_rank() == 0
-            return original(*bound.args, **bound.kwargs)
+    if leader is None and arguments.get("state_dict") is None and is_gathered_whole(self):
+        # Of several callers rank 0 writes, as in newer versions of transformers.
+        arguments["is_main_process"] = arguments.get("is_main_process", True) and dist.get_rank() == 0
+        return original(*bound.args, **bound.kwargs)
     folder = arguments["save_directory"]
     call = {name: value for name, value in arguments.items() if name not in ("self", "save_directory", "kwargs")}
     call.update(arguments.get("kwargs", {}))
@@ -133,7 +125,7 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     if is_noting():
         return False
     leader = _leader.get()
-    if leader is not None and leader.takes_all:
+    if leader is not None and leader.settings is not None:
         return True
     if not active_configs() or arguments.get("distributed_checkpoint"):
         return False
@@ -147,17 +139,12 @@ patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrain
 """Replaces the method while a thread is inside ``streaming()``, or leads a save (see :func:`led`)."""
 
 
-# --------------------------------------------------------------------------------------------------- rank 0 leads
-
-
-def led(
-    model: Any, work: Callable[[], Any], *, takes_all: bool = False, settings: Mapping[str, Any] | None = None
-) -> SaveReport | None:
+def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None = None) -> SaveReport | None:
     """Run `work` on rank 0, and every save that it calls for on all ranks; all ranks must call this together.
 
     Args:
-        takes_all: take over also the calls that would be left to transformers, because each rank has the whole model.
-        settings: arguments of :class:`.save.Save` for the calls that do not give them.
+        settings: of a :func:`save_pretrained`, for the calls that do not give them. With it, calls are taken over that
+            else would be left to transformers, because each rank has the whole model.
 
     Returns:
         The report of the last save, if there was one.
@@ -169,12 +156,22 @@ def led(
 
     whole, coordinator = unwrapped(model), Coordinator.of_default_group()
     with coordinator.watched(occasion_to_save(whole, coordinator)), coordinator.reporting():
-        if coordinator.is_main:
-            return _Leader(whole, coordinator, takes_all, settings or {}).run(work)
-        report = None
-        while (call := coordinator.broadcast(_nothing)) is not None:
-            report = _save_part(whole, coordinator, pickle.loads(call))
-        return report
+        if not coordinator.is_main:
+            report = None
+            while (call := pickle.loads(coordinator.broadcast(bytes))) is not None:  # of what rank 0 sends
+                report = _save_part(whole, coordinator, call)
+            return report
+        leader = _Leader(whole, coordinator, settings)
+        token = _leader.set(leader)
+        try:
+            with suppress(_Failed), patches:
+                work()
+        finally:
+            _leader.reset(token)
+        if leader.failure is not None:
+            raise leader.failure
+        coordinator.broadcast(lambda: pickle.dumps(None))  # there is no more to save
+        return leader.report
 
 
 def is_led() -> bool:
@@ -189,37 +186,29 @@ class _Failed(BaseException):
     """
 
 
+@dataclass(eq=False)
 class _Leader:
     """Rank 0 while the others follow."""
 
-    def __init__(
-        self, model: PreTrainedModel, coordinator: Coordinator, takes_all: bool, settings: Mapping[str, Any]
-    ) -> None:
-        self._model = model
-        self._coordinator = coordinator
-        self.takes_all = takes_all
-        self._settings = settings
-        self._report: SaveReport | None = None
-        self._failure: BaseException | None = None
-
-    def run(self, work: Callable[[], Any]) -> SaveReport | None:
-        """Run `work`, then tell the others that there is no more to save; the report of the last save."""
-        token = _leader.set(self)
-        try:
-            with suppress(_Failed), patches:
-                work()
-        finally:
-            _leader.reset(token)
-        if self._failure is not None:
-            raise self._failure
-        self._coordinator.broadcast(_nothing)
-        return self._report
+    model: PreTrainedModel
+    coordinator: Coordinator
+    settings: Mapping[str, Any] | None
+    report: SaveReport | None = None
+    failure: BaseException | None = None
 
     def save(self, model: Any, folder: Any, arguments: Mapping[str, Any]) -> SaveReport:
-        """Carry out one save with all ranks."""
-        if self._failure is not None:
-            raise _Failed from self._failure
-        call = {**self._settings, **arguments, "folder": os.path.abspath(folder), "part": self._name_of(model)}
+        """Carry out one save with all ranks, of a module that is named for them."""
+        if self.failure is not None:
+            raise _Failed from self.failure
+        part = unwrapped(model)
+        name = next((name for name, module in self.model.named_modules() if module is part), None)
+        if name is None:
+            raise UnsupportedError(
+                f"save_pretrained: rank 0 saves a {type(part).__name__} that is no part of the "
+                f"{type(self.model).__name__} that all ranks are saving, so the others cannot take part. Save it by a "
+                "call of its own, on all ranks."
+            )
+        call = {**(self.settings or {}), **arguments, "folder": os.path.abspath(folder), "part": name}
         for of_rank_0 in ("is_main_process", "save_function"):  # may not be picklable; the others do not need them
             call.pop(of_rank_0, None)
         if call.get("state_dict") is not None:
@@ -228,25 +217,13 @@ class _Leader:
                 for name, value in call["state_dict"].items()
             }
         try:
-            if not self._coordinator.is_alone:
-                self._coordinator.broadcast(lambda: pickle.dumps(call))
-            self._report = _save_part(self._model, self._coordinator, call)
+            if not self.coordinator.is_alone:
+                self.coordinator.broadcast(lambda: pickle.dumps(call))
+            self.report = _save_part(self.model, self.coordinator, call)
         except BaseException as error:
-            self._failure = error
+            self.failure = error
             raise _Failed from error
-        return self._report
-
-    def _name_of(self, model: Any) -> str:
-        """The name of the module that is saved, which the other ranks have too."""
-        model = unwrapped(model)
-        for name, module in self._model.named_modules():
-            if module is model:
-                return name
-        raise UnsupportedError(
-            f"save_pretrained: rank 0 saves a {type(model).__name__} that is no part of the "
-            f"{type(self._model).__name__} that all ranks are saving, so the others cannot take part. Save it by a "
-            "call of its own, on all ranks."
-        )
+        return self.report
 
 
 _leader: ContextVar[_Leader | None] = ContextVar("hf_zero_stream_leader", default=None)
@@ -259,8 +236,3 @@ def _save_part(model: PreTrainedModel, coordinator: Coordinator, call: dict[str,
     with coordinator.reporting():  # at once: rank 0 may go on with its own work before it raises
         part = model.get_submodule(call.pop("part"))
         return Save(part, coordinator=coordinator, **call).pretrained()
-
-
-def _nothing() -> Any:
-    """What rank 0 broadcasts when there is no more to save."""
-    return None

@@ -8,27 +8,28 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..checkpoint.safetensors import ShardToWrite
 from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance
-from .plan import ShardToWrite
 
 
-__all__ = ["Comparison", "ShardWriter", "Shards", "reserve"]
+__all__ = ["Comparison", "ShardWriter", "reserve"]
 
 
 def reserve(folder: Path, shards: Sequence[ShardToWrite]) -> None:
     """Make each shard in `folder`, at its final size and with its header, so that a full disk shows immediately."""
     for shard in shards:
-        path, size_bytes = folder / shard.name, shard.layout.size_bytes
+        path, size_bytes = folder / shard.name, shard.size_bytes
         try:
             with open(path, "xb") as file:
-                file.write(shard.layout.header)
+                file.write(shard.header)
                 file.flush()
                 try:
                     os.posix_fallocate(file.fileno(), 0, size_bytes)
                 except OSError as error:
-                    if error.errno not in _NO_FALLOCATE:
+                    if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
                         raise
+                    # The file system cannot reserve space.
                     os.ftruncate(file.fileno(), size_bytes)
         except OSError as error:
             raise SaveError(
@@ -37,55 +38,15 @@ def reserve(folder: Path, shards: Sequence[ShardToWrite]) -> None:
             ) from error
 
 
-_NO_FALLOCATE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
-"""The file system cannot reserve space."""
+class ShardWriter:
+    """Writes into shards, which must exist already; opens each at its first use. Safe to use from several threads."""
 
-
-class Shards:
-    """Files of a checkpoint, each opened at its first use; safe to use from several threads."""
-
-    _flags: int
+    _flags = os.O_WRONLY
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._handles: dict[int, int] = {}
         self._lock = threading.Lock()
-
-    def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
-        """Take `buffers`, one after the other, as the bytes of a shard from `position` on; SaveError if it fails."""
-        raise NotImplementedError
-
-    def _handle(self, shard: int) -> int:
-        with self._lock:
-            if shard not in self._handles:
-                try:
-                    self._handles[shard] = os.open(self._paths[shard], self._flags)
-                except OSError as error:
-                    raise SaveError(
-                        f"{self._paths[shard]}: cannot be opened: {error.strerror or error}. All ranks write into the "
-                        'files that rank 0 made. Where they do not see its disk, save with write_from="rank0" or '
-                        '"auto".'
-                    ) from error
-            return self._handles[shard]
-
-    def close(self) -> None:
-        with self._lock:
-            handles, self._handles = self._handles, {}
-        for handle in handles.values():
-            os.close(handle)
-
-    def _error(self, shard: int, position: int, nbytes: int, cause: OSError | str) -> SaveError:
-        problem = cause if isinstance(cause, str) else cause.strerror or str(cause)
-        return SaveError(
-            f"{self._paths[shard]}: bytes {position} to {position + nbytes}: {problem}. What was there before has not "
-            "been touched."
-        )
-
-
-class ShardWriter(Shards):
-    """Writes into shards, which must exist already."""
-
-    _flags = os.O_WRONLY
 
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers`, one after the other, from byte `position` on."""
@@ -107,9 +68,35 @@ class ShardWriter(Shards):
             except OSError as error:
                 raise self._error(shard, 0, os.fstat(handle).st_size, error) from error
 
+    def close(self) -> None:
+        with self._lock:
+            handles, self._handles = self._handles, {}
+        for handle in handles.values():
+            os.close(handle)
 
-class Comparison(Shards):
-    """Compares with what is in the shards; its reads bypass the page cache where the system drops those pages."""
+    def _handle(self, shard: int) -> int:
+        with self._lock:
+            if shard not in self._handles:
+                try:
+                    self._handles[shard] = os.open(self._paths[shard], self._flags)
+                except OSError as error:
+                    raise SaveError(
+                        f"{self._paths[shard]}: cannot be opened: {error.strerror or error}. All ranks write into the "
+                        'files that rank 0 made. Where they do not see its disk, save with write_from="rank0" or '
+                        '"auto".'
+                    ) from error
+            return self._handles[shard]
+
+    def _error(self, shard: int, position: int, nbytes: int, cause: OSError | str) -> SaveError:
+        problem = cause if isinstance(cause, str) else cause.strerror or str(cause)
+        return SaveError(
+            f"{self._paths[shard]}: bytes {position} to {position + nbytes}: {problem}. What was there before has not "
+            "been touched."
+        )
+
+
+class Comparison(ShardWriter):
+    """Compares with what was written; its reads bypass the page cache where the system drops those pages."""
 
     _flags = os.O_RDONLY
 

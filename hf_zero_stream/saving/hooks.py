@@ -17,6 +17,7 @@ import torch.distributed as dist
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..checkpoint.safetensors import NotedShard
+from ..destinations.deepspeed.marks import is_gathered_whole
 from ..errors import UnsupportedError
 from ..patching import Patches
 from ..ranks.coordinator import Coordinator, expected_at
@@ -42,8 +43,6 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
     # If the Trainer calls, and was imported only now, rank 0 is going to save alone this once, and needs the values.
     if not active_configs() or replace_trainer() or not shares_its_model(model):
         return original(self, model, *args, **kwargs)
-    from ..destinations.deepspeed.gathered import is_gathered_whole  # imports deepspeed, which takes seconds
-
     inner = unwrapped(model)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
@@ -54,7 +53,7 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
             "ranks that gathers nothing, leave them to the Trainer, or call hf_zero_stream.save_pretrained."
         )
         return original(self, model, *args, **kwargs)
-    from .parameters import state_dict_without_values
+    from .parameters import state_dict_without_values  # imports deepspeed, which takes seconds
 
     return state_dict_without_values(inner)
 
@@ -65,14 +64,11 @@ def _save_model(
     """As accelerate's function: save weights and no config, under the model's own names."""
     call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
     call.apply_defaults()
-    if not active_configs() or not shares_its_model(model) or not call.arguments["safe_serialization"]:
+    is_ours = active_configs() and shares_its_model(model) and call.arguments["safe_serialization"]
+    if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, model, save_directory, *args, **kwargs)
-    from ..destinations.deepspeed.gathered import is_gathered_whole
     from .save import Save
 
-    inner = unwrapped(model)
-    if is_gathered_whole(inner):
-        return original(self, model, save_directory, *args, **kwargs)
     if calls.is_led():
         raise UnsupportedError(
             "accelerator.save_model(): only rank 0 runs this code, and the other ranks wait for a save_pretrained. "
@@ -82,7 +78,7 @@ def _save_model(
     def lay_out(folder: Path, parameters: Any) -> list[NotedShard]:
         noted: list[NotedShard] = []
         vars(self).update(
-            get_state_dict=lambda *_, **__: parameters.state_dict(),
+            get_state_dict=lambda *_, **__: parameters.entries(),
             save=lambda tensors, file, **_: noted.append(NotedShard(Path(file).name, tensors, {"format": "pt"})),
         )
         try:
@@ -94,23 +90,18 @@ def _save_model(
 
     with expected_at(SAVE):
         Save(model, save_directory).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
-    return None
 
 
 def _trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:
     engine: Any = getattr(self, "deepspeed", None)
-    if not active_configs() or not shares_its_model(engine) or not _saves_as_transformers(self):
-        return original(self, output_dir, _internal_call=_internal_call)
-    from ..destinations.deepspeed.gathered import is_gathered_whole
-
-    if is_gathered_whole(engine.module):
+    is_ours = active_configs() and shares_its_model(engine) and _saves_as_transformers(self)
+    if not is_ours or is_gathered_whole(engine.module):
         return original(self, output_dir, _internal_call=_internal_call)
     calls.led(engine, lambda: original(self, output_dir, _internal_call=True))
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-    return None
 
 
 def _saves_as_transformers(trainer: Any) -> bool:

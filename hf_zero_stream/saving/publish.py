@@ -59,20 +59,24 @@ class Publication:
     def commit(self, weights_name: str, index_name: str) -> None:
         """Give all files their final names, and remove the shards of an earlier save that are not replaced.
 
-        Args:
-            weights_name: the name of an unsharded checkpoint, for instance ``model.safetensors``.
-            index_name: that of a sharded one's index, for instance ``model.safetensors.index.json``.
+        The names are those of a checkpoint of one file, and of the index of one of several.
         """
         try:
             names = sorted(entry.name for entry in self.temporary.iterdir())
             outdated = self._outdated(weights_name, index_name, set(names))
             # The index is what makes shards a checkpoint: the old one goes first, the new one comes last.
-            order = {"renames": sorted(names, key=lambda name: (name == index_name, name)), "removes": outdated}
-            if index_name in names or index_name in outdated:
-                order["removes_first"] = [index_name]
+            order = {
+                "removes_first": sorted({index_name} & {*names, *outdated}),
+                "renames": sorted(names, key=lambda name: (name == index_name, name)),
+                "removes": outdated,
+            }
             for name in names:
                 _sync(self.temporary / name)
-            _write_durably(self.temporary / _LIST, json.dumps(order).encode())
+            draft = self.temporary / "renames.draft"
+            draft.write_text(json.dumps(order))
+            _sync(draft)
+            os.replace(draft, self.temporary / _LIST)
+            _sync(self.temporary)
             _carry_out(self.folder, self.temporary)
         except OSError as error:
             raise SaveError(
@@ -83,13 +87,13 @@ class Publication:
     def _outdated(self, weights_name: str, index_name: str, names: set[str]) -> list[str]:
         """Weights of an earlier save that the new one does not replace."""
         stem = weights_name.removesuffix(".safetensors")
-        found = []
-        for entry in self.folder.iterdir():
-            shard = entry.name.startswith(stem) and _SHARD.fullmatch(entry.name.removesuffix(".safetensors"))
-            is_there = entry.is_file() or entry.is_symlink()
-            if is_there and entry.name not in names and (shard or entry.name in (weights_name, index_name)):
-                found.append(entry.name)
-        return sorted(found)
+
+        def is_weights(name: str) -> bool:
+            is_shard = name.startswith(stem) and _SHARD.fullmatch(name.removesuffix(".safetensors"))
+            return bool(is_shard) or name in (weights_name, index_name)
+
+        entries = [entry for entry in self.folder.iterdir() if entry.is_file() or entry.is_symlink()]
+        return sorted(entry.name for entry in entries if entry.name not in names and is_weights(entry.name))
 
 
 def finish_interrupted(folder: Path) -> list[str]:
@@ -122,16 +126,6 @@ def _carry_out(folder: Path, temporary: Path) -> list[str]:
     (temporary / _LIST).unlink()
     shutil.rmtree(temporary)
     return pending
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    draft = path.with_suffix(".draft")
-    with open(draft, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
-    _sync(path.parent)
 
 
 def _sync(path: Path) -> None:

@@ -18,9 +18,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import View
-from ..checkpoint.safetensors import NotedShard
+from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..checkpoint.wrapped import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.gathered import gathered, not_in_full
@@ -35,9 +33,9 @@ from ..scope import current_config
 from ..seams import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .files import Comparison, Shards, ShardWriter, reserve
+from .files import Comparison, ShardWriter, reserve
 from .parameters import Parameters, state_dict_without_values
-from .plan import CHUNK_BYTES, SavePlan, ShardToWrite, make_save_plan, shard_to_write
+from .plan import CHUNK_BYTES, SavePlan, make_save_plan
 from .publish import Publication
 from .write import execute_save
 
@@ -51,6 +49,9 @@ OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``Gathered
 
 LayOut = Callable[[Path, Parameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
+
+# Arguments of transformers' ``save_pretrained``.
+_CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
 
 _SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
 
@@ -82,6 +83,19 @@ class Save:
             raise ConfigError(f"write_from: expected one of {', '.join(WRITERS)}; got {write_from!r}")
         if chunk_bytes < 1:
             raise ConfigError(f"chunk_bytes: expected a size in bytes, at least 1; got {chunk_bytes!r}")
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f'dtype: expected a floating-point torch dtype or its name ("float32"); got {dtype!r}')
+        if kwargs.get("push_to_hub"):
+            raise UnsupportedError(
+                "push_to_hub=True: save first, then upload the folder from one rank: "
+                "huggingface_hub.upload_folder(repo_id=..., folder_path=...)."
+            )
+        if kwargs.get("distributed_checkpoint"):
+            raise UnsupportedError(
+                "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
+            )
         inner = unwrapped(model)
         if not isinstance(inner, PreTrainedModel):
             raise UnsupportedError(
@@ -91,14 +105,10 @@ class Save:
         advice = "Save it with model.save_pretrained, which gathers such tensors."
         refuse_wrapped(inner.named_parameters(), "save_pretrained", advice)
         self.model: PreTrainedModel = inner
-        self._folder = Path(folder)
-        self._dtype = _floating_dtype(dtype)
-        self._write_from = write_from
-        self._verify = verify
-        self._chunk_bytes = chunk_bytes
-        self._progress = progress
-        self._state_dict = state_dict
-        self._kwargs = _supported(kwargs)
+        self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
+        self._write_from, self._verify = write_from, verify
+        self._chunk_bytes, self._progress = chunk_bytes, progress
+        self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
         self._memory = AnonymousMemory()
@@ -107,12 +117,7 @@ class Save:
         """Save what transformers' ``save_pretrained`` would."""
 
         def lay_out(folder: Path, parameters: Parameters) -> list[NotedShard]:
-            if self._state_dict is None:
-                entries = parameters.state_dict()
-            else:
-                entries = {name: _with_values(value, parameters.gather) for name, value in self._state_dict.items()}
-                _refuse_empty(entries, parameters)
-            numel, dtype = parameters.numel, self._dtype
+            entries, numel, dtype = parameters.entries(self._state_dict), parameters.numel, self._dtype
             return lay_out_pretrained(
                 self.model, folder, dict(entries), entries, numel, dtype, own_code=False, **self._kwargs
             )
@@ -132,44 +137,69 @@ class Save:
 
     def run(self, lay_out: LayOut, index_name: str) -> SaveReport:
         """Save what `lay_out` lays out, and publish it; all ranks must call it."""
-        with self._coordinator.watched(occasion_to_save(self.model, self._coordinator)):
-            publication: Publication | None = None
+        coordinator, clock = self._coordinator, self._clock
+        publication: Publication | None = None
+        with coordinator.watched(occasion_to_save(self.model, coordinator)):
             try:
                 with (
-                    self._coordinator.reporting(),
+                    coordinator.reporting(),
                     self._memory,
-                    self._clock("total"),
+                    clock("total"),
                     collector_paused(),
                     torch.no_grad(),
                     torch.inference_mode(False),
                 ):
-                    write_from, publication = self._coordinator.broadcast(
-                        lambda: (self._write_from or _settings().write_from, Publication.begin(self._folder))
-                    )
+                    write_from, publication = coordinator.broadcast(self._begun)
+                    folder = publication.temporary
                     if write_from == "auto":
-                        write_from = "rank0" if self._is_hidden(publication) else "all"
-                    with self._clock("plan"):
-                        parameters, shards, plan = self._planned(publication, lay_out, write_from == "rank0")
-                    self._write(plan, parameters, [publication.temporary / shard.name for shard in shards])
-                    with self._clock("publish"):
+                        write_from = "rank0" if self._is_hidden(folder) else "all"
+                    with clock("plan"):
+                        parameters, shards, plan = self._planned(folder, lay_out, write_from == "rank0")
+                        coordinator.run_on_main(partial(reserve, folder, shards))
+                    paths = [folder / shard.name for shard in shards]
+                    with closing(ShardWriter(paths)) as files:
+                        self._execute("write", plan, parameters, files, "Writing weights")
+                        with clock("sync"):
+                            coordinator.run_on_all(files.sync)
+                    if self._verify:
+                        with closing(Comparison(paths)) as comparison:
+                            self._execute("verify", plan, parameters, comparison, "Verifying weights")
+                    with clock("publish"):
                         weights = _SUFFIX.sub("", shards[0].name)
-                        self._coordinator.run_on_main(partial(publication.commit, weights, index_name))
+                        coordinator.run_on_main(partial(publication.commit, weights, index_name))
             except BaseException:
-                if publication is not None and self._coordinator.is_main:
+                if publication is not None and coordinator.is_main:
                     publication.abandon()
                 raise
             return self._report(plan, shards)
 
+    def _begun(self) -> tuple[str, Publication]:
+        """Who writes, and where; by rank 0, in the settings of the ``streaming()`` around it, if there is one."""
+        write_from = self._write_from
+        if write_from is None:
+            write_from = StreamingConfig.resolve(current_config(), found_config()[0]).write_from
+        return write_from, Publication.begin(self._folder)
+
+    def _is_hidden(self, folder: Path) -> bool:
+        """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""
+        sees = self._coordinator.all_gather(os.access(folder, os.W_OK | os.X_OK))
+        blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
+        if blind and self._coordinator.is_main:
+            logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
+        return bool(blind)
+
     def _planned(
-        self, publication: Publication, lay_out: LayOut, single_writer: bool
+        self, folder: Path, lay_out: LayOut, single_writer: bool
     ) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
+        """What to write; on rank 0 everything but the weights gets into `folder`."""
         coordinator = self._coordinator
-        parameters = Parameters(
-            self.model, coordinator, dtype=self._dtype, single_writer=single_writer, threads=self._threads()
-        )
-        shards = coordinator.run_on_all(lambda: self._shards(publication, parameters, lay_out))
-        plan = coordinator.run_on_all(
-            lambda: make_save_plan(
+        parameters = Parameters(self.model, coordinator, self._dtype, single_writer, self._threads())
+
+        def planned() -> tuple[list[ShardToWrite], SavePlan]:
+            with tempfile.TemporaryDirectory() as elsewhere, _quiet(coordinator.is_main):
+                noted = lay_out(folder if coordinator.is_main else Path(elsewhere), parameters)
+            shards = [lay_out_shard(shard) for shard in noted]
+            return shards, make_save_plan(
                 shards,
                 parameters.sources,
                 rank=coordinator.rank,
@@ -177,43 +207,26 @@ class Save:
                 chunk_bytes=self._chunk_bytes,
                 single_writer=single_writer,
             )
-        )
-        digests = coordinator.all_gather(hashlib.sha256(b"".join(shard.layout.header for shard in shards)).hexdigest())
+
+        shards, plan = coordinator.run_on_all(planned)
+        digests = coordinator.all_gather(hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest())
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if different:
             raise SaveError(
                 f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
             )
-        coordinator.run_on_main(partial(reserve, publication.temporary, shards))
         return parameters, shards, plan
 
-    def _is_hidden(self, publication: Publication) -> bool:
-        """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""
-        sees = self._coordinator.all_gather(os.access(publication.temporary, os.W_OK | os.X_OK))
-        blind = [rank for rank, sees_it in enumerate(sees) if not sees_it]
-        if blind and self._coordinator.is_main:
-            logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
-        return bool(blind)
+    def _execute(
+        self, phase: str, plan: SavePlan, parameters: Parameters, files: ShardWriter, description: str
+    ) -> None:
+        with self._clock(phase), progress_bar(plan.bytes_written, description, self._progress) as bar:
 
-    def _shards(self, publication: Publication, parameters: Parameters, lay_out: LayOut) -> list[ShardToWrite]:
-        """The files to write; on rank 0 everything else gets into the temporary folder."""
-        with tempfile.TemporaryDirectory() as elsewhere, _quiet(self._coordinator.is_main):
-            noted = lay_out(publication.temporary if self._coordinator.is_main else Path(elsewhere), parameters)
-        return [shard_to_write(shard) for shard in noted]
+            def put(shard: int, position: int, buffers: Sequence[memoryview]) -> None:
+                files.put(shard, position, buffers)
+                bar.update(sum(map(len, buffers)))
 
-    def _write(self, plan: SavePlan, parameters: Parameters, paths: Sequence[Path]) -> None:
-        with closing(ShardWriter(paths)) as files:
-            with self._clock("write"):
-                self._execute(plan, parameters, files, "Writing weights")
-            with self._clock("sync"):
-                self._coordinator.run_on_all(files.sync)
-        if self._verify:
-            with closing(Comparison(paths)) as comparison, self._clock("verify"):
-                self._execute(plan, parameters, comparison, "Verifying weights")
-
-    def _execute(self, plan: SavePlan, parameters: Parameters, files: Shards, description: str) -> None:
-        with progress_bar(plan.bytes_written, description, self._progress) as bar:
-            execute_save(plan, parameters, files, self._coordinator, threads=self._threads(), on_bytes=bar.update)
+            execute_save(plan, parameters, put, self._coordinator, self._threads())
         self._memory.sample()
 
     def _threads(self) -> int:
@@ -261,52 +274,6 @@ def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasi
             "as all the model is gathered."
         )
     return replace(SAVE, patience_s=OTHERS_COME_S, advice=advice)
-
-
-def _floating_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f'dtype: expected a floating-point torch dtype or its name ("float32"); got {dtype!r}')
-    return dtype
-
-
-def _supported(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of transformers' ``save_pretrained`` without those that change nothing here."""
-    if kwargs.get("push_to_hub"):
-        raise UnsupportedError(
-            "push_to_hub=True: save first, then upload the folder from one rank: "
-            "huggingface_hub.upload_folder(repo_id=..., folder_path=...)."
-        )
-    if kwargs.get("distributed_checkpoint"):
-        raise UnsupportedError(
-            "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
-        )
-    ignored = ("push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function")
-    return {name: value for name, value in kwargs.items() if name not in ignored}
-
-
-def _with_values(value: Any, materialise: Callable[[View], torch.Tensor]) -> Any:
-    """An entry of a state dict; if it is lazy, or its view came from rank 0, conversions can read its values."""
-    view = value.view_of_node if isinstance(value, LazyTensor) else value
-    return LazyTensor.of(view, materialise) if isinstance(view, View) else value
-
-
-def _refuse_empty(entries: Mapping[str, Any], parameters: Parameters) -> None:
-    """Refuse the empty tensors that ``model.state_dict()`` gives for ZeRO-3 parameters."""
-    for name, value in entries.items():
-        expected = parameters.lazy[name].numel() if name in parameters.lazy else 0
-        if expected and isinstance(value, torch.Tensor) and value.numel() == 0:
-            raise SaveError(
-                f"{name}: expected {expected} elements in the state dict that is to be saved; got none. "
-                "model.state_dict() does not hold the values of a ZeRO-3 model: use the state dict that "
-                "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
-            )
-
-
-def _settings() -> StreamingConfig:
-    """The settings of the ``streaming()`` around the caller, if there is one."""
-    return StreamingConfig.resolve(current_config(), found_config()[0])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 
-__all__ = ["gather_again", "gathered", "is_gathered_whole", "not_in_full", "run_gathering_what_is_touched"]
+__all__ = ["gather_again", "gathered", "not_in_full", "run_gathering_what_is_touched"]
 
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
@@ -51,11 +51,6 @@ def not_in_full(model: nn.Module) -> list[str]:
         for name, param in model.named_parameters()
         if is_zero_param(param) and param.ds_status != ZeroParamStatus.AVAILABLE
     ]
-
-
-def is_gathered_whole(model: nn.Module) -> bool:
-    """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
-    return bool(gathered(model.parameters())) and not not_in_full(model)
 
 
 def gather_again(params: Sequence[Any]) -> None:

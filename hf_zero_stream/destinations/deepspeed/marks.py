@@ -9,12 +9,21 @@ from typing import Any
 from torch import nn
 
 
-__all__ = ["has_partition", "keeping_groups"]
+__all__ = ["has_partition", "is_gathered_whole", "keeping_groups"]
 
 
 def has_partition(param: Any) -> bool:
     """Whether `param` is one of ZeRO-3's."""
     return hasattr(param, "ds_tensor")
+
+
+def is_gathered_whole(model: nn.Module) -> bool:
+    """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
+    if not any(map(has_partition, model.parameters())):
+        return False
+    from .gathered import gathered, not_in_full
+
+    return bool(gathered(model.parameters())) and not not_in_full(model)
 
 
 @contextmanager
