@@ -78,7 +78,7 @@ class Sources:
 
     def parts(self, region: Region, only: int | None = None) -> Iterator[Part]:
         """What ranks give of `region`, which is no function's, or what the rank `only` gives."""
-        leaf, box = region.leaf, region.box
+        leaf, box, stop = region.leaf, region.box, region.box.at + region.box.at_extent
         if isinstance(leaf, HostTensor):
             yield Part(0, leaf, box, region.casts)
             return
@@ -86,9 +86,9 @@ class Sources:
         shares = self.shares[leaf.name]
         first = max(0, bisect_right(shares, box.at, key=lambda share: share.start) - 1)
         for share in shares[first:]:
-            if share.start >= box.at + box.at_extent:
+            if share.start >= stop:
                 return
-            if only in (None, share.rank):
+            if only is None or share.rank == only:
                 for cut in within(box, share.start, share.stop):
                     yield Part(share.rank, leaf.name, cut, region.casts)
 

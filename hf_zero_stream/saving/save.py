@@ -175,9 +175,7 @@ class Save:
 
     def _begun(self) -> tuple[str, Publication]:
         """Who writes, and where; by rank 0, in the settings of the ``streaming()`` around it, if there is one."""
-        write_from = self._write_from
-        if write_from is None:
-            write_from = StreamingConfig.resolve(current_config(), found_config()[0]).write_from
+        write_from = self._write_from or StreamingConfig.resolve(current_config(), found_config()[0]).write_from
         return write_from, Publication.begin(self._folder)
 
     def _is_hidden(self, folder: Path) -> bool:
