@@ -205,7 +205,7 @@ class NotedShard:
 
 @dataclass(frozen=True)
 class ShardToWrite:
-    """A safetensors file of `size_bytes`: its first bytes, where each tensor starts, in file order, and its elements."""
+    """A safetensors file of `size_bytes`: first bytes (`header`), each tensor's start, in file order, and elements."""
 
     name: str
     header: bytes
