@@ -228,10 +228,10 @@ class Coordinator:
 
 def collective_device() -> torch.device:
     """Where the default group's collectives want their tensors."""
-    if "gloo" in dist.get_backend():
+    accelerator = None if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
+    if accelerator is None:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
-    return torch.device("cpu" if accelerator is None else accelerator.type, torch.accelerator.current_device_index())
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def _pickled(value: Any) -> torch.Tensor:
