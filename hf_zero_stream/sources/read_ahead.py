@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 
 import psutil
 
@@ -58,7 +59,7 @@ class ReadAhead:
 
     def _run(self) -> None:
         with suppress(OSError, ValueError):
-            for path, begin, nbytes, position in self._windows():
+            for path, begin, nbytes, position in islice(self._windows(), self._share, None, self._shares):
                 while position - self._reached > self._lead:
                     if self._stopped.wait(0.01):
                         return
@@ -66,13 +67,11 @@ class ReadAhead:
                     return
 
     def _windows(self) -> Iterator[tuple[str, int, int, int]]:
-        """This rank's windows: the file, where they begin in it, their size, and where they begin in all files."""
-        number = before = 0
+        """All windows: the file, where they begin in it, their size, and where they begin in all files."""
+        before = 0
         for path, size in self._files:
             for begin in range(0, size, WINDOW_BYTES):
-                if number % self._shares == self._share:
-                    yield path, begin, min(WINDOW_BYTES, size - begin), before + begin
-                number += 1
+                yield path, begin, min(WINDOW_BYTES, size - begin), before + begin
             before += size
 
 
