@@ -31,12 +31,8 @@ BUFFERS_PER_PIECE = 8
 class Evaluator:
     """Computes values from the shards of a checkpoint.
 
-    Attributes:
-        seek_bytes: a hole of at most this many bytes is read through.
-        staging_bytes: bound of the memory that all threads use for pieces.
-        threads: how many work on functions that can be computed piece by piece; those that need whole inputs are
-            computed one at a time, and each frees its inputs before the next begins.
-        on_bytes: called with the number of bytes after each read.
+    `threads` threads work on functions that can be computed piece by piece, in `staging_bytes` of memory. Those that
+    need whole inputs are computed one at a time, and each frees its inputs before the next begins.
     """
 
     source: ByteSource
@@ -62,10 +58,7 @@ class Evaluator:
         return values.view(view.sizes)
 
     def place(self, plan: BatchPlan, leaves: Sequence[Leaf], destinations: Sequence[torch.Tensor]) -> None:
-        """Carry out the placements of `plan`, which refer to `leaves` by number.
-
-        There is one flat destination for each target of the plan, as for :func:`.execute.execute_reads`.
-        """
+        """Carry out the placements of `plan`, which refer to `leaves` by number, in flat `destinations` by target."""
         shared: list[tuple[Pointwise | Blockwise, Placement]] = []
         for placement in plan.placements:
             leaf = leaves[placement.leaf]
@@ -140,9 +133,8 @@ class Evaluator:
 
         values = node.function(begin, *map(slice_of, node.args, node.parts))
         origin = tuple(at - first for at, first in zip(placed.at, begin, strict=True))
-        inside = box_of_view(
-            View(node, tuple(values.shape), values.stride(), values.storage_offset()), Placed(origin, placed.axes, 0)
-        )
+        computed = View(node, tuple(values.shape), values.stride(), values.storage_offset())
+        inside = box_of_view(computed, placed._replace(at=origin))
         return values.as_strided(inside.sizes, inside.at_strides, inside.at)
 
     def _opaque(self, node: Opaque) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Compares what ranks that load together must have in common, before anything is read.
 
 Nodes of a cluster often differ: a stale copy of the checkpoint, a library that was not updated, an environment
-variable that one shell did not pass on. Each rank describes what it is about to do by short texts and digests, which
-travel with an agreement that is made anyway.
+variable that one shell did not pass on. What each rank is about to do travels with an agreement that is made anyway.
 """
 
 from __future__ import annotations
@@ -40,11 +39,9 @@ def description(
     settings: StreamingConfig,
     exchanges_reads: bool,
 ) -> dict[str, str]:
-    """What this rank is about to load, item by item: short texts, or digests of long ones.
+    """What this rank is about to load into the lazy `model`, item by item: short texts, or digests of long ones.
 
-    Args:
-        model: the lazy model, before anything is replaced.
-        exchanges_reads: whether ranks exchange what they read, in pieces that depend on `staging_bytes`.
+    With `exchanges_reads`, ranks exchange what they read, in pieces that depend on `staging_bytes`.
     """
     parameters = list(model.named_parameters())
     tensors = [*parameters, *model.named_buffers()]
