@@ -100,8 +100,7 @@ def convert(
     if dtype is not None:
         _refuse_quantised(source, index)
     memory = AnonymousMemory()
-    config, alone = StreamingConfig(progress=progress), Coordinator(0, 1, alone=True)
-    checkpoint = OpenCheckpoint(config, alone)
+    checkpoint = OpenCheckpoint(StreamingConfig(progress=progress), Coordinator(0, 1, alone=True))
     checkpoint.add(index.shards)
     publication = Publication.begin(Path(destination))
     try:
@@ -114,7 +113,7 @@ def convert(
                 how = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
                 noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, how)
             shards = [lay_out_shard(shard) for shard in noted]
-            _write(shards, Reader(checkpoint, config, alone, PhaseClock(), memory), folder)
+            _write(shards, Reader(checkpoint, PhaseClock(), memory), folder)
         publication.commit(WEIGHTS, INDEX)
     except BaseException:
         publication.abandon()
@@ -183,7 +182,7 @@ def _laid_out(
     with closing(load_of_layouts(StreamingConfig())) as load:
         arguments = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         model, missing, tied = lazily_loaded(str(source), load, **arguments)
-    checkpoint.add(load.shards)
+    checkpoint.add(load.checkpoint.shards)
     if lost := sorted(missing - tied):
         raise UnsupportedError(
             f"{source}: layout: the checkpoint has no values for {', '.join(lost[:8])} ({len(lost)} in all), so it is "

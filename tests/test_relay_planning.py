@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.sources.relay import ServingFiles
+from hf_zero_stream.sources.relay import Server
 from tests import odd_models
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.disk import failing, replace_reads
@@ -217,7 +217,7 @@ def load_extra_state(folder: Path, how: str) -> None:
     elif dist.get_rank() == 0 and how == "fails":
         replace_reads(failing(errno.EIO))
     elif dist.get_rank() == 0:
-        ServingFiles._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        Server._answer = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     with relayed():
         odd_models.ExtraState.from_pretrained(own_view(folder), ds_config=ds_config())
 

@@ -190,7 +190,7 @@ def test_lookup_agrees_with_torch() -> None:
     for expected, lazy in zip(ops(first, second), ops(*lazies), strict=True):
         flat = expected.reshape(-1)
         for start, stop in ((0, len(flat)), (0, 0), (5, 6), (7, len(flat) - 3)):
-            found = lookup.values(lazy.view_of_node, start, stop)
+            found = lookup.values(lazy.view_of_node, range(start, stop))
             assert found.dtype == expected.dtype and torch.equal(found, flat[start:stop])
 
 
@@ -209,7 +209,8 @@ def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
     lazy = checkpoint_slices(index, lambda view: pytest.fail("nothing is materialised"))["x"][...].t()
     with closing(LocalFiles(index.shards)) as files:
         lookup = Lookup(files, lambda view: pytest.fail("no function is involved"))
-        parts = [lookup.values(lazy.view_of_node, start, start + 21_000) for start in range(0, 210_000, 21_000)]
+        chunks = [range(start, start + 21_000) for start in range(0, 210_000, 21_000)]
+        parts = [lookup.values(lazy.view_of_node, chunk) for chunk in chunks]
         assert torch.equal(torch.cat(parts), values.t().reshape(-1))
         assert files.bytes_read == values.nbytes
 

@@ -2,8 +2,7 @@
 
 Each thread takes the next read in file order. Where the destination is in host memory and wants the bytes as they
 come, they are read in place; otherwise they go through the thread's staging buffer. Positional reads and large copies
-release the GIL, and while one thread copies another waits for the storage. These threads ask for nothing in advance:
-:mod:`..sources.read_ahead` does, and says why not with ``POSIX_FADV_WILLNEED``.
+release the GIL, and while one thread copies another waits for the storage.
 """
 
 from __future__ import annotations
@@ -32,20 +31,14 @@ SMALL_PAGES_BYTES_PER_SECOND = 2e9
 CREDIT_SECONDS = 0.03
 """How much longer than small pages huge ones may take before they are given up."""
 
+PHASES = ("read", "convert", "copy")
+"""What threads do: wait for the source, copy out of staging buffers with a cast, and without."""
+
 
 class ReadTimes(NamedTuple):
-    """The wall seconds that the reads of a plan took, divided among what the threads did.
+    """What the reads of a plan took: wall seconds, divided among `PHASES`, and the size of all staging buffers."""
 
-    Attributes:
-        read: waiting for the source.
-        convert: copies out of staging buffers that cast.
-        copy: other copies out of them.
-        staging_bytes: size of all staging buffers together.
-    """
-
-    read: float
-    convert: float
-    copy: float
+    seconds: dict[str, float]
     staging_bytes: int
 
 
@@ -58,17 +51,14 @@ def execute_reads(
     begin: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
 ) -> ReadTimes:
-    """Fill `destinations` by the reads of `plan`.
+    """Fill `destinations` by the reads of `plan`, and call `on_bytes` with the number of bytes after each.
 
-    Args:
-        destinations: one flat tensor for each target of the plan, of its dtype and at least ``stop - start`` long.
-        threads: reader threads; with 1 the calling thread reads.
-        begin: where in the reads to begin, in [0, 1): ranks of a host that begin at different places do not all wait
-            for the same file.
-        on_bytes: called with the number of bytes after each read.
+    There is one flat destination for each target of the plan, of its dtype and at least ``stop - start`` long. `begin`
+    is where in the reads to begin, in [0, 1): ranks of a host that begin at different places do not all wait for the
+    same file.
     """
     if not plan.reads:
-        return ReadTimes(0.0, 0.0, 0.0, 0)
+        return ReadTimes({}, 0)
     first = int(begin * len(plan.reads))
     device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))
     nbytes = max(read.length for read in plan.reads)
@@ -80,39 +70,37 @@ def execute_reads(
 
     def work(reads: Iterator[Read]) -> None:
         lane = lane_class(device)(device, nbytes)
-        reading = converting = copying = 0.0
+        seconds = dict.fromkeys(PHASES, 0.0)
         for read in reads:
             began = time.perf_counter()
             pages.populate(read)
             buffers = _in_place(read, writable)
             if buffers is not None:
                 source.read_into(read.shard, read.start, buffers)
-                reading += time.perf_counter() - began
+                seconds["read"] += time.perf_counter() - began
             else:
                 staging = lane.buffer(read.length)
                 source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
                 before = time.perf_counter()
-                reading += before - began
+                seconds["read"] += before - began
                 for piece in read.pieces:
                     part = staging[piece.start - read.start : piece.stop - read.start]
                     lane.copy(part, piece, destinations[piece.target])
                     done = time.perf_counter()
-                    if piece.casts:
-                        converting += done - before
-                    else:
-                        copying += done - before
+                    seconds["convert" if piece.casts else "copy"] += done - before
                     before = done
             if on_bytes is not None:
                 on_bytes(read.length)
         lane.finish()
-        by_thread.append(ReadTimes(reading, converting, copying, lane.allocated_bytes))
+        by_thread.append(ReadTimes(seconds, lane.allocated_bytes))
 
     began = time.perf_counter()
     run_in_threads(chain(plan.reads[first:], plan.reads[:first]), work, threads)
     wall = time.perf_counter() - began
-    read, convert, copy, staging_bytes = map(sum, zip(*by_thread, strict=True))
-    factor = wall / ((read + convert + copy) or 1.0)
-    return ReadTimes(factor * read, factor * convert, factor * copy, staging_bytes)
+    total = {phase: sum(times.seconds[phase] for times in by_thread) for phase in PHASES}
+    factor = wall / (sum(total.values()) or 1.0)
+    seconds = {phase: factor * value for phase, value in total.items()}
+    return ReadTimes(seconds, sum(times.staging_bytes for times in by_thread))
 
 
 def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:
@@ -140,10 +128,9 @@ class HugePages:
 
     But where a virtual machine gives its free memory back to its host, the host must first find memory for each huge
     page, and then the same load took 5 s. So pages are timed: what fast pieces gain pays for slow ones, and once
-    `CREDIT_SECONDS` are lost, huge pages are not asked for any more.
+    `CREDIT_SECONDS` are lost, huge pages are not asked for any more. Several threads share the credit, inexactly.
 
-    All of it is advice (``madvise(2)``): before Linux 5.14 or on another system nothing changes. Several threads may
-    share one; the credit need not be exact.
+    All of it is advice (``madvise(2)``): before Linux 5.14 or on another system nothing changes.
     """
 
     def __init__(self, destinations: Sequence[torch.Tensor]) -> None:

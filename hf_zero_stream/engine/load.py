@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoint.format import Shard, ShardHeader
+from ..checkpoint.format import ShardHeader
 from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.nodes import HostTensor
 from ..checkpoint.slices import AbsentSlice, CheckpointSlice, checkpoint_slices
@@ -23,7 +24,7 @@ from ..checkpoint.wrapped import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.allocation import is_out_of_memory
 from ..destinations.base import Batch, Destination
-from ..errors import DisagreementError, LoadError, ReadError
+from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..planning.regions import Leaf
@@ -57,34 +58,21 @@ class Load:
         """What this rank reads, once it is known."""
         self.footprint: MemoryFootprint | None = None
         """The memory that this rank needs in the load and in training, if the destination knows it."""
-        self._checkpoint = OpenCheckpoint(config, coordinator, device=destination.device)
-        self._reader = Reader(self._checkpoint, config, coordinator, self.clock, self.memory)
+        self.checkpoint = OpenCheckpoint(config, coordinator, device=destination.device)
+        """Where the bytes come from."""
+        self._reader = Reader(self.checkpoint, self.clock, self.memory)
         self._index: CheckpointIndex | None = None
         self.absent: Mapping[str, AbsentSlice] = {}
         """Tensors that the checkpoint's index promises and no shard holds."""
 
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        """The files of the checkpoint, once they are open."""
-        return self._checkpoint.shards
-
     def close(self) -> None:
         """Release file handles."""
-        self._checkpoint.close()
-
-    def read_ahead(self, files: Sequence[str]) -> None:
-        """Begin to bring safetensors shards into the page cache where that helps; a second call does nothing."""
-        self._checkpoint.read_ahead(files)
-
-    @property
-    def reads_itself(self) -> bool:
-        """See :attr:`OpenCheckpoint.reads_itself`."""
-        return self._checkpoint.reads_itself
+        self.checkpoint.close()
 
     def look_into(self, shard: str) -> CheckpointIndex:
         """What is in one shard; where one rank reads for others, rank 0 reads the header (all ranks)."""
-        read = partial(self._checkpoint.read_headers, [shard])
-        headers = self.coordinator.broadcast(read) if self._checkpoint.relays else read()
+        read = partial(self.checkpoint.read_headers, [shard])
+        headers = self.coordinator.broadcast(read) if self.checkpoint.relays else read()
         return CheckpointIndex.from_headers([shard], headers)
 
     def compare_files(self, files: Sequence[str]) -> list[str]:
@@ -93,7 +81,7 @@ class Load:
         Raises a DisagreementError that names a rank with other names, or where one rank reads for others, a ReadError
         that also names the files that every rank must see.
         """
-        folder, relays = os.path.dirname(files[0]), self._checkpoint.relays
+        folder, relays = os.path.dirname(files[0]), self.checkpoint.relays
         unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
         must_see = f"With read_from={self.config.read_from!r} every rank must still see "
         try:
@@ -127,11 +115,11 @@ class Load:
         folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
 
         def read() -> tuple[list[ShardHeader], list[bytes]]:
-            return self._checkpoint.read_headers(files), self._checkpoint.samples(files) if there_are_copies else []
+            return self.checkpoint.read_headers(files), self.checkpoint.samples(files) if there_are_copies else []
 
         def checked_index() -> CheckpointIndex:
             reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
-            if there_are_copies and reads_copy and self._checkpoint.reads_itself:
+            if there_are_copies and reads_copy and self.checkpoint.reads_itself:
                 refuse_other_shards(files, zip(*read()), zip(headers, samples))
             return CheckpointIndex.from_headers(files, headers, weight_map)
 
@@ -140,12 +128,12 @@ class Load:
             there_are_copies = self._has_copies(folders)
             headers, samples = self.coordinator.broadcast(read)
             # Where one rank reads for others, an error of one must be an error of all.
-            index = self.coordinator.run_on_all(checked_index) if self._checkpoint.relays else checked_index()
+            index = self.coordinator.run_on_all(checked_index) if self.checkpoint.relays else checked_index()
         for note in index.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
-        first_shard = self._checkpoint.add(index.shards)
-        slices = checkpoint_slices(index, self._checkpoint.materialise, first_shard)
+        first_shard = self.checkpoint.add(index.shards)
+        slices = checkpoint_slices(index, self.checkpoint.materialise, first_shard)
         # Modules read their extra state as soon as they get it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
@@ -179,11 +167,11 @@ class Load:
 
         self.coordinator.require_same("values in memory")
         self._index, self.absent = None, {}
-        self._checkpoint.add(())
-        materialise = self._checkpoint.materialise
-        return {
-            name: tensor if _is_extra_state(name) else CheckpointSlice(HostTensor.of(tensor), materialise)
+        materialise = self.checkpoint.materialise
+        return tensors | {
+            name: CheckpointSlice(HostTensor.of(tensor), materialise)
             for name, tensor in tensors.items()
+            if not _is_extra_state(name)
         }
 
     def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
@@ -195,25 +183,18 @@ class Load:
         device = self.destination.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        error: BaseException | None = None
-        mine: dict[str, str] = {}
-        try:
+        with self.coordinator.reporting(), _naming_lack_of_memory(self.coordinator.rank):
             with self.clock("plan"):
                 mine = description(model, missing, self.ds_config, self.config, self.destination.exchanges_reads)
                 batches, plan, leaves = self._plan(model, missing, tied)
                 self.destination.check(plan.targets)
-                self._checkpoint.open(read.shard for read in plan)
-        except BaseException as caught:
-            error = _explained(caught, self.coordinator.rank)
-        refuse_differences(self.coordinator.all_gather(mine, error))
-        try:
+                self.checkpoint.open(read.shard for read in plan)
+            refuse_differences(self.coordinator.all_gather(mine))
             self.destination.allocate()
             self.memory.sample()
             self._reader.fill(batches, plan, leaves)
-        except BaseException as caught:
-            error = _explained(caught, self.coordinator.rank)
-        self.coordinator.agree(error)
-        self.destination.finish()
+            self.coordinator.agree()
+            self.destination.finish()
 
     def plan_only(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
         """Make the :attr:`plan` that :meth:`place` would carry out, and the :attr:`footprint`; spoils `model`."""
@@ -231,13 +212,12 @@ class Load:
         """Gather every rank's figures, log them on the main process and return the report (all ranks)."""
         tensors = [*model.named_parameters(), *model.named_buffers()]
         unfilled = [name for name, tensor in tensors if lacks_values(tensor)]
-        error = None
         if unfilled:
-            error = LoadError(
+            raise LoadError(
                 f"{len(unfilled)} parameters or buffers got no values: {', '.join(unfilled[:8])}. "
                 "This is a fault of hf_zero_stream; please report it with the model's config."
             )
-        ranks = self.coordinator.all_gather(self._rank_report(), error)
+        ranks = self.coordinator.all_gather(self._rank_report())
         recast = tuple(self.destination.recast)
         report = LoadReport(world_size=self.coordinator.world_size, ranks=tuple(ranks), recast=recast)
         if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
@@ -252,9 +232,9 @@ class Load:
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
             bytes_needed=cost.bytes_needed,
-            bytes_read=self._checkpoint.source.bytes_read - self._reader.verification.bytes_read,
-            reads=self._checkpoint.source.reads,
-            retries=self._checkpoint.retries.count,
+            bytes_read=self.checkpoint.source.bytes_read - self._reader.verification.bytes_read,
+            reads=self.checkpoint.source.reads,
+            retries=self.checkpoint.retries.count,
             verification=self._reader.verification,
             partition_bytes=cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,
@@ -270,10 +250,12 @@ def _is_extra_state(key: str) -> bool:
     return key.rpartition(".")[2] == "_extra_state"
 
 
-def _explained(error: BaseException, rank: int) -> BaseException:
-    """`error`, or a LoadError that says that memory ran out, if that is why and no LoadError says so yet."""
-    if isinstance(error, LoadError) or not is_out_of_memory(error):
-        return error
-    explained = LoadError(f"out of memory on rank {rank} while loading: {error}")
-    explained.__cause__ = error
-    return explained
+@contextmanager
+def _naming_lack_of_memory(rank: int) -> Iterator[None]:
+    """Raise a LoadError that says that memory ran out, if that is why something inside failed and nobody says so."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, HfZeroStreamError) or not is_out_of_memory(error):
+            raise
+        raise LoadError(f"out of memory on rank {rank} while loading: {error}") from error

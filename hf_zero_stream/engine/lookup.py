@@ -50,11 +50,8 @@ class Lookup:
         self._compute = compute
         self._computing = threading.Lock()
 
-    def values(self, view: View, start: int, stop: int) -> torch.Tensor:
-        """The elements ``[start, stop)`` of `view` in row-major order; 1-d, of its dtype, in host memory."""
-        return self._of_view(view, range(start, stop))
-
-    def _of_view(self, view: View, at: Positions) -> torch.Tensor:
+    def values(self, view: View, at: Positions) -> torch.Tensor:
+        """The elements `at` of `view`, which count in row-major order; 1-d, of its dtype, in host memory."""
         return self._of_node(view.node, _positions(view, at))
 
     def _of_node(self, node: Node, at: Positions) -> torch.Tensor:
@@ -66,7 +63,7 @@ class Lookup:
             case HostTensor(tensor=tensor):
                 return tensor[at.start : at.stop] if isinstance(at, range) else tensor[at]
             case Copy(source=source):
-                return self._of_view(source, at).to(node.dtype)
+                return self.values(source, at).to(node.dtype)
             case Cat():
                 return self._of_cat(node, at)
             case Pointwise():
@@ -84,7 +81,7 @@ class Lookup:
                 begin = max(at.start, first * inner)
                 end = min(at.stop, first * inner + piece.numel)
                 if begin < end:
-                    parts.append(self._of_view(piece, range(begin - first * inner, end - first * inner)))
+                    parts.append(self.values(piece, range(begin - first * inner, end - first * inner)))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         at = _as_tensor(at)
         outer, along, inside = at // (total * inner), at // inner % total, at % inner
@@ -93,12 +90,12 @@ class Lookup:
         for which in number.unique().tolist():
             chosen = number == which
             size, row = node.pieces[which].sizes[node.dim], along[chosen] - node.starts[which]
-            values[chosen] = self._of_view(node.pieces[which], (outer[chosen] * size + row) * inner + inside[chosen])
+            values[chosen] = self.values(node.pieces[which], (outer[chosen] * size + row) * inner + inside[chosen])
         return values
 
     def _of_pointwise(self, node: Pointwise, at: Positions) -> torch.Tensor:
         def value_of(view: View) -> torch.Tensor:
-            return self._of_view(view, at) if view.sizes else self._of_view(view, range(1))[0]
+            return self.values(view, at) if view.sizes else self.values(view, range(1))[0]
 
         return node.result(value_of)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -20,7 +21,7 @@ from ..ranks.coordinator import Coordinator
 from ..sources.base import ByteSource, Hints
 from ..sources.local import LocalFiles
 from ..sources.read_ahead import ReadAhead
-from ..sources.relay import reader_and_clients, through_relay
+from ..sources.relay import Server, reader_and_clients, through_relay
 from ..sources.retries import Retries
 from .compute import Evaluator
 from .lanes import lane_class
@@ -32,16 +33,11 @@ __all__ = ["OpenCheckpoint", "choose_threads"]
 SAMPLES, SAMPLE_BYTES = 8, 4096
 """How many pieces of a file are compared with those of its copy on another host, and how large each is."""
 
-SAMPLING_THREADS = 8
-"""They wait for a disk or a network, and hardly compute."""
-
 
 class OpenCheckpoint:
-    """The open files of one load, and how this rank reads them.
+    """The open files of one load, and how a rank that trains on `device` reads them.
 
-    Args:
-        source: where a rank that reads itself reads from; default: files of this host.
-        device: the device that this rank trains on; it decides how many staging buffers a thread has.
+    A rank that reads itself reads from `source`; default: files of this host.
     """
 
     def __init__(
@@ -52,13 +48,13 @@ class OpenCheckpoint:
         format: Format = safetensors,
         device: torch.device = torch.device("cpu"),
     ) -> None:
+        self.config = config
+        self.coordinator = coordinator
         self._format = format
-        self._config = config
-        self._coordinator = coordinator
         self._device = device
         self._is_relayed = False
+        self._server: Server | None = None
         self._ahead: ReadAhead | None = None
-        self._before = self._expected = 0
         self.shards: tuple[Shard, ...] = ()
         self.retries = Retries(config.read_retries)
         self.source = source or LocalFiles(
@@ -69,18 +65,21 @@ class OpenCheckpoint:
 
     def close(self) -> None:
         """Release file handles."""
-        self._stop_reading_ahead()
+        if self._ahead is not None:
+            self._ahead.stop()
+        if self._server is not None:
+            self._server.close()
         self.source.close()
 
     def read_ahead(self, paths: Sequence[str]) -> None:
         """Begin to bring files into the page cache, if the ranks of this host will read all of them, and through it.
 
-        Over a network each rank reads its own bytes only: there, many streams are faster than one long run.
+        Not over a network, where many streams are faster than one long run. A second call does nothing.
         """
-        topology = self._coordinator.topology
+        topology = self.coordinator.topology
         shares = len(topology.ranks_of_host)
-        through_cache = self._config.read_from == "all" and not self._config.direct_io
-        if self._ahead is not None or shares != self._coordinator.world_size or not through_cache:
+        through_cache = self.config.read_from == "all" and not self.config.direct_io
+        if self._ahead is not None or shares != self.coordinator.world_size or not through_cache:
             return
         with suppress(OSError, RuntimeError):  # ignored here: the reads themselves will raise
             # Files that do not fit would push everything else out of the page cache, and then their own beginnings.
@@ -88,60 +87,41 @@ class OpenCheckpoint:
             if fits and self.source.hints(paths).reads_ahead:
                 self._ahead = ReadAhead(paths, topology.position, shares)
 
-    def expect(self, nbytes: int) -> None:
-        """Prepare for one pass through the files that reads `nbytes`; called before it.
+    def expect(self, nbytes: int) -> tuple[float, Callable[[], None]]:
+        """Prepare for one pass through the files that reads `nbytes`.
 
         Reading ahead stops unless all ranks, whose partitions are of equal size, will read nearly all of the files.
+        Returns where in its reads this rank begins, in [0, 1), and what to call after each read. Ranks that read ahead
+        together all begin with the first.
         """
-        if self._ahead is not None and nbytes * self._coordinator.world_size < 0.9 * self._ahead.total_bytes:
-            self._stop_reading_ahead()
-        self._before, self._expected = self.source.bytes_read, nbytes
-
-    def note_progress(self) -> None:
-        """Tell reading ahead how far the reads have come; called after each read."""
-        if self._ahead is not None:
-            self._ahead.reached((self.source.bytes_read - self._before) / max(1, self._expected))
-
-    @property
-    def first_read(self) -> float:
-        """Where in its reads this rank begins, in [0, 1): ranks that read ahead together all begin with the first."""
-        topology = self._coordinator.topology
-        return 0.0 if self._ahead else topology.position / len(topology.ranks_of_host)
-
-    def _stop_reading_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.stop()
-            self._ahead = None
+        ahead, before, topology = self._ahead, self.source.bytes_read, self.coordinator.topology
+        if ahead is not None and nbytes * self.coordinator.world_size >= 0.9 * ahead.total_bytes:
+            return 0.0, lambda: ahead.reached((self.source.bytes_read - before) / max(1, nbytes))
+        if ahead is not None:
+            ahead.stop()
+        return topology.position / len(topology.ranks_of_host), lambda: None
 
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
         """Read the headers of `paths`; when values are read, each file must still be the one that it was then."""
-
-        def is_transient(error: BaseException) -> bool:
-            return self.source.is_transient(error.__cause__)
-
         reads = (partial(self._format.read_header, self.source, path) for path in paths)
-        return [self.retries.call(read, is_transient) for read in reads]
+        return [self.retries.call(read, lambda error: self.source.is_transient(error.__cause__)) for read in reads]
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
         """For each file, a digest of some of its bytes, 8 bytes long; raises ReadError if one cannot be read."""
-        found: dict[str, bytes] = {}
-
-        def work(pending: Iterator[str]) -> None:
-            for path in pending:
-                try:
-                    found[path] = self.retries.call(partial(self._sample, path), self.source.is_transient)
-                except OSError as error:
-                    message = f"{path}: cannot read: {error.strerror or error}. Check the file system."
-                    raise ReadError(message) from error
-
-        run_in_threads(paths, work, SAMPLING_THREADS)
-        return [found[path] for path in paths]
+        with ThreadPoolExecutor() as pool:
+            return list(pool.map(self._sample, paths))
 
     def _sample(self, path: str) -> bytes:
-        with self.source.open_file(path) as file:
-            starts = (file.size_bytes * (2 * piece + 1) // (2 * SAMPLES) for piece in range(SAMPLES))
-            pieces = (file.read(start, SAMPLE_BYTES) for start in starts)
-            return hashlib.blake2b(b"".join(pieces), digest_size=8).digest()
+        def sample() -> bytes:
+            with self.source.open_file(path) as file:
+                starts = (file.size_bytes * (2 * piece + 1) // (2 * SAMPLES) for piece in range(SAMPLES))
+                pieces = (file.read(start, SAMPLE_BYTES) for start in starts)
+                return hashlib.blake2b(b"".join(pieces), digest_size=8).digest()
+
+        try:
+            return self.retries.call(sample, self.source.is_transient)
+        except OSError as error:
+            raise ReadError(f"{path}: cannot read: {error.strerror or error}. Check the file system.") from error
 
     def add(self, shards: tuple[Shard, ...]) -> int:
         """Append to :attr:`shards`, and return the number of the first of them (all ranks, if one reads for others).
@@ -150,22 +130,18 @@ class OpenCheckpoint:
         """
         first = len(self.shards)
         self.shards = (*self.shards, *shards)
+        if self.relays and shards and not self._is_relayed:
+            self.source, self._server = through_relay(self.source, self.config, self.coordinator)
+            self._is_relayed = True
         self.source.add(shards)
         if self._is_relayed:
-            self._coordinator.agree()  # no rank may ask for a shard that the reading rank does not know yet
-        elif self.relays and self.shards:
-            self.source = through_relay(self.source, self._paths, self._config, self._coordinator)
-            self._is_relayed = True
+            self.coordinator.agree()  # no rank may ask for a shard that the reading rank does not know yet
         self._use_hints()
         return first
 
-    @property
-    def _paths(self) -> list[str]:
-        return [shard.path for shard in self.shards]
-
     def _use_hints(self) -> None:
-        self._hints = self.source.hints(self._paths)
-        self.request_bytes = self._config.request_bytes or min(self._config.staging_bytes, self._hints.request_bytes)
+        self._hints = self.source.hints([shard.path for shard in self.shards])
+        self.request_bytes = self.config.request_bytes or min(self.config.staging_bytes, self._hints.request_bytes)
         """Largest single read."""
         self._evaluator = self.evaluator()
 
@@ -173,29 +149,29 @@ class OpenCheckpoint:
         return Evaluator(
             self.source,
             request_bytes=self.request_bytes,
-            seek_bytes=self._config.seek_bytes,
-            staging_bytes=self._config.staging_bytes,
+            seek_bytes=self.config.seek_bytes,
+            staging_bytes=self.config.staging_bytes,
             threads=threads,
             on_bytes=on_bytes,
         )
 
     def materialise(self, view: View) -> torch.Tensor:
         """The values of `view`, read now, in a new host tensor."""
-        with self._coordinator.naming_dead_rank():
+        with self.coordinator.naming_dead_rank():
             return self._evaluator.materialise(view)
 
     @property
     def relays(self) -> bool:
         """Whether some ranks read for others."""
-        return self._config.read_from != "all" and not self._coordinator.is_alone
+        return self.config.read_from != "all" and not self.coordinator.is_alone
 
     @property
     def reads_itself(self) -> bool:
         """Whether this rank reads the shards, and no other rank for it."""
-        return not self.relays or self._coordinator.rank == reader_and_clients(self._config, self._coordinator)[0]
+        return not self.relays or self.coordinator.rank == reader_and_clients(self.config, self.coordinator)[0]
 
     def open(self, numbers: Iterable[int]) -> None:
-        """Open these shards, so that one that is missing or not the one whose header was read is found early."""
+        """Open these shards if this rank reads them, so that a missing or changed one is found early."""
         if self.reads_itself:
             run_in_threads(sorted(set(numbers)), self.source.open, self.threads())
 
@@ -206,18 +182,20 @@ class OpenCheckpoint:
         Raises a ReadError at the end if this rank could not read for another one.
         """
         try:
-            with self._coordinator.naming_dead_rank() if self._is_relayed else nullcontext():
+            with self.coordinator.naming_dead_rank() if self._is_relayed else nullcontext():
                 yield
                 self.source.finish()
+                if self._server is not None:
+                    self._server.finish()
         except BaseException:
             if not self.reads_itself:
                 self.source.finish()  # the rank that reads for this one waits for it
             raise
 
     def threads(self) -> int:
-        buffers = self._config.staging_bytes // max(1, self.request_bytes * lane_class(self._device).buffers)
-        ranks = self._coordinator.topology.sharing_cores
-        return choose_threads(self._config.reader_threads, buffers, ranks, self._hints)
+        buffers = self.config.staging_bytes // max(1, self.request_bytes * lane_class(self._device).buffers)
+        ranks = self.coordinator.topology.sharing_cores
+        return choose_threads(self.config.reader_threads, buffers, ranks, self._hints)
 
 
 def choose_threads(wanted: int, buffers: int, ranks_on_host: int, hints: Hints) -> int:

@@ -14,19 +14,19 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cache, partial
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..checkpoint.nodes import View
 from ..destinations.base import Item
 from ..errors import LoadError
 from ..planning.plan import Target, materialise_reason
 from ..reports.load import Verification
-from ..sources.base import ByteSource
 from .lookup import Lookup
+from .opened import OpenCheckpoint
 from .workers import run_in_threads
 
 
@@ -41,33 +41,22 @@ CHUNK = 4 * BLOCK
 SAMPLES, SAMPLE = 4, 4096
 """How many chunks of each parameter `"sample"` compares on each rank, and of how many elements."""
 
+_ADVICE = "The values are wrong; load again, and if it happens again, report it with the model's config."
 _WORD = 2**64
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(eq=False)
 class Verifier:
-    """Compares what one rank placed with its files.
+    """Compares what one rank placed with its files, as far as `StreamingConfig.verify` says."""
 
-    Attributes:
-        how: as in `StreamingConfig.verify`; elements are compared if it is `"sample"` or `"full"`.
-        compute: as for :class:`.lookup.Lookup`.
-        check: called before each comparison; may raise, to end it.
-        parts: the digest of this rank's part of each parameter, so far.
-    """
-
-    how: str
-    rank: int
-    threads: int
-    source: ByteSource
-    compute: Callable[[View], torch.Tensor]
-    check: Callable[[], None]
-    parts: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self._lookup = Lookup(self.source, self.compute)
+    def __init__(self, checkpoint: OpenCheckpoint) -> None:
+        self.parts: dict[str, int] = {}
+        """The digest of this rank's part of each parameter, so far."""
+        self._checkpoint = checkpoint
+        self._how = checkpoint.config.verify
+        self._rank = checkpoint.coordinator.rank
+        self._lookup = Lookup(checkpoint.source, checkpoint.materialise)
         self._lock = threading.Lock()
-        self._names: set[str] = set()
         self._left_out: set[str] = set()
         self._elements = self._bytes_read = self._digest = 0
         self._seconds = 0.0
@@ -75,38 +64,38 @@ class Verifier:
     @property
     def result(self) -> Verification:
         return Verification(
-            how=self.how,
-            parameters=len(self._names),
+            how=self._how,
+            parameters=len(self.parts),
             left_out=len(self._left_out),
             elements=self._elements,
             bytes_read=self._bytes_read,
             seconds=self._seconds,
-            digest=f"{self._digest:016x}" if self.how == "full" else "",
+            digest=f"{self._digest:016x}" if self._how == "full" else "",
         )
 
     def verify(self, items: Sequence[Item], memory: Sequence[torch.Tensor]) -> None:
         """Compare the `memory` of `items` with the files, if elements are compared at all."""
-        if self.how not in ("sample", "full"):
+        if self._how not in ("sample", "full"):
             return
-        began, read_before = time.perf_counter(), self.source.bytes_read
+        began, read_before = time.perf_counter(), self._checkpoint.source.bytes_read
 
         def comparisons() -> Iterator[Callable[[], None]]:
             for (target, view, _), placed in zip(items, memory, strict=True):
-                if self.how == "sample" and materialise_reason(view.node):
+                if self._how == "sample" and materialise_reason(view.node):
                     self._left_out.add(target.name)  # would read its sources whole
                     continue
-                self._names.add(target.name)
+                self.parts.setdefault(target.name, 0)
                 for start, stop in self._ranges(target):
                     part = placed[start - target.start : stop - target.start]
                     yield partial(self._compare, target, view, part, start, stop)
 
         def work(shared: Iterator[Callable[[], None]]) -> None:
             for compare in shared:
-                self.check()
+                self._checkpoint.coordinator.check()
                 compare()
 
-        run_in_threads(comparisons(), work, self.threads)
-        self._bytes_read += self.source.bytes_read - read_before
+        run_in_threads(comparisons(), work, self._checkpoint.threads())
+        self._bytes_read += self._checkpoint.source.bytes_read - read_before
         self._seconds += time.perf_counter() - began
 
     def verify_whole(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Mapping[str, int]]) -> None:
@@ -117,14 +106,13 @@ class Verifier:
             found = digest_of(tensor, 0)
             if found != expected:
                 raise LoadError(
-                    f"verify: {name} on rank {self.rank}, elements 0 to {tensor.numel()}: the digest of what ranks "
-                    f"read from the files is {expected:016x}, of what arrived {found:016x}. The values are wrong; "
-                    "load again, and if it happens again, report it with the model's config."
+                    f"verify: {name} on rank {self._rank}, elements 0 to {tensor.numel()}: the digest of what ranks "
+                    f"read from the files is {expected:016x}, of what arrived {found:016x}. {_ADVICE}"
                 )
         self._seconds += time.perf_counter() - began
 
     def _ranges(self, target: Target) -> Iterator[tuple[int, int]]:
-        if self.how == "full" or target.stop - target.start <= SAMPLES * SAMPLE:
+        if self._how == "full" or target.stop - target.start <= SAMPLES * SAMPLE:
             begin = target.start
             while begin < target.stop:
                 end = min(target.stop, (begin // CHUNK + 1) * CHUNK)
@@ -138,24 +126,22 @@ class Verifier:
 
     def _compare(self, target: Target, view: View, placed: torch.Tensor, start: int, stop: int) -> None:
         """Compare what was `placed` for the elements ``[start, stop)`` of a target's `view` with the files."""
-        expected = self._lookup.values(view, start, stop).to(placed.device).to(target.dtype)
+        expected = self._lookup.values(view, range(start, stop)).to(placed.device).to(target.dtype)
         bits, right = _bits(placed), _bits(expected)
         if not torch.equal(bits, right):
             wrong = (bits != right).nonzero().view(-1) * len(placed) // len(bits)
             first, last = start + int(wrong[0]), start + int(wrong[-1]) + 1
             raise LoadError(
-                f"verify: {target.name} on rank {self.rank}: {len(wrong)} of the elements {first} to {last} are not "
+                f"verify: {target.name} on rank {self._rank}: {len(wrong)} of the elements {first} to {last} are not "
                 f"what the files hold: element {first} is {placed[first - start].item()!r}, expected "
-                f"{expected[first - start].item()!r}. The values are wrong; load again, and if it happens again, "
-                "report it with the model's config."
+                f"{expected[first - start].item()!r}. {_ADVICE}"
             )
-        digest = _digest_of(target, placed, start, stop) if self.how == "full" else 0
+        digest = _digest_of(target, placed, start, stop) if self._how == "full" else 0
         with self._lock:
             self._elements += stop - start
-            self.parts[target.name] = (self.parts.get(target.name, 0) + digest) % _WORD
+            self.parts[target.name] = (self.parts[target.name] + digest) % _WORD
             # A buffer, which every rank has whole, counts once.
-            is_copy = target.is_copy if target.box else self.rank > 0 and target.stop - target.start == view.numel
-            if not is_copy:
+            if self._rank == 0 or target.box or target.stop - target.start < view.numel:
                 self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
 
 
@@ -168,7 +154,7 @@ def digest_of(values: torch.Tensor, first: int) -> int:
         block, inside = divmod(position + done, BLOCK)
         part = bits[done : done + BLOCK - inside]
         products = part.to(torch.int64) * table[inside : inside + len(part)]
-        total += int(products.sum()) * _mixed(block)
+        total += int(products.sum()) * int(_odd_factors(np.array([block + 1], dtype=np.uint64))[0])
         done += len(part)
     return total % _WORD
 
@@ -177,11 +163,9 @@ def _digest_of(target: Target, values: torch.Tensor, start: int, stop: int) -> i
     """The digest of the elements ``[start, stop)`` of a target's view, by their indices in the whole parameter."""
     if target.box is None:
         return digest_of(values, start)
-    total, done = 0, 0
-    for first, count in target.box.runs(start, stop):
-        total += digest_of(values[done : done + count], first)
-        done += count
-    return total % _WORD
+    runs = list(target.box.runs(start, stop))
+    parts = values.split([count for _, count in runs])
+    return sum(digest_of(part, first) for part, (first, _) in zip(parts, runs, strict=True)) % _WORD
 
 
 def _bits(values: torch.Tensor) -> torch.Tensor:
@@ -192,19 +176,16 @@ def _bits(values: torch.Tensor) -> torch.Tensor:
 @cache
 def _table(device: torch.device) -> torch.Tensor:
     """An odd factor for each position in a block, int64."""
-    state = (np.arange(1, BLOCK + 1, dtype=np.uint64) << np.uint64(32)) * np.uint64(0x9E3779B97F4A7C15)
+    factors = _odd_factors(np.arange(1, BLOCK + 1, dtype=np.uint64) << np.uint64(32))
+    return torch.from_numpy(factors.view(np.int64)).to(device)
+
+
+def _odd_factors(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """An odd factor for each number: the output function of splitmix64."""
+    state = numbers * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         state = (state ^ (state >> np.uint64(shift))) * np.uint64(factor)
-    state = (state ^ (state >> np.uint64(31))) | np.uint64(1)
-    return torch.from_numpy(state.view(np.int64)).to(device)
-
-
-def _mixed(block: int) -> int:
-    """An odd factor for a block: the output function of splitmix64."""
-    state = (block + 1) * 0x9E3779B97F4A7C15 % _WORD
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % _WORD
-    return (state ^ (state >> 31)) | 1
+    return (state ^ (state >> np.uint64(31))) | np.uint64(1)
 
 
 def _number(name: str) -> int:

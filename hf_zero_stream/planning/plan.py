@@ -33,7 +33,6 @@ class Target:
         name: the parameter's or buffer's name in the model.
         numel: may be more than ``stop - start``, which may be 0: the rest is padding.
         box: what of the parameter the view shows; None: all of it.
-        is_copy: another rank has the same elements of `box`, and counts them in the digest of the model.
     """
 
     name: str
@@ -42,7 +41,6 @@ class Target:
     start: int
     stop: int
     box: ParameterBox | None = None
-    is_copy: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -139,7 +139,7 @@ def _check_and_read_ahead(session: Session, files: Sequence[str]) -> None:
     check_files(files)
     is_read = not session.is_dry and session.inside is None
     if is_read and all(file.endswith(".safetensors") for file in files):
-        session.load.read_ahead(files)
+        session.load.checkpoint.read_ahead(files)
 
 
 @replaces(modeling_utils, "load_state_dict")
@@ -153,7 +153,7 @@ def _load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) -
         return original(file, *args, **kwargs)
     if str(file).endswith(".safetensors"):
         index = session.load.look_into(file)
-        if not session.load.reads_itself:
+        if not session.load.checkpoint.reads_itself:
             return {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in index.tensors.items()}
     values = original(file, *args, **kwargs)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
@@ -169,7 +169,7 @@ def _get_resolved_checkpoint_files(session: Session, original: Original, *args: 
     except OSError:
         folder = kwargs.get("pretrained_model_name_or_path")
         is_safetensors = not kwargs.get("gguf_file") and kwargs.get("use_safetensors") is not False
-        if session.load.reads_itself or not is_safetensors or not folder or not os.path.isdir(folder):
+        if session.load.checkpoint.reads_itself or not is_safetensors or not folder or not os.path.isdir(folder):
             raise
         name = ".".join(filter(None, ("model", kwargs.get("variant"), "safetensors")))
         subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
@@ -217,7 +217,7 @@ def _finalize_model_loading(
 def _place(session: Session, model: Any, load_config: Any, loading_info: Any) -> None:
     mismatched = loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes
     if loading_info.error_msgs or loading_info.conversion_errors or mismatched:
-        if not session.load.reads_itself:
+        if not session.load.checkpoint.reads_itself:
             session.load.coordinator.check()  # the reason may be that the rank that reads for this one died
         raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
     if session.strict:

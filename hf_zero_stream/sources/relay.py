@@ -1,11 +1,9 @@
 """Reading for ranks that cannot, or should not, read for themselves.
 
 One rank (the *reader*) has the shards; the others ask it for byte ranges and get them over a gloo group, a chunk at a
-time. Each rank asks for the bytes of its own plan only, and neither side ever holds more than a chunk. DeepSpeed
-PR #8103 (``stage3_partition_stream_chunk_size``) bounds memory in the same way, but broadcasts every chunk.
-
-The reader answers in threads, which start before the planning: planning may need values, and ranks that plan do not
-wait for each other.
+time. Each rank asks for the bytes of its own plan only, and neither side ever holds more than a chunk. The reader
+answers in threads, which start before the planning: planning may need values, and ranks that plan do not wait for each
+other.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from ..ranks.coordinator import Coordinator
 from .base import ByteSource, SourceFile
 
 
-__all__ = ["RelayedFiles", "ServingFiles", "reader_and_clients", "through_relay"]
+__all__ = ["RelayedFiles", "Server", "reader_and_clients", "through_relay"]
 
 CLOSING_S = 10.0
 """How long the reader waits, after an error, for its clients to say that they are done."""
@@ -34,18 +32,18 @@ _DONE = -1
 
 
 def through_relay(
-    source: ByteSource, paths: Sequence[str], config: StreamingConfig, coordinator: Coordinator
-) -> ByteSource:
-    """The source for this rank where ranks read for others (all ranks; a PeerError if one died).
+    source: ByteSource, config: StreamingConfig, coordinator: Coordinator
+) -> tuple[ByteSource, Server | None]:
+    """The source for this rank where ranks read for others, and on the rank that reads, what answers the others.
 
-    The reader reads from `source`, to which files with these `paths` have been added.
+    Called by all ranks before files are added to `source`; raises a PeerError if one died.
     """
     reader, *clients = reader_and_clients(config, coordinator)
     with coordinator.naming_dead_rank():
         group = dist.new_group(backend="gloo")
     if coordinator.rank == reader:
-        return ServingFiles(source, clients, group, config.chunk_bytes)
-    return RelayedFiles(source, paths, reader, group, config.chunk_bytes)
+        return source, Server(source, clients, group, config.chunk_bytes)
+    return RelayedFiles(source, reader, group, config.chunk_bytes), None
 
 
 def reader_and_clients(config: StreamingConfig, coordinator: Coordinator) -> list[int]:
@@ -55,27 +53,12 @@ def reader_and_clients(config: StreamingConfig, coordinator: Coordinator) -> lis
     return list(range(coordinator.world_size))
 
 
-class _Wrapped:
-    """What both ends of a relay leave to the source that they wrap."""
-
-    def __init__(self, source: ByteSource) -> None:
-        self._source = source
-        self.open_file = source.open_file
-        self.is_transient = source.is_transient
-        self.hints = source.hints
-
-    def add(self, files: Sequence[SourceFile]) -> None:
-        self._source.add(files)
-
-
-class RelayedFiles(_Wrapped):
+class RelayedFiles:
     """The client's end: files that rank `reader` reads; `source` is for headers and hints only."""
 
-    def __init__(
-        self, source: ByteSource, paths: Sequence[str], reader: int, group: dist.ProcessGroup, chunk_bytes: int
-    ) -> None:
-        super().__init__(source)
-        self._paths = [*paths]
+    def __init__(self, source: ByteSource, reader: int, group: dist.ProcessGroup, chunk_bytes: int) -> None:
+        self.open_file, self.is_transient, self.hints = source.open_file, source.is_transient, source.hints
+        self._paths: list[str] = []
         self._reader = reader
         self._group: dist.ProcessGroup | None = group
         self._chunk_bytes = chunk_bytes
@@ -84,7 +67,6 @@ class RelayedFiles(_Wrapped):
         self.bytes_read = self.reads = 0
 
     def add(self, files: Sequence[SourceFile]) -> None:
-        super().add(files)
         self._paths += [file.path for file in files]
 
     def open(self, numbers: Iterable[int]) -> None:
@@ -132,18 +114,15 @@ class RelayedFiles(_Wrapped):
     close = finish
 
 
-class ServingFiles(_Wrapped):
-    """The reader's end: files that this rank reads for itself and for its clients.
+class Server:
+    """The reader's end: answers clients with bytes of `source`.
 
     Each client has a thread of its own: a gloo receive from all at once misses the death of one. They are answered
     one at a time.
     """
 
     def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
-        super().__init__(source)
-        self.open = source.open
-        self.read_into = source.read_into
-        self.check_unchanged = source.check_unchanged
+        self._source = source
         self._group: dist.ProcessGroup | None = group
         self._chunk = torch.empty(chunk_bytes, dtype=torch.uint8)
         self._answering = threading.Lock()
@@ -155,14 +134,6 @@ class ServingFiles(_Wrapped):
         for listener in self._listeners:
             listener.start()
 
-    @property
-    def bytes_read(self) -> int:
-        return self._source.bytes_read
-
-    @property
-    def reads(self) -> int:
-        return self._source.reads
-
     def finish(self) -> None:
         """Wait until all clients are done; raise the first failed read, or a RuntimeError if a connection was lost."""
         for listener in self._listeners:
@@ -172,6 +143,7 @@ class ServingFiles(_Wrapped):
         self.close()
 
     def close(self) -> None:
+        """End the relay, with clients that may have failed. May be called again."""
         group, self._group = self._group, None
         if group is not None:
             deadline = time.monotonic() + CLOSING_S
@@ -179,7 +151,6 @@ class ServingFiles(_Wrapped):
                 listener.join(max(0.0, deadline - time.monotonic()))
             if not any(listener.is_alive() for listener in self._listeners):  # else a rank hangs: others will say so
                 dist.destroy_process_group(group)
-        self._source.close()
 
     def _listen(self, client: int, group: dist.ProcessGroup) -> None:
         request = torch.empty(3, dtype=torch.int64)
