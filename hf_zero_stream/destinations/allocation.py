@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,14 +20,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def allocating(what: str | Callable[[], str], nbytes: int, device: torch.device | str, rank: int) -> Iterator[None]:
-    """Raise a LoadError that says what `nbytes` bytes were wanted for, if there is not enough memory inside."""
+def allocating(name: str, nbytes: int, device: torch.device | str, rank: int) -> Iterator[None]:
+    """Raise a LoadError that says that `nbytes` bytes were wanted for `name`, if there is not enough memory inside."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        name = what if isinstance(what, str) else what()
         raise LoadError(
             f"out of memory on rank {rank}: {nbytes} bytes for {name} on {device}. Use more ranks or offload_param, "
             "or free what else is there; plan() says beforehand what a rank needs."

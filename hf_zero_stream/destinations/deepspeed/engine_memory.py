@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from torch import nn
 
 from ...config import CHUNK_ALIAS
@@ -41,21 +42,13 @@ _ADAM: tuple[int, tuple[str, ...]] = (2, ("amsgrad",))
 
 
 def model_footprint(
-    model: nn.Module,
-    ds_config: Mapping[str, Any],
-    *,
-    tied: Collection[str],
-    world_size: int,
-    staging_bytes: int,
-    device: str,
+    model: nn.Module, ds_config: Mapping[str, Any], tied: set[str], world_size: int, staging_bytes: int, device: str
 ) -> MemoryFootprint:
-    """The memory that one rank needs for `model` under ZeRO-3, all ranks being alike.
+    """The memory that each rank needs for `model` under ZeRO-3, of placeholders (see ``zero3.py``) and real buffers.
 
-    Args:
-        model: its parameters are placeholders (of the right dtype) but for `tied` ones; buffers are real.
-        ds_config: if it is empty, DeepSpeed's defaults for the model's dtype.
-        world_size: ranks that share a parameter without a group of its own.
+    An empty `ds_config` means DeepSpeed's defaults; `world_size` ranks share a parameter without a group of its own.
     """
+    zero = _zero_config(ds_config, model)
     named = list(model.named_parameters(remove_duplicate=False))
     placed = (param.dtype for name, param in named if name not in tied and param.is_floating_point())
     dtype = next(placed, torch.float32)
@@ -69,54 +62,47 @@ def model_footprint(
         parameters.append(ParameterShape(name, param.numel(), own_dtype, param.requires_grad, ranks, is_tied))
     return memory_footprint(
         parameters,
-        _engine_settings(ds_config, model, dtype, device),
+        _engine_settings(ds_config, zero, dtype, device),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         staging_bytes=staging_bytes,
-        leaf_modules=_leaf_modules(model, ds_config),
+        leaf_modules=_leaf_modules(model, zero),
     )
 
 
 def _engine_settings(
-    ds_config: Mapping[str, Any], model: nn.Module, dtype: torch.dtype, device: str
+    ds_config: Mapping[str, Any], zero: DeepSpeedZeroConfig, dtype: torch.dtype, device: str
 ) -> EngineSettings:
-    """What a config means for memory, "auto" and what is not in it included.
-
-    Without an ``optimizer`` section (as with accelerate and the Trainer) the optimizer is taken for AdamW.
-    """
-    zero = _zero_config(ds_config, model)
+    """What a config means for memory; the optimizer is AdamW if the config has none, as accelerate's and Trainer's."""
     half = {**(ds_config.get("fp16") or {}), **(ds_config.get("bf16") or ds_config.get("bfloat16") or {})}
     gradient = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
     masters_in_half = half.get("bf16_master_weights_and_grads") or half.get("fp16_master_weights_and_grads")
     master = dtype.itemsize if masters_in_half is True else torch.float32.itemsize
     bucket_numel = zero.reduce_bucket_size if zero.contiguous_gradients else 0
-    swap_numel = 0
-    if zero.offload_param is not None and zero.offload_param.device == "nvme":
-        swap_numel = zero.offload_param.buffer_count * zero.offload_param.buffer_size
+    parameters = zero.offload_param or DeepSpeedZeroOffloadParamConfig()
+    optimizer = zero.offload_optimizer or DeepSpeedZeroOffloadOptimizerConfig(pin_memory=False)
+    swap_numel = parameters.buffer_count * parameters.buffer_size if _device(parameters) == "nvme" else 0
     return EngineSettings(
         device=device,
-        offload_param=_device(zero.offload_param),
-        offload_optimizer=_device(zero.offload_optimizer),
-        offload_ratio=zero.offload_optimizer.ratio if zero.offload_optimizer else 1.0,
-        pinned_optimizer=bool(zero.offload_optimizer and zero.offload_optimizer.pin_memory),
+        offload_param=_device(parameters),
+        offload_optimizer=_device(optimizer),
+        offload_ratio=optimizer.ratio,
+        pinned_optimizer=optimizer.pin_memory,
         swap_from_bytes=nvme.swap_from_bytes(ds_config),
         parameter_swap_bytes=swap_numel * dtype.itemsize,
-        optimizer_swap_buffers=zero.offload_optimizer.buffer_count if zero.offload_optimizer else 0,
+        optimizer_swap_buffers=optimizer.buffer_count,
         sub_group_size=zero.sub_group_size,
         reduce_bucket_bytes=bucket_numel * _itemsize(ds_config.get("communication_data_type"), dtype),
         gradient_itemsize=_itemsize(gradient, dtype),
         master_itemsize=master,
-        state_bytes=_state_bytes(ds_config, zero, half, master),
+        state_bytes=_state_bytes(ds_config, _device(optimizer) != "none", half, master),
         secondary_ranks=zero.zero_hpz_partition_size,
     )
 
 
-def _leaf_modules(model: nn.Module, ds_config: Mapping[str, Any]) -> list[str]:
-    """Names of the modules that ``deepspeed.initialize`` will gather whole, flagged already or by the config.
-
-    DeepSpeed's own rule decides (by default some mixture-of-experts blocks are); its flags are taken off again.
-    """
+def _leaf_modules(model: nn.Module, zero: DeepSpeedZeroConfig) -> list[str]:
+    """Names of the modules that ``deepspeed.initialize`` will gather whole; the flags are taken off again."""
     flagged = {id(module) for module in model.modules() if leaf_flags.z3_leaf_module(module)}
-    found = leaf_flags.apply_zero_leaf_module_config(model, _zero_config(ds_config, model).leaf_module)
+    found = leaf_flags.apply_zero_leaf_module_config(model, zero.leaf_module)
     names = [name for name, module in model.named_modules() if leaf_flags.z3_leaf_module(module)]
     for module in found:
         if id(module) not in flagged:
@@ -149,11 +135,11 @@ def _itemsize(name: str | None, default: torch.dtype) -> int:
 
 
 def _device(offload: Any) -> str:
-    return "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    return str(getattr(offload.device, "value", offload.device))  # the default is no member of its enum
 
 
 def _state_bytes(
-    ds_config: Mapping[str, Any], zero: DeepSpeedZeroConfig, half: Mapping[str, Any], master_itemsize: int
+    ds_config: Mapping[str, Any], is_offloaded: bool, half: Mapping[str, Any], master_itemsize: int
 ) -> int:
     """Bytes that the optimizer keeps for each element of a parameter."""
     section = ds_config.get("optimizer") or {}
@@ -161,7 +147,7 @@ def _state_bytes(
     states, extras = _STATES.get(name, _ADAM)
     states += sum(bool(params.get(extra)) for extra in extras)
     # DeepSpeed's Adam for the CPU keeps states in fp32 whatever it trains, unless it is told not to.
-    on_cpu = _device(zero.offload_optimizer) != "none" and name in ("adam", "adamw") and not params.get("torch_adam")
+    on_cpu = is_offloaded and name in ("adam", "adamw") and not params.get("torch_adam")
     if on_cpu and not half.get("bf16_optimizer_states") and params.get("fp32_optimizer_states", True):
         return states * torch.float32.itemsize
     return states * master_itemsize

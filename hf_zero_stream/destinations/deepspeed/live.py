@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from ...versions import refuse_unknown_version
 from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_of, source_of
 from ..replicated import exchange_batches
 from . import nvme, zero3
-from .gathered import gather_again, gathered
+from .gathered import gathered
 from .masters import ZENFLOW, Master, masters_of
 
 
@@ -35,11 +34,7 @@ refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for
 
 
 class LiveModel(Destination):
-    """The memory that a model in use has already, ZeRO-3's or whole on every rank, and what optimizers train for it.
-
-    Raises:
-        UnsupportedError: the values that an optimizer trains cannot be reached.
-    """
+    """The memory that a model in use has, ZeRO-3's or whole on every rank, and what optimizers train in its place."""
 
     def __init__(self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int) -> None:
         self.device = zero3.local_device()
@@ -69,35 +64,39 @@ class LiveModel(Destination):
         parameters, buffers = self._sources(model, missing)
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
-        partitions: dict[int, torch.Tensor] = {}
-        sources: dict[int, Item] = {}
-        in_swap_files: list[Any] = []
-        replicated: dict[str, Sourced] = {}
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        swapped: list[nvme.Swap] = []
+        replicated: dict[str, Sourced] = {}  # filled by all ranks together
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), when everything is read
         for name, (param, view) in parameters.items():
-            if not is_zero_param(param):
-                self._replicate(name, param, view, replicated, direct, copies)
-                continue
-            swapped = getattr(param.ds_tensor, "final_location", None) == "nvme"
-            if swapped:
-                in_swap_files.append(param)
-            target = Target(name, param.dtype, *zero3.own_range(param))
-            master = _master_partition(param)
-            if master is not None:
-                direct.append(item_of(replace(target, dtype=master.dtype), view, master))
-                if swapped:
-                    partitions[id(param)] = master
+            if is_zero_param(param):
+                master = _master_partition(param)
+                target = Target(name, param.dtype if master is None else master.dtype, *zero3.own_range(param))
+                if master is not None:
+                    direct.append(item_of(target, view, master))
+                if getattr(param.ds_tensor, "final_location", None) == "nvme":
+                    item = Item(target, view, partial(getattr, param, "ds_tensor"))
+                    swapped.append((param, item if master is None else master))
+                elif master is None:
+                    direct.append(item_of(target, view, param.ds_tensor))
                 else:
                     copies.append((param.ds_tensor, master))
-            elif swapped:
-                sources[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
-            else:
-                direct.append(item_of(target, view, param.ds_tensor))
+                continue
+            masters = self.masters.get(id(param), ())
+            shared = next((master.values for master in masters if master.is_whole), param)
+            replicated[name] = (shared, view)
+            flat = shared.detach().view(-1)
+            if shared is not param:
+                copies.append((param.detach().view(-1), flat))
+            for trained, start, stop, is_whole in masters:
+                if is_whole or _holds_exactly(param.dtype, view):
+                    copies.append((trained, flat[start:stop]))
+                else:  # `param` gets rounded values
+                    target = Target(f"{name} (optimizer)", trained.dtype, stop - start, start, stop)
+                    direct.append(item_of(target, view, trained))
 
         batches = [Batch(direct)]
-        if in_swap_files:
-            buffers_free = in_swap_files[0].nvme_swapper.available_swap_in_buffers()
-            batches.extend(nvme.swap_batches(in_swap_files, buffers_free, sources, partitions))
+        if swapped:
+            batches.extend(nvme.swap_batches(swapped, swapped[0][0].nvme_swapper.available_swap_in_buffers()))
         batches.extend(exchange_batches(replicated, self._coordinator, self._chunk_bytes, self.device))
 
         def copy_all() -> None:
@@ -115,19 +114,19 @@ class LiveModel(Destination):
             param.ds_secondary_tensor = None
 
     def finish(self) -> None:
-        # What a GatheredParameters around the load holds.
-        gather_again(self._in_context)
+        if self._in_context:  # what a GatheredParameters around the load holds
+            self._in_context[0].all_gather(param_list=self._in_context)
 
     def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
-        parameters = {_without_adapters(name): param for name, param in self._model.named_parameters()}
-        buffers = {_without_adapters(name): buffer for name, buffer in self._model.named_buffers()}
+        named = [*self._model.named_buffers(), *self._model.named_parameters()]
+        live: dict[str, Any] = {_without_adapters(name): tensor for name, tensor in named}
         of_parameters: dict[str, Sourced] = {}
         of_buffers: dict[str, Sourced] = {}
         for name, lazy in [*model.named_parameters(), *model.named_buffers()]:
             view = None if name in missing else source_of(lazy)
             if view is None:
                 continue
-            found: Any = parameters.get(name, buffers.get(name))
+            found = live.get(name)
             shape = torch.Size(found.ds_shape) if is_zero_param(found) else getattr(found, "shape", None)
             if shape != lazy.shape:
                 described = "no such tensor" if shape is None else tuple(shape)
@@ -135,38 +134,11 @@ class LiveModel(Destination):
                     f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {described}. "
                     "Load a checkpoint of the same architecture and sizes."
                 )
-            if name in parameters:
+            if isinstance(found, nn.Parameter):
                 of_parameters[name] = (found, view)
             else:
                 of_buffers[name] = (found.view(-1), view)
         return of_parameters, of_buffers
-
-    def _replicate(
-        self,
-        name: str,
-        param: torch.Tensor,
-        view: View,
-        replicated: dict[str, Sourced],
-        direct: list[Item],
-        copies: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        """Add a parameter that every rank has whole, and what an optimizer trains in its place, to three lists.
-
-        The ranks fill `replicated` together; this rank reads `direct` for itself; `copies`, (to, from), come last.
-        """
-        masters = self.masters.get(id(param), ())
-        shared = next((master.values for master in masters if master.is_whole), param)
-        replicated[name] = (shared, view)
-        flat = shared.detach().view(-1)
-        if shared is not param:
-            copies.append((param.detach().view(-1), flat))
-        for master in masters:
-            if master.is_whole or _holds_exactly(param.dtype, view):
-                copies.append((master.values, flat[master.start : master.stop]))
-            else:  # `param` gets rounded values
-                numel = master.stop - master.start
-                target = Target(f"{name} (optimizer)", master.values.dtype, numel, master.start, master.stop)
-                direct.append(item_of(target, view, master.values))
 
     @classmethod
     def holdings(
@@ -197,12 +169,11 @@ class LiveModel(Destination):
 
 
 def _holding_of_masters(param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int) -> Holding:
-    box = ParameterBox.whole(param.shape)
-    if not masters:  # all of it is trained by other ranks
-        return Holding(box, torch.float32, 0, 0, lambda: nullcontext(torch.empty(0)))
-    values, start, stop, is_whole = masters[0]
+    nothing = Master(torch.empty(0, dtype=torch.float32), 0, 0, is_whole=False)  # all of it is trained by other ranks
+    values, start, stop, is_whole = masters[0] if masters else nothing
     if is_whole:
         _, start, stop = partition_range(param.numel(), rank, world_size)
+    box = ParameterBox.whole(param.shape)
     return Holding(box, values.dtype, start, stop, lambda: nullcontext(values), is_whole=is_whole)
 
 
@@ -244,10 +215,7 @@ def _is_trained_apart(param: Any) -> bool:
 
 
 def _master_partition(param: Any) -> torch.Tensor | None:
-    """The fp32 partition that an initialised engine trains for `param` (a view), or None if there is none.
-
-    A parameter that was frozen after the engine was initialised has one too: each step copies it back.
-    """
+    """The fp32 partition that an engine trains for `param`, also if it was frozen since, as a view; or None."""
     if not _is_trained_apart(param):
         return None
     optimizer = param._z3_optimizer

@@ -14,12 +14,10 @@ from weakref import WeakValueDictionary
 
 import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
-from deepspeed.runtime.swap_tensor.partitioned_param_swapper import (
-    AsyncPartitionedParameterSwapper,
-    PartitionedParamStatus,
-)
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig, OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
 from ...errors import ConfigError, UnsupportedError
 from ...planning.plan import Target
@@ -28,10 +26,11 @@ from ..base import Batch, Item
 
 
 __all__ = [
-    "expect_swap",
+    "Swap",
     "free_buffers",
     "goes_to_swap_file",
-    "partitions_in_memory",
+    "is_swappable",
+    "partition_in_memory",
     "refuse_wrong_settings",
     "share_swapper",
     "shared_swapper",
@@ -43,6 +42,9 @@ __all__ = [
 _RELIED_ON = "get_buffer swappable_tensor swap_out_and_release synchronize_writes remove_partition_and_release_buffers"
 _missing = [name for name in _RELIED_ON.split() if not hasattr(AsyncPartitionedParameterSwapper, name)]
 refuse_unknown_version("deepspeed", [f"AsyncPartitionedParameterSwapper.{name}" for name in _missing])
+
+Swap = tuple[Any, Item | torch.Tensor | None]
+"""A parameter whose partition goes to a swap file, and what fills it: an item, or values; None: it becomes zero."""
 
 _swappers: WeakValueDictionary[tuple[Any, ...], AsyncPartitionedParameterSwapper] = WeakValueDictionary()
 
@@ -71,14 +73,14 @@ def refuse_wrong_settings(ds_config: Mapping[str, Any], targets: Sequence[Target
 
 
 def swap_from_bytes(ds_config: Mapping[str, Any]) -> int:
-    """DeepSpeed's limit: smaller partitions stay in host memory."""
+    """DeepSpeed's limit: smaller partitions stay in host memory, as in stock."""
     return max(MIN_AIO_BYTES, (ds_config.get("aio") or {}).get("block_size", 0))
 
 
 def goes_to_swap_file(
-    dtype: torch.dtype, numel: int, swapped_dtype: torch.dtype, ds_config: Mapping[str, Any]
+    dtype: torch.dtype, numel: int, swapped_dtype: torch.dtype | None, ds_config: Mapping[str, Any]
 ) -> bool:
-    """What :func:`expect_swap` will say of `numel` elements; known before there is a swapper, of `swapped_dtype`."""
+    """What :func:`is_swappable` will say; known before there is a swapper, of `swapped_dtype`."""
     is_large = numel * dtype.itemsize >= swap_from_bytes(ds_config)
     return uses_nvme(ds_config) and is_large and dtype == swapped_dtype
 
@@ -92,10 +94,7 @@ def free_buffers(ds_config: Mapping[str, Any]) -> int:
 
 
 def shared_swapper(ds_config: Mapping[str, Any]) -> AsyncPartitionedParameterSwapper | None:
-    """The swapper of an earlier model with the same settings that is still alive, or None.
-
-    A new one would empty the folder of swap files, and with it the partitions of that model (a teacher, a reference).
-    """
+    """The swapper of a live model with the same settings, whose swap files a new swapper would delete, or None."""
     return _swappers.get(_identity(ds_config))
 
 
@@ -104,67 +103,51 @@ def share_swapper(ds_config: Mapping[str, Any], swapper: AsyncPartitionedParamet
     _swappers[_identity(ds_config)] = swapper
 
 
-def expect_swap(param: Any, numel: int, swapper: AsyncPartitionedParameterSwapper) -> bool:
-    """Whether a partition of `numel` elements goes to a swap file; then its ``ds_tensor`` is made, without memory.
-
-    As in stock, partitions under DeepSpeed's limit of 1 MiB stay in host memory; so do those of another dtype than the
-    swapper's, which stock would write with the wrong size.
-    """
-    if param.dtype != swapper.dtype or not swapper.swappable_tensor(numel=numel):
-        return False
-    param.ds_tensor = torch.empty(0, dtype=param.dtype)
-    param.ds_tensor.requires_grad = False
-    param.ds_tensor.ds_numel = numel
-    param.ds_tensor.status = PartitionedParamStatus.NOT_AVAILABLE
-    param.ds_tensor.final_location = OffloadDeviceEnum.nvme
-    return True
+def is_swappable(dtype: torch.dtype, numel: int, swapper: AsyncPartitionedParameterSwapper) -> bool:
+    """Whether a partition goes to a swap file; stock would write those of another dtype with the wrong size."""
+    return dtype == swapper.dtype and swapper.swappable_tensor(numel=numel)
 
 
-def swap_batches(
-    params: Sequence[Any], buffers: int, items: Mapping[int, Item], ready: Mapping[int, torch.Tensor] | None = None
-) -> list[Batch]:
-    """Batches that fill swap files, each with as many partitions as fit into half of the swapper's free `buffers`.
-
-    By the ``id`` of its parameter, a partition has an item or `ready` values; what has neither becomes zero.
-    """
+def swap_batches(swaps: Sequence[Swap], buffers: int) -> list[Batch]:
+    """Batches that fill swap files, each with as many partitions as fit into half of the swapper's free `buffers`."""
     size = max(1, buffers // 2)
-    waves = [params[begin : begin + size] for begin in range(0, len(params), size)]
-    return [_swap_batch(wave, items, ready or {}, is_last=wave is waves[-1]) for wave in waves]
+    last = len(swaps) - size
+    return [_swap_batch(swaps[i : i + size], is_last=i >= last) for i in range(0, len(swaps), size)]
 
 
-def _swap_batch(
-    params: Sequence[Any], items: Mapping[int, Item], ready: Mapping[int, torch.Tensor], *, is_last: bool
-) -> Batch:
+def _swap_batch(swaps: Sequence[Swap], *, is_last: bool) -> Batch:
+    params = [param for param, _ in swaps]
+
     def begin() -> None:
         swapper = params[0].nvme_swapper
         if swapper.available_swap_in_buffers() < len(params):
             swapper.synchronize_writes()
-        for param in params:
+        for param, values in swaps:
             param.ds_tensor.data = swapper.get_buffer(param, param.ds_tensor.ds_numel).zero_().data
             param.ds_tensor.status = PartitionedParamStatus.AVAILABLE
-            if id(param) in ready:
-                param.ds_tensor.copy_(ready[id(param)])
+            if isinstance(values, torch.Tensor):
+                param.ds_tensor.copy_(values)
 
     def finish() -> None:
         swapper = params[0].nvme_swapper
         swapper.synchronize_writes()  # of the batch before
-        swapper.swap_out_and_release(list(params), async_op=True, force_buffer_release=True)
+        swapper.swap_out_and_release(params, async_op=True, force_buffer_release=True)
         if is_last:
             swapper.synchronize_writes()
 
-    return Batch([items[id(param)] for param in params if id(param) in items], begin, finish, is_temporary=True)
+    return Batch([values for _, values in swaps if isinstance(values, Item)], begin, finish, is_temporary=True)
 
 
 @contextmanager
-def partitions_in_memory(params: Sequence[Any]) -> Iterator[None]:
-    """Read the partitions of `params` that are in swap files into memory, for code that looks at them."""
-    swapped = [param for param in params if param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE]
-    for param in swapped:
+def partition_in_memory(param: Any) -> Iterator[torch.Tensor]:
+    """The partition of `param`, read into memory for a while if it is in a swap file."""
+    is_swapped = param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+    if is_swapped:
         param.nvme_swapper.swap_in([param], async_op=False)
     try:
-        yield
+        yield param.ds_tensor
     finally:
-        for param in swapped:
+        if is_swapped:
             param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 

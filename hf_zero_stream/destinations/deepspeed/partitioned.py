@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ from ...checkpoint.lazy import LazyTensor
 from ...footprint.memory import MemoryFootprint
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ...versions import refuse_unknown_version
 from ..base import Batch, Destination, Holding, Item, flat_items, replace_lazy
 from ..replicated import open_flat
 from . import engine_memory, nvme, zero3
@@ -26,12 +24,7 @@ __all__ = ["Partitioned"]
 
 
 class Partitioned(Destination):
-    """The partitions of a model that is built under ZeRO-3.
-
-    Args:
-        ds_config: empty for a plan without one.
-        trains_on: type of the device that will train, for the footprint; default: this machine's.
-    """
+    """The partitions of a model that is built under ZeRO-3; a plan may be for another device, and without a config."""
 
     hides_zero3 = True
     fills_missing = True
@@ -67,16 +60,14 @@ class Partitioned(Destination):
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
-        swapper_dtype = zero3.partition_dtype(self._ds_config)
         self._swapped = [
             param
             for param in filter(zero3.is_placeholder, model.parameters())
-            if nvme.goes_to_swap_file(param.dtype, self._share(param)[0], swapper_dtype, self._ds_config)
+            if nvme.goes_to_swap_file(param.dtype, self._share(param)[0], self._dtype, self._ds_config)
         ]
-        swapped = set(map(id, self._swapped))
-        direct = [item for key, item in items.items() if key not in swapped]
-        buffers_free = nvme.free_buffers(self._ds_config) if swapped else 0
-        return [Batch([*direct, *flat_items(buffers)]), *nvme.swap_batches(self._swapped, buffers_free, items)]
+        swaps: list[nvme.Swap] = [(param, items.pop(id(param), None)) for param in self._swapped]
+        buffers_free = nvme.free_buffers(self._ds_config) if swaps else 0
+        return [Batch([*items.values(), *flat_items(buffers)]), *nvme.swap_batches(swaps, buffers_free)]
 
     def _share(self, param: Any) -> tuple[int, int, int]:
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
@@ -85,7 +76,7 @@ class Partitioned(Destination):
     def _parameter(self, name: str, param: torch.Tensor) -> nn.Parameter:
         dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
         requires_grad = param.requires_grad if isinstance(param, LazyTensor) else param.is_floating_point()
-        return zero3.placeholder(param.shape, dtype, self.device, requires_grad)
+        return zero3.placeholder(name, param.shape, dtype, self.device, requires_grad)
 
     def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
         if not isinstance(buffer, LazyTensor) and not buffer.is_meta:
@@ -93,10 +84,8 @@ class Partitioned(Destination):
         return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
-        world_size, device = self._coordinator.world_size, self._trains_on
-        return engine_memory.model_footprint(
-            model, self._ds_config, tied=tied, world_size=world_size, staging_bytes=staging_bytes, device=device
-        )
+        world_size = self._coordinator.world_size
+        return engine_memory.model_footprint(model, self._ds_config, tied, world_size, staging_bytes, self._trains_on)
 
     def check(self, targets: Sequence[Target]) -> None:
         nvme.refuse_wrong_settings(self._ds_config, targets)
@@ -104,9 +93,7 @@ class Partitioned(Destination):
     def allocate(self) -> None:
         model, self._model = self._model, None
         assert model is not None
-        init = zero3.PartitionedInit(model, self._ds_config)
-        if init.swapped != set(map(id, self._swapped)):
-            refuse_unknown_version("deepspeed", ["swapper that takes the partitions which were planned for it"])
+        zero3.PartitionedInit(model, self._ds_config, self._swapped)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         run_gathering_what_is_touched(initialise, module)
@@ -124,13 +111,6 @@ class Partitioned(Destination):
                 values = partial(open_flat, param)
                 return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
             is_swapped = param.ds_tensor.final_location == "nvme"
-            return Holding(box, param.dtype, start, stop, partial(_open_partition, param), is_swapped=is_swapped)
+            return Holding(box, param.dtype, start, stop, partial(zero3.open_partition, param), is_swapped=is_swapped)
 
         return {name: holding(param) for name, param in params.items() if is_zero_param(param)}
-
-
-@contextmanager
-def _open_partition(param: Any) -> Iterator[torch.Tensor]:
-    _, start, stop = zero3.own_range(param)
-    with nvme.partitions_in_memory([param]):
-        yield param.ds_tensor.detach().view(-1)[: stop - start]

@@ -8,7 +8,7 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,13 +17,8 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import (
-    CUDAQuantizer,
-    Init,
-    PartitionedParamStatus,
-    free_param,
-    is_zero_param,
-)
+from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
+from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, free_param, is_zero_param
 from deepspeed.utils import groups
 from torch import nn
 
@@ -39,10 +34,11 @@ from . import nvme
 __all__ = [
     "PartitionedInit",
     "box_of",
+    "enabled_dtypes",
     "init_distributed",
-    "is_enabled",
     "is_placeholder",
     "local_device",
+    "open_partition",
     "outside_zero_init",
     "own_range",
     "partition_dtype",
@@ -53,6 +49,7 @@ __all__ = [
     "undecided",
 ]
 
+_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}  # by section of a config
 _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpeed parses its config
 
 _RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
@@ -62,25 +59,22 @@ refuse_unknown_version("deepspeed", [f"zero.Init.{name}" for name in _RELIED_ON 
 class PartitionedInit(Init):
     """``deepspeed.zero.Init`` over a module whose parameters are placeholders (see :func:`placeholder`).
 
-    After construction each placeholder is a ZeRO-3 parameter in the partitioned state; its partition,
-    ``param.ds_tensor``, has the right size and device, but its elements (see :func:`own_range`) are still to be
-    filled. The padding is zero; stock leaves it uninitialised. Other parameters are treated as stock does.
+    After construction each of them is a ZeRO-3 parameter, whose partition (see :func:`own_range`) is still to be
+    filled, but for the padding: it is zero. Only those that are `swapped` go to swap files. Other parameters are
+    treated as stock does.
     """
 
-    def __init__(self, module: nn.Module, ds_config: Mapping[str, Any]) -> None:
-        self.swapped: set[int] = set()
-        """The ``id`` of each parameter whose partition goes to a swap file."""
-        self._converting: nn.Module | None = module
-        swapping: dict[str, Any] = {}
-        if nvme.uses_nvme(ds_config):
-            swapping = {"remote_device": "nvme", "param_swapper": nvme.shared_swapper(ds_config)}
+    def __init__(self, module: nn.Module, ds_config: Mapping[str, Any], swapped: Iterable[nn.Parameter]) -> None:
+        self._swapped = set(map(id, swapped))  # no parameters: they keep this object alive
+        has_hpz = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) > 1
         super().__init__(
             module=module,
             config_dict_or_path=dict(ds_config),
-            zero_param_parallel_group=_hpz_group(ds_config),
-            **swapping,
+            # Those that share hpZ's copies, if an earlier zero.Init made the groups: another must not make them.
+            zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if has_hpz else None,
+            remote_device="nvme" if nvme.uses_nvme(ds_config) else None,
+            param_swapper=nvme.shared_swapper(ds_config),
         )
-        self._converting = None  # the parameters keep this object alive, and it must not keep the model alive
         if self.param_swapper is not None:
             nvme.share_swapper(ds_config, self.param_swapper)
 
@@ -103,44 +97,38 @@ class PartitionedInit(Init):
         """The allocation that ``_partition_param`` would make, without the full parameter it would copy from."""
         part, start, stop = own_range(param)
         param.ds_numel_aligned = param.aligned_size()
-        if self.param_swapper is not None and nvme.expect_swap(param, part, self.param_swapper):
-            self.swapped.add(id(param))
-            return
-        remote = "cpu" if self.param_swapper is not None else self.remote_device
-        device = self.local_device if param.ds_persist else torch.device(remote)
-        with allocating(lambda: self._name_of(param), part * param.dtype.itemsize, device, dist.get_rank()):
-            partition = torch.empty(part, dtype=param.dtype, device=device)
-            if device.type == "cpu" and self.pin_memory:
-                partition = get_accelerator().pin_memory(partition)
-        partition[stop - start :].zero_()
+        is_swapped = self.param_swapper is not None and nvme.is_swappable(param.dtype, part, self.param_swapper)
+        if is_swapped != (id(param) in self._swapped):
+            refuse_unknown_version("deepspeed", ["swapper that takes the partitions which were planned for it"])
+        if is_swapped:
+            partition = torch.empty(0, dtype=param.dtype)
+        else:
+            remote = "cpu" if self.param_swapper is not None else self.remote_device
+            device = self.local_device if param.ds_persist else torch.device(remote)
+            with allocating(param._hf_zero_stream_name, part * param.dtype.itemsize, device, dist.get_rank()):
+                partition = torch.empty(part, dtype=param.dtype, device=device)
+                if device.type == "cpu" and self.pin_memory:
+                    partition = get_accelerator().pin_memory(partition)
+            partition[stop - start :].zero_()
         partition.requires_grad = False
         partition.ds_numel = part
-        partition.status = PartitionedParamStatus.AVAILABLE
-        partition.final_location = None
+        partition.status = PartitionedParamStatus.NOT_AVAILABLE if is_swapped else PartitionedParamStatus.AVAILABLE
+        partition.final_location = OffloadDeviceEnum.nvme if is_swapped else None
         param.ds_tensor = partition
 
-    def _name_of(self, param: Any) -> str:
-        named = self._converting.named_parameters() if self._converting is not None else ()
-        return next((name for name, other in named if other is param), "a parameter")
 
-
-def _hpz_group(ds_config: Mapping[str, Any]) -> Any:
-    """The ranks that share hpZ's copies, if an earlier ``zero.Init`` made the groups; another must not make them."""
-    if ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) <= 1:
-        return None
-    return groups._get_zero_param_intra_parallel_group()
-
-
-def placeholder(shape: Sequence[int], dtype: torch.dtype, device: torch.device, requires_grad: bool) -> nn.Parameter:
+def placeholder(
+    name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> nn.Parameter:
     """A parameter that reports `shape` and owns a single element, until :class:`PartitionedInit` partitions it."""
-    param = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(tuple(shape)), requires_grad=requires_grad)
-    param._hf_zero_stream_placeholder = True
+    param = nn.Parameter(torch.empty((), dtype=dtype, device=device).expand(shape), requires_grad=requires_grad)
+    param._hf_zero_stream_name = name
     return param
 
 
 def is_placeholder(param: torch.Tensor) -> bool:
     """Whether :func:`placeholder` made `param`."""
-    return getattr(param, "_hf_zero_stream_placeholder", False)
+    return hasattr(param, "_hf_zero_stream_name")
 
 
 def own_range(param: Any) -> tuple[int, int, int]:
@@ -155,13 +143,11 @@ def box_of(param: Any) -> ParameterBox:
 
 
 def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
-    """(this rank, number of ranks) of the group that a parameter is partitioned over; default: `rank`, `world_size`.
-
-    In a plan for other ranks a parameter has no process group, but only its place in it.
-    """
+    """(this rank, number of ranks) of the group that a parameter is partitioned over; by default all ranks."""
     group = getattr(param, "ds_zero_partition_process_group", None)
     if group is not None:
         return dist.get_rank(group), dist.get_world_size(group)
+    # In a plan for other ranks it has no process group, but only its place in it.
     return getattr(param, "ds_zero_partition_rank", rank), getattr(param, "ds_zero_partition_world_size", world_size)
 
 
@@ -175,14 +161,20 @@ def outside_zero_init() -> Iterator[None]:
         partition_parameters.restore_init_context()
 
 
+@contextmanager
+def open_partition(param: Any) -> Iterator[torch.Tensor]:
+    """The values of this rank's partition, without padding."""
+    _, start, stop = own_range(param)
+    with nvme.partition_in_memory(param) as partition:
+        yield partition.detach().view(-1)[: stop - start]
+
+
 def partitions_equal(first: Any, second: Any) -> bool:
     """Whether two partitioned parameters hold the same values on every rank; nothing is gathered."""
     same = first.ds_shape == second.ds_shape
     if same:
-        _, start, stop = own_range(first)
-        count = stop - start
-        with nvme.partitions_in_memory([first, second]):
-            same = torch.equal(first.ds_tensor[:count], second.ds_tensor[:count].to(first.ds_tensor.dtype))
+        with open_partition(first) as mine, open_partition(second) as theirs:
+            same = torch.equal(mine, theirs.to(mine.dtype))
     verdict = torch.tensor(int(same), device=local_device())
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return bool(verdict.item())
@@ -199,26 +191,24 @@ def local_device() -> torch.device:
     return torch.device(get_accelerator().device_name(announced_local_rank()))
 
 
-def partition_dtype(ds_config: Mapping[str, Any] | None) -> torch.dtype:
+def enabled_dtypes(ds_config: Mapping[str, Any]) -> list[torch.dtype]:
+    """The 16-bit dtypes that this config turns on; DeepSpeed takes "auto" for absent."""
+    return [dtype for name, dtype in _DTYPES.items() if str(_enabled(ds_config, name)).lower() in _TRUE]
+
+
+def partition_dtype(ds_config: Mapping[str, Any]) -> torch.dtype:
     """The dtype that DeepSpeed gives to every floating-point parameter with this config."""
-    for section, dtype in (("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp16", torch.float16)):
-        if is_enabled(ds_config or {}, section):
-            return dtype
-    return torch.float32
-
-
-def is_enabled(ds_config: Mapping[str, Any], section: str) -> bool:
-    """Whether DeepSpeed reads ``ds_config[section]["enabled"]`` as true; it takes "auto" for absent."""
-    settings = ds_config.get(section)
-    return isinstance(settings, Mapping) and str(settings.get("enabled")).lower() in _TRUE
+    return next(iter(enabled_dtypes(ds_config)), torch.float32)
 
 
 def undecided(ds_config: Mapping[str, Any]) -> list[str]:
     """The sections that would decide on the dtype and whose `enabled` is still "auto", if no other one decides."""
-    if partition_dtype(ds_config) != torch.float32:
-        return []
-    settings = {section: ds_config.get(section) for section in ("bf16", "bfloat16", "fp16")}
-    return [name for name, value in settings.items() if isinstance(value, Mapping) and value.get("enabled") == "auto"]
+    return [] if enabled_dtypes(ds_config) else [name for name in _DTYPES if _enabled(ds_config, name) == "auto"]
+
+
+def _enabled(ds_config: Mapping[str, Any], section: str) -> Any:
+    settings = ds_config.get(section)
+    return settings.get("enabled") if isinstance(settings, Mapping) else None
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
@@ -227,7 +217,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     quantised = [name for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights") if zero.get(name)]
     if quantised:
         try:
-            CUDAQuantizer()  # loads DeepSpeed's kernels, as zero.Init is going to
+            partition_parameters.CUDAQuantizer()  # loads DeepSpeed's kernels, as zero.Init is going to
         except Exception as error:
             raise UnsupportedError(
                 f"{' and '.join(quantised)}: DeepSpeed's quantizer does not load for the accelerator of this machine "

@@ -28,7 +28,6 @@ from .flatten_hook import in_buffer_order, watch
 __all__ = ["FlatReplicas", "allocate_flat", "separate_reason"]
 
 _FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
-_ENABLED_DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 
 class FlatReplicas(Replicated):
@@ -100,7 +99,7 @@ def separate_reason(ds_config: Mapping[str, Any], dtypes: Sequence[torch.dtype])
         return "there is no trainable parameter"
     if len(set(dtypes)) > 1:
         return f"trainable parameters are of several dtypes: {', '.join(sorted(map(str, set(dtypes))))}"
-    enabled = {dtype for name, dtype in _ENABLED_DTYPES.items() if zero3.is_enabled(ds_config, name)}
+    enabled = set(zero3.enabled_dtypes(ds_config))
     if enabled and enabled != set(dtypes):
         return f"DeepSpeed casts parameters of {dtypes[0]} to {', '.join(sorted(map(str, enabled)))}"
     if zero.get("zenflow"):
