@@ -1,10 +1,9 @@
 """ZeRO-3 parameters in full: those that a user's ``GatheredParameters`` holds, and those that initialisation touches.
 
-A model's own initialisation code looks at values: it must meet real tensors. But it runs over every module, and
-gathering each of them would move the whole model over the wire for nothing, since code that finds a parameter loaded
-leaves it alone. So a module is first tried with its parameters as they are. The first touch of one that is partitioned
-stops the attempt; that parameter and the module's own are gathered and the module is run again from the start, with
-the same random numbers.
+A model's own initialisation code must meet real values. But it runs over every module and leaves loaded parameters
+alone, so that gathering all of them would move the whole model over the wire for nothing. So a module is first tried
+with its parameters as they are. The first touch of one that is partitioned stops the attempt; that parameter and the
+module's own are gathered, and the module is run again from the start, with the same random numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 
-__all__ = ["gather_again", "gathered", "not_in_full", "run_gathering_what_is_touched"]
+__all__ = ["gathered", "not_in_full", "run_gathering_what_is_touched"]
 
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
@@ -33,14 +32,11 @@ _HARMLESS = {getattr(torch.Tensor, name).__get__ for name in _HARMLESS_NAMES}
 
 
 def gathered(params: Iterable[Any]) -> list[Any]:
-    """Those of `params` that are inside a ``GatheredParameters`` now, and so may have other values than partitions.
-
-    Small parameters that the engine keeps in full between steps are not among them.
-    """
+    """Those of `params` that are inside a ``GatheredParameters`` now, and so may have other values than partitions."""
     available = [param for param in params if is_zero_param(param) and param.ds_status == ZeroParamStatus.AVAILABLE]
     if _DEPTH is not None:
         return [param for param in available if getattr(param, _DEPTH, 0) > 0]
-    # Small ones are in full anyway, and their full values are up to date: all are taken, or none.
+    # Small ones are in full between steps anyway, and their full values are up to date: all are taken, or none.
     return available if any(not param.ds_persist for param in available) else []
 
 
@@ -53,17 +49,8 @@ def not_in_full(model: nn.Module) -> list[str]:
     ]
 
 
-def gather_again(params: Sequence[Any]) -> None:
-    """Gather `params`, whose partitions have been written to, for the context that they are in (all ranks)."""
-    if params:
-        params[0].all_gather(param_list=list(params))
-
-
 def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module) -> None:
-    """Call `initialise` for `module` with what it touches gathered; what it writes ends up on every rank.
-
-    All ranks must call it for the same modules in the same order: gathering is a collective.
-    """
+    """Call `initialise` for `module`, with what it touches gathered; all ranks get what it writes (all ranks)."""
     cpu_state = torch.get_rng_state()
     cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
     needed: list[Any] = []
@@ -75,17 +62,14 @@ def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Mod
         except _Touched as touched:
             # Its other uninitialised parameters will be touched next; fetching them now saves an attempt.
             own = [p for p in module.parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)]
-            needed = [*needed, *filter(_is_partitioned, own), *touched.params]
+            needed = [*needed, *filter(_is_partitioned, own), *touched.args]
             torch.set_rng_state(cpu_state)
             if cuda_state is not None:
                 torch.cuda.set_rng_state(cuda_state)
 
 
 class _Touched(BaseException):
-    """Initialisation code used a partitioned parameter; a BaseException, so that no model's `except` hides it."""
-
-    def __init__(self, params: list[Any]) -> None:
-        self.params = params
+    """Initialisation code used partitioned parameters; a BaseException, so that no model's `except` hides it."""
 
 
 class _TouchGuard(TorchFunctionMode):
@@ -93,7 +77,7 @@ class _TouchGuard(TorchFunctionMode):
         if func not in _HARMLESS:
             touched = [value for value in tree_leaves((args, kwargs)) if _is_partitioned(value)]
             if touched:
-                raise _Touched(touched)
+                raise _Touched(*touched)
         return func(*args, **(kwargs or {}))
 
 
@@ -104,27 +88,22 @@ def _is_partitioned(value: Any) -> bool:
 
 @contextmanager
 def _gathering(params: Sequence[Any]) -> Iterator[None]:
-    """Gather `params` in full for code that writes to them; rank 0's values become everyone's.
-
-    After an exception the partitions are as they were before.
-    ``deepspeed.zero.GatheredParameters(modifier_rank=0)`` does the same, but fails on 0-dimensional parameters.
-    """
+    """``GatheredParameters(modifier_rank=0)``, which fails on 0-dimensional ones; an exception changes nothing."""
     params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
     # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order: another
     # one could still write over the new values.
     for param in params:
         param.all_gather(param_list=[param])
+    is_updated = False
     try:
         yield
-    except BaseException:
+        for param in params:
+            if dist.get_world_size(param.ds_process_group) > 1:
+                values = param.data.contiguous().view(-1)
+                source = dist.get_global_rank(param.ds_process_group, 0)
+                dist.broadcast(values.view(torch.uint8), source, param.ds_process_group)
+                param.data = values.view(param.ds_shape)
+        is_updated = True
+    finally:
         if params:
-            params[0].partition(param_list=params, has_been_updated=False)
-        raise
-    for param in params:
-        if dist.get_world_size(param.ds_process_group) > 1:
-            values = param.data.contiguous().view(-1)
-            source = dist.get_global_rank(param.ds_process_group, 0)
-            dist.broadcast(values.view(torch.uint8), source, param.ds_process_group)
-            param.data = values.view(param.ds_shape)
-    if params:
-        params[0].partition(param_list=params, has_been_updated=True)
+            params[0].partition(param_list=params, has_been_updated=is_updated)
