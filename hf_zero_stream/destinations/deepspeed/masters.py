@@ -1,8 +1,8 @@
 """The values that DeepSpeed's optimizers train in place of a model's own parameters, at ZeRO stages 0 to 2.
 
 Each optimizer step copies them into the model. So whoever writes to parameters must write to these too, or the next
-step puts the old values back. They are found from the parameters, because what is at hand may be the model that an
-engine wraps and not the engine. Parameters do not lead to all of these optimizers, so every live one is looked at:
+step puts the old values back. Neither the engine need be at hand, nor do parameters lead to all of these optimizers,
+so every live one is looked at:
 
 - ``DeepSpeedZeroOptimizer`` (stages 1 and 2) and ``BF16_Optimizer`` (stage 1 with gradients in fp32): the parameters
   lie in a flat buffer, of which each rank trains a part. The fragments that DeepSpeed attaches to parameters
@@ -15,7 +15,8 @@ Stage 3 has them in ``live.py``.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -50,24 +51,18 @@ it, and the ranks that share it. FP16_UnfusedOptimizer has no flat buffers, but 
 
 
 class Master(NamedTuple):
-    """Flat values that an optimizer trains in place of elements ``[start, stop)`` of a parameter.
-
-    `is_whole`: every rank has all of them; otherwise this rank has its fragment.
-    """
+    """Flat values that an optimizer trains in place of elements ``[start, stop)`` of a parameter."""
 
     values: torch.Tensor
     start: int
     stop: int
-    is_whole: bool
+    is_whole: bool  # every rank has all of them; otherwise this rank has its fragment
 
 
 def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
-    """By the ``id`` of each of `params` that an optimizer trains: what it trains on this rank in its place.
+    """By the ``id`` of each of `params`, none of ZeRO-3, that an optimizer trains: what it trains here in its place.
 
-    The same parameters on every rank, some with an empty list. None of `params` may be of ZeRO-3.
-
-    Raises:
-        UnsupportedError: an optimizer has moved them away, or keeps copies that cannot be reached.
+    The same parameters on every rank, some with an empty list; an UnsupportedError if masters cannot be reached.
     """
     # Also those that do not require gradients: one that was frozen after the start of its engine is still copied back.
     whole = [param for param in params if param.numel()]
@@ -75,23 +70,21 @@ def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
         return {}  # these have no masters, and need no search, which takes 60 ms
     trained = set(map(id, whole))
     found: dict[int, list[Master]] = {}
-    for optimizer in _optimizers_of(trained):
+    for optimizer, groups in _optimizers_of(trained):
         _refuse_unreachable(optimizer)
-        for param, master in _masters(optimizer):
+        for param, master in _masters(optimizer, groups):
             if id(param) in trained:
                 found.setdefault(id(param), []).extend([] if master is None else [master])
     return found
 
 
-def _masters(optimizer: Any) -> Iterator[tuple[Any, Master | None]]:
-    """Each parameter that an optimizer trains, with what this rank trains of it."""
-    groups = [getattr(optimizer, name) for name in _attributes_of(type(optimizer))]
-    if isinstance(optimizer, FP16_UnfusedOptimizer):
-        for params, masters in zip(*groups, strict=True):
-            for param, master in zip(params, masters, strict=True):
-                yield param, Master(master.detach().view(-1), 0, param.numel(), is_whole=True)
-        return
-    for params, flat, part, *shared_by in zip(*groups, strict=True):
+def _masters(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, Master | None]]:
+    """Each parameter that an optimizer trains, with what this rank trains of it; `groups`: :data:`_ATTRIBUTES`."""
+    parts: Iterable[Any] = zip(*groups, strict=True)
+    if isinstance(optimizer, FP16_UnfusedOptimizer):  # each parameter is like a group of its own
+        pairs = chain.from_iterable(zip(*group, strict=True) for group in parts)
+        parts = (([param], None, master.view(-1)) for param, master in pairs)
+    for params, flat, part, *shared_by in parts:
         rank = dist.get_rank(*shared_by) if shared_by else 0
         following = 0
         for param in params:
@@ -108,22 +101,18 @@ def _masters(optimizer: Any) -> Iterator[tuple[Any, Master | None]]:
             yield param, Master(values, start, stop, is_whole=not shared_by) if start < stop else None
 
 
-def _attributes_of(kind: type) -> tuple[str, ...]:
-    return next(_ATTRIBUTES[base] for base in kind.__mro__ if base in _ATTRIBUTES)
-
-
-def _optimizers_of(trained: set[int]) -> list[Any]:
-    """The live optimizers of stages 0 to 2 that train any of these parameters."""
-    found = []
-    for optimizer in _instances(list(_with_subclasses(*_ATTRIBUTES))):
-        names = _attributes_of(type(optimizer))
+def _optimizers_of(trained: set[int]) -> Iterator[tuple[Any, list[Any]]]:
+    """The live optimizers of stages 0 to 2 that train any of these parameters, with their :data:`_ATTRIBUTES`."""
+    attributes = dict(_with_subclasses(_ATTRIBUTES))
+    for optimizer in _instances(list(attributes)):
+        names = attributes[type(optimizer)]
         missing = [name for name in names if not hasattr(optimizer, name)]
         if len(missing) == len(names):
             continue  # its constructor has failed
         refuse_unknown_version("deepspeed", [f"{type(optimizer).__name__}.{name}" for name in missing])
-        if any(id(param) in trained for group in getattr(optimizer, names[0]) for param in group):
-            found.append(optimizer)
-    return found
+        groups = [getattr(optimizer, name) for name in names]
+        if any(id(param) in trained for group in groups[0] for param in group):
+            yield optimizer, groups
 
 
 def _instances(kinds: list[type]) -> list[Any]:
@@ -141,10 +130,10 @@ def _instances(kinds: list[type]) -> list[Any]:
             gc.freeze()
 
 
-def _with_subclasses(*kinds: type) -> Iterator[type]:
-    for kind in kinds:
-        yield kind
-        yield from _with_subclasses(*kind.__subclasses__())
+def _with_subclasses(attributes: Mapping[type, tuple[str, ...]]) -> Iterator[tuple[type, tuple[str, ...]]]:
+    for kind, names in attributes.items():
+        yield kind, names
+        yield from _with_subclasses(dict.fromkeys(kind.__subclasses__(), names))
 
 
 def _refuse_unreachable(optimizer: Any) -> None:
