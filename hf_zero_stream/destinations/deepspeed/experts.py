@@ -1,15 +1,12 @@
 """Expert parallelism as DeepSpeed's AutoEP does it, with each rank given its own experts before anything is read.
 
 ``deepspeed.initialize`` with an ``expert_parallel`` section gathers every fused expert tensor on every rank, to keep
-a slice of it. Here DeepSpeed's own conversion (``AutoEP``) runs while the model has layouts and no data: a rank's
-expert parameters are slices of lazy tensors, marked to be partitioned over the ranks that hold the same experts (the
-*expert-data-parallel* group), and are then loaded like all other parameters.
+a slice of it. Here DeepSpeed's own conversion (``AutoEP``, tried with 0.19.8) runs while the model has layouts and no
+data: a rank's expert parameters are slices of lazy tensors, marked to be partitioned over the ranks that hold the same
+experts (the *expert-data-parallel* group), and are then loaded like all other parameters.
 
-So ``deepspeed.initialize`` finds the work done. It is told so in ``AutoEP.ep_parser``, which from the first conversion
-on finds no layers to convert in models that were converted here, and is as before for all others. Everything else that
-the section means to DeepSpeed stays: leave it in the config.
-
-Tried with DeepSpeed 0.19.8.
+From then on ``AutoEP.ep_parser`` tells ``deepspeed.initialize`` that models that were converted here have no layers to
+convert. Everything else that the section means to DeepSpeed stays: leave it in the config.
 """
 
 from __future__ import annotations
@@ -31,29 +28,23 @@ from .original_experts import Origin, converted_layers
 
 
 try:
+    from deepspeed.module_inject import auto_ep_config
     from deepspeed.module_inject.auto_ep import AutoEP
-    from deepspeed.module_inject.auto_ep_config import (
-        MoELayerSpec,
-        parse_autoep_config,
-        validate_autoep_config,
-        validate_autoep_post_detection,
-    )
+    from deepspeed.module_inject.auto_ep_config import MoELayerSpec
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
     from deepspeed.module_inject.auto_ep_presets import base as presets
     from deepspeed.moe.ep_repack import repack_expert_weights
     from deepspeed.runtime.config import get_expert_data_topo_config
 
-    _missing = [
-        f"{owner.__name__}.{name}"
-        for owner, names in (
-            (AutoEP, ("ep_parser", "replace_moe_layers")),
-            (groups, ("_create_expert_and_data_parallel", "_get_expert_parallel_rank")),
-            (groups, ("_get_expert_data_parallel_group",)),
-            (presets, ("_install_instance_transformers_output_recorders",)),
-        )
-        for name in names
-        if not hasattr(owner, name)
-    ]
+    _RELIED_ON = (
+        (AutoEP, "ep_parser"),
+        (AutoEP, "replace_moe_layers"),
+        (groups, "_create_expert_and_data_parallel"),
+        (groups, "_get_expert_parallel_rank"),
+        (groups, "_get_expert_data_parallel_group"),
+        (presets, "_install_instance_transformers_output_recorders"),
+    )
+    _missing = [f"{owner.__name__}.{name}" for owner, name in _RELIED_ON if not hasattr(owner, name)]
 except ImportError as error:
     _missing = [str(error)]
 refuse_unknown_version("deepspeed", _missing, "expert_parallel (AutoEP, from 0.19.8 on)")
@@ -67,16 +58,10 @@ def convert(
 ) -> None:
     """Replace the mixture-of-experts blocks of a lazy model by DeepSpeed's, with this rank's experts only.
 
-    Args:
-        missing: names that are not in the checkpoint; their tensors are on the meta device.
-        make_groups: make the experts' process groups too (all ranks); without them the model can only be planned.
-
-    Raises (the same on all ranks):
-        ConfigError: ``autoep_size`` divides neither the ranks nor the experts, or another value is wrong.
-        UnsupportedError: AutoEP does not know this model, or cannot be combined with another section.
-        LoadError: a router or its experts are not in the checkpoint, so that there is nothing to convert.
+    Names that are `missing` are not in the checkpoint. `make_groups`: make the experts' process groups too (all
+    ranks); without them the model can only be planned. Errors are the same on all ranks.
     """
-    config = parse_autoep_config(ds_config["expert_parallel"])
+    config = auto_ep_config.parse_autoep_config(ds_config["expert_parallel"])
     _check(config, ds_config, world_size)
     auto_ep = AutoEP(model, config)
     try:
@@ -84,7 +69,7 @@ def convert(
     except ValueError as error:
         raise UnsupportedError(f"expert_parallel: DeepSpeed cannot convert this model. {error}") from error
     try:
-        validate_autoep_post_detection(config, specs)
+        auto_ep_config.validate_autoep_post_detection(config, specs)
     except ValueError as error:
         raise ConfigError(f"expert_parallel: {error}") from error
     for spec in specs:
@@ -106,12 +91,7 @@ def convert(
 
 
 class _Place(NamedTuple):
-    """Which of `parts` equal parts of a layer's experts this rank holds, and its place among those that hold the same.
-
-    Attributes:
-        rank: this rank's number among the `ranks` over which the part is partitioned.
-        group: their process group; None if the model is only planned for.
-    """
+    """Which of `parts` parts of a layer's experts this rank holds, as one of `ranks`; a plan has no `group`."""
 
     parts: int
     part: int
@@ -156,7 +136,7 @@ def _check(config: Any, ds_config: Mapping[str, Any], world_size: int) -> None:
             "Remove one of the two settings."
         )
     try:
-        validate_autoep_config(config, world_size, pp_size=1, tp_size=1, sp_size=1)
+        auto_ep_config.validate_autoep_config(config, world_size, pp_size=1, tp_size=1, sp_size=1)
     except ValueError as error:
         raise ConfigError(f"expert_parallel: {error}") from error
 
@@ -187,13 +167,11 @@ def _take_values(block: nn.Module, spec: MoELayerSpec, place: _Place) -> dict[st
     for prefix, module in block.named_modules():
         if f"{prefix}.".startswith(kept):
             continue  # moves into the replacement as it is
-        for key, param in module._parameters.items():
-            if param is not None:
-                stand_in = torch.empty(param.shape, dtype=param.dtype, device="meta")
-                module._parameters[key] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
-        for key, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype, device="meta")
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                is_param = key in module._parameters
+                setattr(module, key, nn.Parameter(stand_in, tensor.requires_grad) if is_param else stand_in)
     return values
 
 
@@ -240,35 +218,25 @@ def _find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
 _PREEMPTION = patching.Patches({(AutoEP, "ep_parser"): _find_layers})
 
 
-class _ByName(dict):
-    """transformers' table of what models record, by class name.
-
-    From transformers 5.23 on its own methods take models: DeepSpeed's `get` with a name and a default is an error,
-    and what it stores by name lands under the name of `str`.
-    """
-
-    def __init__(self, registry: dict[str, Any]) -> None:
-        self._registry = registry
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return dict.get(self._registry, name, default)
-
-    def update(self, entries: Mapping[str, Any]) -> None:  # type: ignore[override]
-        dict.update(self._registry, entries)
-
-    def pop(self, name: str, default: Any = None) -> Any:
-        return dict.pop(self._registry, name, default)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        dict.__setitem__(self._registry, name, value)
-
-
 def _install_by_name(original: Any, model: Any, entries: Any, output_capturing: Any, *args: Any) -> bool:
-    by_name = SimpleNamespace(
-        maybe_install_capturing_hooks=output_capturing.maybe_install_capturing_hooks,
-        _CAN_RECORD_REGISTRY=_ByName(output_capturing._CAN_RECORD_REGISTRY),
-    )
-    return original(model, entries, by_name, *args)
+    """Give DeepSpeed a plain copy of transformers' table of what models record, by the names of their classes.
+
+    From transformers 5.23 on the table's own methods take models, and not the names with which DeepSpeed calls them.
+    """
+    registry = output_capturing._CAN_RECORD_REGISTRY
+    before, by_name = dict.copy(registry), dict.copy(registry)
+
+    def install(model: Any) -> None:
+        dict.update(registry, by_name)
+        output_capturing.maybe_install_capturing_hooks(model)
+
+    copied = SimpleNamespace(maybe_install_capturing_hooks=install, _CAN_RECORD_REGISTRY=by_name)
+    try:
+        return original(model, entries, copied, *args)
+    finally:
+        for name in entries.keys() - before.keys():
+            dict.pop(registry, name, None)
+        dict.update(registry, before)
 
 
 _RECORDERS = patching.Patches({(presets, "_install_instance_transformers_output_recorders"): _install_by_name})

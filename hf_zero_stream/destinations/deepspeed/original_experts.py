@@ -23,8 +23,8 @@ class Origin(NamedTuple):
 
 def converted_layers(model: nn.Module) -> dict[str, Origin]:
     """What the converted layers of `model` were, by name."""
-    origins = {name: getattr(layer, "_hf_zero_stream_origin", None) for name, layer in model.named_modules()}
-    return {name: origin for name, origin in origins.items() if origin is not None}
+    mark = "_hf_zero_stream_origin"
+    return {name: getattr(layer, mark) for name, layer in model.named_modules() if hasattr(layer, mark)}
 
 
 def with_original_experts(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,14 +60,13 @@ def _original_entries(spec: Any, shapes: Mapping[str, torch.Size], mine: Mapping
         renamed["shared_experts."] = f"{spec.shared_experts_name}."
     if spec.shared_experts_gate_name:
         renamed["shared_experts_gate."] = f"{spec.shared_experts_gate_name}."
+    if spec.e_score_correction_bias_path is not None:
+        path = f"{spec.e_score_correction_bias_path}.e_score_correction_bias"
+        renamed["router.e_score_correction_bias"] = path.removeprefix(".")
     for name, value in mine.items():
         for theirs, ours in renamed.items():
             if name.startswith(theirs):
                 found[ours + name.removeprefix(theirs)] = value
-    if spec.e_score_correction_bias_path is not None:
-        owner = spec.e_score_correction_bias_path
-        key = f"{owner}.e_score_correction_bias" if owner else "e_score_correction_bias"
-        found[key] = mine["router.e_score_correction_bias"]
     if spec.expert_storage == "fused_3d":
         found |= _fused(spec, shapes, mine)
     else:
