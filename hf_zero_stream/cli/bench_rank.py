@@ -66,7 +66,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
         else:
             with streaming():
                 model = model_class.from_pretrained(folder, dtype=dtype, ds_config=config)
-        machine.synchronize()
+        machine.get_accelerator().synchronize()
         dist.barrier()
         seconds = time.perf_counter() - start
     report = getattr(model, "streaming_report", None)
@@ -74,7 +74,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
         "seconds": seconds,
         "bytes_read": max(mapped) - mapped[0] if report is None else report.ranks[dist.get_rank()].bytes_read,
         "anonymous_growth_bytes": memory.growth_peak,
-        "partition_bytes": machine.partition_bytes(model),
+        "partition_bytes": sum(param.ds_tensor.nbytes for param in model.parameters()),
         "digest": machine.partition_digest(model),
     }
 
@@ -83,7 +83,7 @@ def main() -> None:
     arm, folder, config_file, results = sys.argv[1:]
     config = json.loads(Path(config_file).read_text())
     transformers.utils.logging.disable_progress_bar()
-    machine.use_local_device()  # the barriers' too, with NCCL
+    machine.get_accelerator().set_device(zero3.local_device().index or 0)  # the barriers' too, with NCCL
     zero3.init_distributed()
     try:
         found = measure(arm, folder, config)

@@ -127,12 +127,12 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
     """What works with the installed packages and DeepSpeed's `ops`."""
     import torch
 
-    from ..destinations.deepspeed.machine import accelerator_name
+    from ..destinations.deepspeed.machine import get_accelerator
 
     def available(what: str, is_there: object, text: str) -> Check:
         return Check(what, "ok" if is_there else "no", text)
 
-    yield Check("accelerator", "ok", accelerator_name())
+    yield Check("accelerator", "ok", get_accelerator().device_name())
     yield available("NCCL", torch.distributed.is_nccl_available(), "communication between GPUs")
     yield _imports("streaming under ZeRO-3", "problem", "destinations.deepspeed.partitioned", "loading.integration")
     yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
