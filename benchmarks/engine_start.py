@@ -48,8 +48,9 @@ def build(arm: str, nbytes: int, config: dict[str, Any], device: str) -> nn.Modu
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(layers)))
     # No flat buffer for stage 0: storages of their own, as stock's loading makes them.
     found = config if arm == "ours" else {}
-    tensors = allocate_flat(dict(model.named_parameters()), found, torch.distributed.get_world_size(), device)
-    for index, (name, tensor) in enumerate(tensors.items()):
+    flat = allocate_flat(model.parameters(), found, torch.distributed.get_world_size(), device)
+    for index, (name, param) in enumerate(model.named_parameters()):
+        tensor = flat[id(param)] if flat else torch.empty_like(param, device=device, requires_grad=False)
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, nn.Parameter(tensor.fill_(index + 1)))
     return model

@@ -86,7 +86,7 @@ def handle(folder: Path, out: Path, stage: int) -> dict[str, Any]:
         found.setdefault("flatten", []).append(getattr(engine.optimizer, "hf_zero_stream_flatten", "stock"))
         losses.append(three_losses(engine, ZOO["llama"].inputs))
     found["losses"] = losses[0] == losses[1] and len(set(losses[0])) == 3
-    found["waiting"] = len(WAITING)
+    found["waiting"] = len(WAITING.alive())
     return found
 
 
@@ -130,7 +130,7 @@ def reference_model(folder: Path) -> tuple[set[str], bool, list[str]]:
     model = load(folder, config_of(2))
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     devices = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
-    return devices, len(WAITING) == 0, differing(model.state_dict(), plain.state_dict())
+    return devices, len(WAITING.alive()) == 0, differing(model.state_dict(), plain.state_dict())
 
 
 def test_on_the_host_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:

@@ -9,17 +9,17 @@ attributes are replaced, from when parameters are laid out (see ``replicas.py``)
 - ``flatten_dense_tensors_aligned``: returns the buffer if the tensors lie in it, in order and with the padding;
 - ``available_memory`` of the accelerator: inside that constructor the room is there, because nothing will be copied.
 
-Optimizers of other parameters see no difference. A second engine over the same parameters copies them, as in stock;
-and what :func:`_stock_reason` names is left to DeepSpeed's own flatten.
+Other optimizers, and a second engine over the same parameters, see no difference.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from .layout import WAITING, FlatLayout, find_buffer, zero_padding
 from .relayout import Group, lay_out
 
 
-__all__ = ["free_device_bytes", "in_buffer_order", "watch"]
+__all__ = ["buffer_group", "free_device_bytes", "watch"]
 
 _SIGNATURES = {
     "__init__": ("init_optimizer", "param_names", "dp_process_group", "round_robin_gradients", "has_moe_layers"),
@@ -60,24 +60,19 @@ _taking_over: ContextVar[bool] = ContextVar("hf_zero_stream_taking_over", defaul
 
 def watch(buffer: Tensor, layout: FlatLayout) -> None:
     """Let DeepSpeed's flatten recognise parameters that lie in `buffer` as `layout` says."""
-    WAITING.add(buffer, layout)
-    _install_or_remove()
+    waiting = WAITING.add(buffer, layout)
+    _patches.__enter__()
+    weakref.finalize(waiting, _patches.__exit__)  # once it is taken over, or found to be freed
 
 
-def in_buffer_order(
-    params: Sequence[Tensor], world_size: int, settings: Mapping[str, Any]
-) -> tuple[list[Tensor], FlatLayout]:
-    """A group's parameters in the order of DeepSpeed's flat buffer, and where they lie in it."""
-    order = list(range(len(params)))
+def buffer_group(params: Sequence[Tensor], world_size: int, settings: Mapping[str, Any]) -> Group:
+    """The trainable parameters of an optimizer group as they will lie in DeepSpeed's flat buffer."""
     if settings.get("round_robin_gradients") is True:
-        order = DeepSpeedZeroOptimizer._round_robin_reorder(None, order, world_size)[0]
-    ordered = [params[index] for index in order]
-    return ordered, FlatLayout.of_group(
-        [param.numel() for param in ordered],
-        params[0].dtype.itemsize,
-        world_size,
-        parameter_alignment=settings.get("parameter_alignment") is True,
-    )
+        order = DeepSpeedZeroOptimizer._round_robin_reorder(None, list(range(len(params))), world_size)[0]
+        params = [params[index] for index in order]
+    numels, itemsize = [param.numel() for param in params], params[0].dtype.itemsize
+    is_aligned = settings.get("parameter_alignment") is True
+    return Group(params, FlatLayout.of_group(numels, itemsize, world_size, parameter_alignment=is_aligned))
 
 
 def free_device_bytes() -> int:
@@ -92,52 +87,51 @@ def free_device_bytes() -> int:
 
 def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     arguments = _INIT.bind(self, *args, **kwargs).arguments
-    param_groups = [list(group["params"]) for group in arguments["init_optimizer"].param_groups]
+    param_groups = [group["params"] for group in arguments["init_optimizer"].param_groups]
     optimized = [param for params in param_groups for param in params]
-    if not any(WAITING.find(param) is not None for param in optimized):
+    if not any(map(WAITING.find, optimized)):
         original(self, *args, **kwargs)
         return
     everything = [*optimized, *(param for param in arguments["param_names"] or () if isinstance(param, nn.Parameter))]
-    token = None
+    flattened = [[param for param in params if param.requires_grad and param.numel()] for params in param_groups]
     try:
-        reason = _stock_reason(self, arguments, param_groups)
+        reason = _stock_reason(self, arguments, flattened)
         if reason:
             logger.info(f"hf_zero_stream: parameters are flattened by DeepSpeed: {reason}")
         else:
-            self.hf_zero_stream_flatten = _prepare(arguments, param_groups, everything)
-            token = _taking_over.set(True)
-        original(self, *args, **kwargs)
-    finally:
-        if token is not None:
+            self.hf_zero_stream_flatten = _prepare(arguments, flattened, everything)
+        token = _taking_over.set(not reason)
+        try:
+            original(self, *args, **kwargs)
+        finally:
             _taking_over.reset(token)
-        # What DeepSpeed has now is its own, whichever way it got it.
-        WAITING.forget(everything)
-        _install_or_remove()
+    finally:
+        WAITING.forget(everything)  # what DeepSpeed has now is its own, whichever way it got it
 
 
-def _prepare(arguments: dict[str, Any], param_groups: Sequence[Any], everything: Sequence[nn.Parameter]) -> str:
+def _prepare(
+    arguments: Mapping[str, Any], flattened: Sequence[Sequence[nn.Parameter]], everything: Iterable[nn.Parameter]
+) -> str:
     process_group = arguments.get("dp_process_group")
     world_size = dist.get_world_size(process_group)
-    flattened = [list(filter(_is_flattened, params)) for params in param_groups]
-    groups = [Group(*in_buffer_order(params, world_size, arguments)) for params in flattened]
-    moved = {id(param) for params in flattened for param in params}
+    groups = [buffer_group(params, world_size, arguments) for params in flattened]
+    moved = set(map(id, chain.from_iterable(flattened)))
     others = {id(param): param for param in everything if id(param) not in moved}
-    how = lay_out(groups, list(others.values()), process_group, free_device_bytes)
+    how = lay_out(groups, others.values(), process_group, free_device_bytes())
     if dist.get_rank(process_group) == 0:
         numel = sum(group.layout.numel for group in groups)
         logger.info(f"hf_zero_stream: {len(groups)} flat buffer(s) of {numel} elements in all: {how}")
     return how
 
 
-def _stock_reason(self: Any, arguments: dict[str, Any], param_groups: Sequence[Any]) -> str:
+def _stock_reason(self: Any, arguments: Mapping[str, Any], flattened: Iterable[Sequence[nn.Parameter]]) -> str:
     """Why this optimizer is left to DeepSpeed's own flatten, or an empty string."""
     if type(self) is not DeepSpeedZeroOptimizer or arguments.get("zenflow_config") is not None:
         return "ZenFlow"
     if arguments.get("has_moe_layers"):
         return "DeepSpeed's MoE layers are partitioned over other groups of ranks"
     device = torch.device(get_accelerator().current_device_name())
-    for params in param_groups:
-        params = [param for param in params if _is_flattened(param)]
+    for params in flattened:
         if not params:
             return "an optimizer group without trainable parameters"
         if len({param.dtype for param in params}) > 1:
@@ -148,12 +142,7 @@ def _stock_reason(self: Any, arguments: dict[str, Any], param_groups: Sequence[A
 
 
 def _flatten(
-    original: Callable[..., Tensor],
-    self: Any,
-    tensor_list: Sequence[Tensor],
-    alignment: int,
-    use_cpu_data: bool = False,
-    **kwargs: Any,
+    original: Any, self: Any, tensor_list: Sequence[Tensor], alignment: int, use_cpu_data: bool = False, **kwargs: Any
 ) -> Tensor:
     if _taking_over.get() and not use_cpu_data:
         paddings = kwargs.get("param_padding") or [0] * len(tensor_list)
@@ -172,10 +161,6 @@ def _available_memory(original: Callable[..., int], *args: Any, **kwargs: Any) -
     return sys.maxsize if _taking_over.get() else original(*args, **kwargs)
 
 
-def _is_flattened(param: nn.Parameter) -> bool:
-    return param.requires_grad and param.numel() > 0
-
-
 _patches = Patches(
     {
         (DeepSpeedZeroOptimizer, "__init__"): _construct,
@@ -183,16 +168,3 @@ _patches = Patches(
         (type(get_accelerator()), "available_memory"): _available_memory,
     }
 )
-_installed = False
-_install_lock = threading.Lock()
-
-
-def _install_or_remove() -> None:
-    global _installed
-    with _install_lock:
-        wanted = len(WAITING) > 0
-        if wanted and not _installed:
-            _patches.__enter__()
-        elif _installed and not wanted:
-            _patches.__exit__()
-        _installed = wanted

@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import gcd
+from operator import add
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,8 +26,7 @@ __all__ = ["WAITING", "FlatLayout", "find_buffer", "zero_padding"]
 _PART_ALIGNMENT = 2
 
 
-@dataclass(frozen=True)
-class FlatLayout:
+class FlatLayout(NamedTuple):
     """Where parameters lie in a buffer of `numel` elements, padding included: (offset, numel) of each, ascending."""
 
     places: tuple[tuple[int, int], ...]
@@ -34,24 +35,16 @@ class FlatLayout:
     @classmethod
     def padded(cls, numels: Sequence[int], paddings: Sequence[int], alignment: int) -> FlatLayout:
         """Parameters of `numels` elements in a row, `paddings` behind each, up to a multiple of `alignment`."""
-        places, offset = [], 0
-        for numel, padding in zip(numels, paddings, strict=True):
-            places.append((offset, numel))
-            offset += numel + padding
-        return cls(tuple(places), -(-offset // alignment) * alignment)
+        *offsets, end = accumulate(map(add, numels, paddings), initial=0)
+        return cls(tuple(zip(offsets, numels, strict=True)), -(-end // alignment) * alignment)
 
     @classmethod
     def of_group(
         cls, numels: Sequence[int], itemsize: int, world_size: int, *, parameter_alignment: bool
     ) -> FlatLayout:
         """What DeepSpeed makes of an optimizer group of trainable parameters, in the order of the buffer."""
-        paddings, offset = [], 0
         step = 16 // gcd(16, itemsize) if parameter_alignment else 1
-        for numel in numels:
-            paddings.append(-(offset + numel) % step)
-            offset += numel + paddings[-1]
-        if paddings:
-            paddings[-1] = 0
+        paddings = [*(-numel % step for numel in numels[:-1]), 0]
         return cls.padded(numels, paddings, _PART_ALIGNMENT * world_size)
 
 
@@ -69,37 +62,33 @@ class WaitingBuffer:
     def tensor(self) -> Tensor | None:
         """All of it, or None once it is freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.reference.cdata)
-        if storage is None:
-            return None
-        buffer = torch.empty(0, dtype=self.dtype, device=self.device)
-        return buffer.set_(storage, 0, (self.nbytes // self.dtype.itemsize,), (1,))
+        return None if storage is None else torch.empty(0, dtype=self.dtype, device=self.device).set_(storage)
 
 
 class FlatBuffers:
-    """The buffers that parameters were laid out in and that no engine has taken over yet.
+    """Buffers in which parameters were laid out, until an engine takes them over. Safe between threads.
 
     It holds no memory: a buffer lives as long as the parameters in it. Which buffer a parameter lies in is told by its
-    address, which it keeps through ``.data =``, ``nn.Parameter(view)`` and ``swap_tensors``. Safe between threads.
+    address, which it keeps through ``.data =``, ``nn.Parameter(view)`` and ``swap_tensors``.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: list[WaitingBuffer] = []
 
-    def add(self, buffer: Tensor, layout: FlatLayout) -> None:
+    def add(self, buffer: Tensor, layout: FlatLayout) -> WaitingBuffer:
         storage = buffer.untyped_storage()
         known = WaitingBuffer(
             StorageWeakRef(storage), storage.data_ptr(), storage.nbytes(), buffer.device, buffer.dtype, layout
         )
         with self._lock:
             self._known.append(known)
+        return known
 
     def find(self, tensor: Tensor) -> WaitingBuffer | None:
         """The buffer that `tensor` lies in, or None if that is no buffer of ours."""
-        if not torch._C._has_storage(tensor):  # sparse tensors, wrappers
-            return None
-        address = tensor.data_ptr()
-        for known in self._alive():
+        address = tensor.data_ptr() if torch._C._has_storage(tensor) else -1  # sparse tensors, wrappers have none
+        for known in self.alive():
             if known.start <= address < known.start + known.nbytes and known.device == tensor.device:
                 return known
         return None
@@ -110,29 +99,18 @@ class FlatBuffers:
         with self._lock:
             self._known = [known for known in self._known if known.start not in starts]
 
-    def __len__(self) -> int:
-        """Buffers that are still alive."""
-        return len(self._alive())
-
-    def _alive(self) -> list[WaitingBuffer]:
+    def alive(self) -> list[WaitingBuffer]:
         """Buffers that are not freed: the addresses of others may be those of other memory by now."""
         with self._lock:
-            if any(known.reference.expired() for known in self._known):
-                self._known = [known for known in self._known if not known.reference.expired()]
+            self._known = [known for known in self._known if not known.reference.expired()]
             return self._known
 
 
 WAITING = FlatBuffers()
-"""Buffers of this process in which parameters were laid out, until an engine takes them over."""
 
 
 def find_buffer(tensors: Sequence[Tensor], layout: FlatLayout) -> Tensor | None:
-    """The buffer of ``layout.numel`` elements in which `tensors` lie exactly as `layout` says, or None.
-
-    The buffer must be one of :data:`WAITING` and hold nothing but these tensors and padding; no element is copied.
-    """
-    if not tensors:
-        return None
+    """The buffer of :data:`WAITING` with nothing but `tensors` and padding, exactly as `layout` says, or None."""
     known = WAITING.find(tensors[0])
     # The same places as when the buffer was made: so no other parameter can be where padding is expected.
     if known is None or known.layout.places != layout.places or known.layout.numel < layout.numel:
@@ -141,10 +119,8 @@ def find_buffer(tensors: Sequence[Tensor], layout: FlatLayout) -> Tensor | None:
     if buffer is None:
         return None
     for tensor, (offset, numel) in zip(tensors, layout.places, strict=True):
-        address = buffer.data_ptr() + offset * buffer.element_size()
-        if (tensor.dtype, tensor.device, tensor.data_ptr()) != (buffer.dtype, buffer.device, address):
-            return None
-        if tensor.numel() != numel or not tensor.is_contiguous():
+        expected = (buffer.dtype, buffer.device, buffer.data_ptr() + offset * buffer.element_size(), numel)
+        if (tensor.dtype, tensor.device, tensor.data_ptr(), tensor.numel()) != expected or not tensor.is_contiguous():
             return None
     return buffer[: layout.numel]
 

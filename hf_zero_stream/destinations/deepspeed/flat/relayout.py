@@ -1,22 +1,21 @@
 """Moving parameters into the flat buffers that ZeRO stage 1 or 2 is about to ask for.
 
 The optimizer's groups may ask for another layout than the load chose: a parameter was frozen, weight decay made two
-groups, a new head came in. One buffer, freed only as a whole, would then make DeepSpeed's own flatten, group by group,
-need more device memory than in stock. So everything is moved before it starts, in the first way that has room:
+groups. With one buffer, which is freed only as a whole, DeepSpeed's own flatten, group by group, would then need more
+device memory than in stock. So everything is moved before it starts, in the first way that has room:
 
 1. ``recognised``: nothing has to be moved.
 2. ``device``: copied on the device; needs as much free memory as the new buffers take.
 3. ``distributed``: each of the N ranks copies its 1/N, the old parameters are freed, and the parts are all-gathered;
    needs 1/N of the memory. Right because DeepSpeed has just made parameters equal on all ranks.
 4. ``host``: through host memory.
-
-Ranks choose together (one small collective), because 3 needs all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,46 +29,36 @@ from .layout import WAITING, FlatLayout, find_buffer
 __all__ = ["Group", "lay_out"]
 
 
-class Group:
+class Group(NamedTuple):
     """One optimizer group: its trainable, non-empty parameters in the order of DeepSpeed's flat buffer."""
 
-    def __init__(self, params: Sequence[Tensor], layout: FlatLayout) -> None:
-        self.params = params
-        self.layout = layout
-        self.shapes = [param.shape for param in params]
-        self.dtype, self.device = params[0].dtype, params[0].device
-        self.nbytes = layout.numel * self.dtype.itemsize
-        """Bytes of the flat buffer."""
+    params: Sequence[Tensor]
+    layout: FlatLayout
 
     def empty(self, numel: int) -> Tensor:
         """Memory for so many elements of the buffer."""
-        return torch.empty(numel, dtype=self.dtype, device=self.device)
+        return torch.empty(numel, dtype=self.params[0].dtype, device=self.params[0].device)
 
     def move_to(self, buffer: Tensor, values: Iterable[Tensor] = ()) -> None:
         """Make the parameters views of `buffer`, which holds their values, or gets these."""
         for value, (offset, numel) in zip(values, self.layout.places, strict=False):
             buffer.narrow(0, offset, numel).copy_(value.reshape(-1))
-        for param, shape, (offset, numel) in zip(self.params, self.shapes, self.layout.places, strict=True):
-            param.data = buffer.narrow(0, offset, numel).view(shape)
+        for param, (offset, numel) in zip(self.params, self.layout.places, strict=True):
+            param.data = buffer.narrow(0, offset, numel).view(param.shape)
         WAITING.add(buffer, self.layout)
 
 
 @torch.no_grad()
-def lay_out(
-    groups: Sequence[Group], frozen: Sequence[nn.Parameter], process_group: Any, free_bytes: Callable[[], int]
-) -> str:
+def lay_out(groups: Sequence[Group], frozen: Iterable[nn.Parameter], process_group: Any, free_bytes: int) -> str:
     """Make every group lie in a buffer of its own, so that DeepSpeed's flatten finds it; return how (all ranks).
 
-    Args:
-        groups: all groups of the optimizer, of one dtype each, on this rank's device.
-        frozen: the model's other parameters. Those that share a buffer with parameters that leave it get storages of
-            their own, or they would keep the whole buffer alive (unless they are the larger part of it).
-        process_group: the ranks over which optimizer states are partitioned; parameters are equal on all of them.
+    Each group is of one dtype and on this rank's device. `frozen` are the model's other parameters: those that share
+    a buffer with parameters that leave it get storages of their own, or they would keep the whole buffer alive.
     """
-    wanted = [index for index, group in enumerate(groups) if find_buffer(group.params, group.layout) is None]
-    moving = [groups[index] for index in wanted]
+    moves = [find_buffer(group.params, group.layout) is None for group in groups]
+    moving = list(compress(groups, moves))
     freed, sharing = _vacated(moving, frozen)
-    how = _choose(moving, wanted, freed, sharing, process_group, free_bytes())
+    how = _choose(moves, moving, sharing, free_bytes, free_bytes + freed, process_group)
     if how in ("device", "distributed"):
         for param in sharing:
             param.data = param.data.clone()
@@ -84,29 +73,30 @@ def lay_out(
 
 
 def _choose(
+    moves: list[bool],
     moving: Sequence[Group],
-    wanted: list[int],
-    freed: int,
-    sharing: Sequence[nn.Parameter],
-    process_group: Any,
+    sharing: Sequence[Tensor],
     free: int,
+    free_later: int,
+    process_group: Any,
 ) -> str:
-    """The way that this rank takes, once all have told what each would do alone; `wanted`: which groups move."""
-    flat_bytes = sum(group.nbytes for group in moving)
+    """How, once all ranks have told what each would do alone, because "distributed" needs all of them.
+
+    `free` bytes are there now, `free_later` once parameters have left their old memory.
+    """
+    flat_bytes = sum(group.layout.numel * group.params[0].element_size() for group in moving)
     separate_bytes = sum(param.nbytes for param in sharing)
     world_size = dist.get_world_size(process_group)
     part_bytes = flat_bytes // world_size + separate_bytes
     # Parameters of DeepSpeed's OptimizedLinear are not replicas.
     replicas = not any(hasattr(param, "ds_optim_param") for group in moving for param in group.params)
-    can_distribute = world_size > 1 and replicas and free >= part_bytes and free + freed >= part_bytes + flat_bytes
-    if not moving:
-        how, can_distribute = "recognised", False
-    else:
-        how = "device" if free >= flat_bytes + separate_bytes else "host"
+    has_room = free >= part_bytes and free_later >= part_bytes + flat_bytes
+    can_distribute = world_size > 1 and replicas and has_room and any(moves)
+    how = "host" if free < flat_bytes + separate_bytes else "device" if any(moves) else "recognised"
     everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, (how, can_distribute, wanted), group=process_group)
+    dist.all_gather_object(everyone, (how, can_distribute, moves), group=process_group)
     short_of_room = any(theirs == "host" for theirs, _, _ in everyone)
-    alike = all(can and theirs == wanted for _, can, theirs in everyone)
+    alike = all(can and theirs == moves for _, can, theirs in everyone)
     return "distributed" if short_of_room and alike else how
 
 
@@ -121,7 +111,7 @@ def _distribute(moving: Sequence[Group], process_group: Any) -> None:
             if start < stop:
                 part[start - first : stop - first].copy_(param.reshape(-1)[start - offset : stop - offset])
         parts.append(part)
-    _free(moving)
+    _free(chain.from_iterable(group.params for group in moving))
     for group in moving:
         buffer = group.empty(group.layout.numel)
         # As bytes: not every backend knows every dtype.
@@ -131,25 +121,22 @@ def _distribute(moving: Sequence[Group], process_group: Any) -> None:
 
 def _through_host(moving: Sequence[Group], sharing: Sequence[nn.Parameter]) -> None:
     on_host = [[param.data.cpu() for param in group.params] for group in moving]
-    separate = [param.data.cpu() for param in sharing]
-    for param in sharing:
-        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-    _free(moving)
+    separate = [param.data.to("cpu", copy=True) for param in sharing]  # also on a CPU, out of the shared buffer
+    _free(chain(sharing, *(group.params for group in moving)))
     for group, values in zip(moving, on_host, strict=True):
         group.move_to(group.empty(group.layout.numel), values)
     for param, value in zip(sharing, separate, strict=True):
-        # On a CPU "the host" is the same memory, and the value still lies in the shared buffer.
-        param.data = value.clone() if param.device == value.device else value.to(param.device)
+        param.data = value.to(param.device)
 
 
-def _free(moving: Sequence[Group]) -> None:
-    for group in moving:
-        for param in group.params:
-            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+def _free(params: Iterable[Tensor]) -> None:
+    """Leave each parameter the memory of one element, and its shape."""
+    for param in params:
+        param.data = torch.empty((), dtype=param.dtype, device=param.device).expand(param.shape)
     get_accelerator().empty_cache()
 
 
-def _vacated(moving: Sequence[Group], frozen: Sequence[nn.Parameter]) -> tuple[int, list[nn.Parameter]]:
+def _vacated(moving: Sequence[Group], frozen: Iterable[nn.Parameter]) -> tuple[int, list[nn.Parameter]]:
     """What moving `moving` frees: (bytes, the frozen parameters that must leave their buffer for that).
 
     A buffer of which more would be copied than is used by parameters that leave it stays, with holes.

@@ -6,13 +6,12 @@ buffer as it is (see ``flatten_hook.py``); an optimizer with other groups is rig
 ``relayout.py``).
 
 Each parameter has a storage of its own over its part, so that saving, pickling and sharing it concern that part alone.
-But the buffer is freed only as a whole, and a parameter begins at any multiple of its element's size, unless
-`zero_optimization.parameter_alignment` is set.
+But the buffer is freed only as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ....checkpoint.lazy import LazyTensor
 from ....ranks.coordinator import Coordinator
 from ...replicated import Replicated
 from .. import zero3
-from .flatten_hook import in_buffer_order, watch
+from .flatten_hook import buffer_group, watch
 
 
 __all__ = ["FlatReplicas", "allocate_flat", "separate_reason"]
@@ -31,10 +30,7 @@ _FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 
 
 class FlatReplicas(Replicated):
-    """ZeRO stages 0 to 2. Under stages 1 and 2, parameters lie as DeepSpeed is going to flatten them on their device.
-
-    For the arguments see :class:`...replicated.Replicated`; `ds_config` is empty if there is none.
-    """
+    """Stages 0 to 2; under 1 and 2, parameters lie as DeepSpeed will flatten them. `ds_config` may be empty."""
 
     def __init__(
         self, ds_config: Mapping[str, Any], coordinator: Coordinator, chunk_bytes: int, *, on_device: bool = False
@@ -43,53 +39,37 @@ class FlatReplicas(Replicated):
         self._ds_config = ds_config
 
     def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, Tensor]:
-        is_flattened = self._ds_config.get("zero_optimization", {}).get("stage") in (1, 2)
-        if not is_flattened or self._parameters_on.type != self.device.type:
+        if self._parameters_on.type != self.device.type:
             return {}  # moving parameters to the device gives each memory of its own
         named = model.named_parameters()
-        lazy = {name: param for name, param in named if isinstance(param, LazyTensor) and name not in tied}
-        flat = allocate_flat(lazy, self._ds_config, self._coordinator.world_size, self._parameters_on)
-        return {id(param): flat[name] for name, param in lazy.items()}
+        lazy = [param for name, param in named if isinstance(param, LazyTensor) and name not in tied]
+        return allocate_flat(lazy, self._ds_config, self._coordinator.world_size, self._parameters_on)
 
 
 def allocate_flat(
-    parameters: Mapping[str, Tensor], ds_config: Mapping[str, Any], world_size: int, device: torch.device | str
-) -> dict[str, Tensor]:
-    """Uninitialised storage for a model's parameters, the trainable ones in one flat buffer where DeepSpeed allows.
+    params: Iterable[Tensor], ds_config: Mapping[str, Any], world_size: int, device: torch.device | str
+) -> dict[int, Tensor]:
+    """Uninitialised memory in one flat buffer for those of `params` that train; none where DeepSpeed would copy them.
 
-    Args:
-        parameters: shape, dtype and requires_grad of each, in the order of ``model.parameters()``; a tied one once.
-        world_size: ranks over which optimizer states will be partitioned; without model parallelism all ranks.
-        device: the device on which the engine will want the parameters, ``zero3.local_device()``.
-
-    Returns:
-        Contiguous tensors, by name. They keep the buffer from being freed.
+    `params` are in the order of ``model.parameters()``, a tied one once, and may be without memory. Optimizer states
+    will be partitioned over `world_size` ranks, and the engine wants parameters on `device`. Returns contiguous
+    tensors, by the ``id`` of the parameter, which keep the buffer from being freed.
     """
-    trained = {id(param): name for name, param in parameters.items() if param.requires_grad and param.numel()}
-    if separate_reason(ds_config, [parameters[name].dtype for name in trained.values()]):
-        trained = {}
-    tensors: dict[str, Tensor] = {}
-    # Parameters that are written later, by other threads or by training, must not be inference tensors.
-    with torch.inference_mode(False), torch.no_grad():
-        if trained:
-            group = [parameters[name] for name in trained.values()]
-            group, layout = in_buffer_order(group, world_size, ds_config["zero_optimization"])
-            buffer = torch.empty(layout.numel, dtype=group[0].dtype, device=device)
-            watch(buffer, layout)
-            for param, place in zip(group, layout.places, strict=True):
-                # A storage of its own over this part, which cannot be resized.
-                tensors[trained[id(param)]] = torch.from_dlpack(buffer.narrow(0, *place)).view(param.shape)
-        for name, param in parameters.items():
-            if name not in tensors:
-                tensors[name] = torch.empty(param.shape, dtype=param.dtype, device=device)
-    return tensors
+    trained = [param for param in params if param.requires_grad and param.numel()]
+    if separate_reason(ds_config, [param.dtype for param in trained]):
+        return {}
+    group, layout = buffer_group(trained, world_size, ds_config["zero_optimization"])
+    buffer = torch.empty(layout.numel, dtype=trained[0].dtype, device=device)
+    watch(buffer, layout)
+    # Each a storage of its own over its part, which cannot be resized.
+    parts = (torch.from_dlpack(buffer.narrow(0, *place)) for place in layout.places)
+    return {id(param): part.view(param.shape) for param, part in zip(group, parts, strict=True)}
 
 
 def separate_reason(ds_config: Mapping[str, Any], dtypes: Sequence[torch.dtype]) -> str:
-    """Why trainable parameters of these dtypes should not lie in one buffer under this config, or an empty string.
+    """Why DeepSpeed is going to copy trainable parameters of these dtypes one by one, or an empty string.
 
-    One buffer is freed only as a whole. So where DeepSpeed is going to copy parameters whatever happens, one by one,
-    they had better have storages of their own, as in stock.
+    They had better have storages of their own then, as in stock: one buffer is freed only as a whole.
     """
     zero = ds_config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
