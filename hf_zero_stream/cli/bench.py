@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.table import Table
 
+from ..reports.tables import bytes_text
 from .options import CheckpointArgument, DsConfigOption, DtypeOption, FormatOption, RevisionOption, zero3_config
-from .output import bytes_text, emit, quiet, table
+from .output import emit, quiet, table
 
 
 EXAMPLE = "hf-zero-stream bench Qwen/Qwen3-0.6B --nproc 2"
@@ -108,7 +108,7 @@ def _run_arm(arm: str, folder: Path, nproc: int, results: Path) -> dict[str, Any
     }
 
 
-def _blocks(data: Mapping[str, Any]) -> Iterator[Table | str]:
+def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     arms, same = data["arms"], data["same_bits"]
     yield f"{data['path']}: {data['ranks']} ranks, page cache {data['cache']}"
     rows = [("seconds", *("failed" if "error" in found else f"{found['seconds']:.2f}" for found in arms.values()))]

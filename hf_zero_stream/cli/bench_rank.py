@@ -8,10 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +20,13 @@ from ..config import without_own_section
 from ..destinations.deepspeed import machine, zero3
 from ..loading.dry_load import model_class_of
 from ..loading.integration import streaming
-from ..reports.memory import AnonymousMemory
+from ..reports.memory import AnonymousMemory, GrowthPeak
 
 
-@contextmanager
-def mapped_bytes() -> Iterator[list[int]]:
-    """Samples of this process's resident pages of mapped files: one before, one every 10 ms inside, one after."""
-
-    def sample() -> None:
-        found = re.search(r"^RssFile:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-        samples.append(int(found[1]) * 1024 if found else 0)
-
-    def watch() -> None:
-        while not ended.wait(0.01):
-            sample()
-
-    samples: list[int] = []
-    ended = threading.Event()
-    thread = threading.Thread(target=watch, daemon=True)
-    sample()
-    thread.start()
-    try:
-        yield samples
-    finally:
-        ended.set()
-        thread.join()
-        sample()
+def mapped_bytes() -> int:
+    """This process's resident pages of mapped files."""
+    found = re.search(r"^RssFile:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +36,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
     model_class, dtype = model_class_of(folder, {"trust_remote_code": False}), zero3.partition_dtype(config)
     # transformers finds ZeRO-3 while this object is alive.
     ds_config = HfDeepSpeedConfig(without_own_section(config)) if arm == "stock" else None
-    with AnonymousMemory() as memory, mapped_bytes() as mapped:
+    with AnonymousMemory() as memory, GrowthPeak(mapped_bytes) as mapped:
         dist.barrier()
         start = time.perf_counter()
         if ds_config is not None:
@@ -72,7 +50,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
     report = getattr(model, "streaming_report", None)
     return {
         "seconds": seconds,
-        "bytes_read": max(mapped) - mapped[0] if report is None else report.ranks[dist.get_rank()].bytes_read,
+        "bytes_read": mapped.growth_peak if report is None else report.ranks[dist.get_rank()].bytes_read,
         "anonymous_growth_bytes": memory.growth_peak,
         "partition_bytes": sum(param.ds_tensor.nbytes for param in model.parameters()),
         "digest": machine.partition_digest(model),

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..reports.tables import bytes_text
 from .options import CheckpointArgument, FormatOption, TrustOption
-from .output import bytes_text, count_text, emit, quiet
+from .output import count_text, emit, quiet
 
 
 EXAMPLE = "hf-zero-stream convert ./checkpoint ./bf16 --dtype bfloat16 --max-shard-size 5GB"

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.table import Table
 
 from ..config import StreamingConfig, without_own_section
 from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
@@ -83,7 +82,7 @@ def run(
     emit(data, _blocks(found, ops, problems), form, ok=not problems)
 
 
-def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems: int) -> Iterator[Table | str]:
+def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems: int) -> Iterator[str]:
     titles = {"versions": "Versions", "features": "What works here", "storage": "Storage", "settings": "Settings"}
     for name, group in found.items():
         if group:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..reports.folding import fold, folded_names
+from ..reports.tables import bytes_text
 from .options import CheckpointArgument, DequantizeOption, FormatOption, RevisionOption, TrustOption
-from .output import bytes_text, count_text, emit, quiet, table
+from .output import count_text, emit, quiet, table
 
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _folded(rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[dict[
     return folded
 
 
-def _blocks(data: Mapping[str, Any]) -> Iterator[Table | str]:
+def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     shards, model = data["shards"], data["model"]
     count = sum(shard["tensors"] for shard in shards)
     dtypes = ", ".join(f"{name} {bytes_text(found['bytes'])}" for name, found in data["dtypes"].items())
@@ -136,7 +136,7 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[Table | str]:
         yield f"Tied to others: {', '.join(model['tied'])}"
 
 
-def _families(title: str, lines: Iterable[Mapping[str, Any]]) -> Table:
+def _families(title: str, lines: Iterable[Mapping[str, Any]]) -> str:
     rows = []
     for line in lines:
         shape = " x ".join(map(str, line["shape"])) or "scalar"

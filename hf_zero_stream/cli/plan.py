@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from ..reports.folding import folded_names
+from ..reports.tables import bytes_text
 from .options import (
     CheckpointArgument,
     DequantizeOption,
@@ -25,7 +25,7 @@ from .options import (
     size,
     zero3_config,
 )
-from .output import bytes_text, count_text, emit, quiet, table
+from .output import count_text, emit, quiet, table
 
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
         yield "Parameters are in fp32, because the DeepSpeed config enables neither bf16 nor fp16."
 
 
-def _blocks(data: Mapping[str, Any]) -> Iterator[Table | str]:
+def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     load, memory, stock = data["load"], data["memory"], data["stock"]
     yield f"Rank {data['rank']} of {data['world_size']}: {data['path']}, {count_text(data['shards'], 'shard')}"
     partitions = _places(memory["partitions"])

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
+from ..reports.tables import bytes_text
 from .options import CheckpointArgument, FormatOption, RevisionOption
-from .output import bytes_text, count_text, emit, table
+from .output import count_text, emit, table
 
 
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B --sha256"
@@ -62,7 +62,7 @@ def run(
     emit(data, _blocks(data), form, ok=not found.faults)
 
 
-def _blocks(data: Mapping[str, Any]) -> Iterator[Table | str]:
+def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     looked_at = f"{count_text(data['shards'], 'shard')}, {count_text(data['tensors'], 'tensor')}"
     hashed = f", {data['hashed_shards']} compared with a checksum" if data["hashed_shards"] else ""
     yield f"{data['path']}: {looked_at}, {bytes_text(data['bytes'])} with sound headers{hashed}"

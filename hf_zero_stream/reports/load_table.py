@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from statistics import median
-from typing import NamedTuple
-
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
 
 from .folding import folded_names
 from .load import PHASES, LoadReport, RankReport
+from .tables import bytes_text, markdown_table
 
 
-__all__ = ["bytes_text", "render_table"]
+__all__ = ["render_table"]
 
 _MOST_RANK_ROWS = 8
 
-
-class _Column(NamedTuple):
-    title: str
-    value: Callable[[RankReport], float]
-    text: Callable[[float], str]
+_SECONDS = {f"{phase.capitalize()} s": "{:.2f}".format for phase in PHASES}
+_SIZES: Mapping[str, Callable[[float], str]] = {
+    "Needed": bytes_text,
+    "Read": bytes_text,
+    "Reads": "{:.0f}".format,
+    "Throughput": lambda value: f"{bytes_text(value)}/s",
+    "Partition": bytes_text,
+    "Staging": bytes_text,
+    "Host growth": bytes_text,
+    "Device peak": bytes_text,
+}
+"""Title of a column -> how its numbers are written."""
 
 
 def render_table(report: LoadReport) -> str:
@@ -32,8 +34,8 @@ def render_table(report: LoadReport) -> str:
     ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks, slowest: rank {slowest.rank}"
     blocks = [
         [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"],
-        _table(report, _SECONDS),
-        _table(report, _BYTES),
+        [_table(report, _SECONDS, lambda rank: [rank.seconds[phase] for phase in PHASES])],
+        [_table(report, _SIZES, _sizes)],
         _check_lines(report),
         _footprint_lines(report),
         _materialised_lines(report),
@@ -44,54 +46,34 @@ def render_table(report: LoadReport) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
-def _bytes_per_second(rank: RankReport) -> float:
-    return rank.bytes_read / rank.seconds["total"] if rank.seconds["total"] else 0.0  # a coarse clock may show 0
+def _sizes(rank: RankReport) -> list[float]:
+    seconds = rank.seconds["total"]
+    return [
+        rank.bytes_needed,
+        rank.bytes_read,
+        rank.reads,
+        rank.bytes_read / seconds if seconds else 0.0,  # a coarse clock may show 0
+        rank.partition_bytes,
+        rank.staging_bytes,
+        rank.anonymous_growth_peak,
+        rank.device_peak,
+    ]
 
 
-def bytes_text(value: float) -> str:
-    """Bytes with a binary unit, such as 1.5 GiB."""
-    unit = "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < (1024 if unit == "B" else 1023.95):  # 1023.96 KiB would be written as 1024.0 KiB
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
-
-
-def _seconds_of(phase: str) -> _Column:
-    return _Column(f"{phase.capitalize()} s", lambda rank: rank.seconds[phase], "{:.2f}".format)
-
-
-_SECONDS = [*map(_seconds_of, PHASES)]
-_BYTES = [
-    _Column("Needed", lambda rank: rank.bytes_needed, bytes_text),
-    _Column("Read", lambda rank: rank.bytes_read, bytes_text),
-    _Column("Reads", lambda rank: rank.reads, "{:.0f}".format),
-    _Column("Throughput", _bytes_per_second, lambda value: f"{bytes_text(value)}/s"),
-    _Column("Partition", lambda rank: rank.partition_bytes, bytes_text),
-    _Column("Staging", lambda rank: rank.staging_bytes, bytes_text),
-    _Column("Host growth", lambda rank: rank.anonymous_growth_peak, bytes_text),
-    _Column("Device peak", lambda rank: rank.device_peak, bytes_text),
-]
-
-
-def _table(report: LoadReport, columns: Sequence[_Column]) -> list[str]:
-    table = Table(box=MARKDOWN)
-    for title in ("Rank", *(column.title for column in columns)):
-        table.add_column(title, justify="right", no_wrap=True)
-    if len(report.ranks) <= _MOST_RANK_ROWS:
-        for rank in report.ranks:
-            table.add_row(str(rank.rank), *(column.text(column.value(rank)) for column in columns))
-    else:
-        summaries: dict[str, Callable[[Iterable[float]], float]] = {"min": min, "median": median, "max": max}
-        for name, summary in summaries.items():
-            table.add_row(name, *(column.text(summary(map(column.value, report.ranks))) for column in columns))
-
-    # The width is fixed: a log file has no terminal, and a table folded to fit one cannot be read. In a notebook, rich
-    # would display the table instead of writing it to the file.
-    text = io.StringIO()
-    Console(file=text, width=1000, color_system=None, force_terminal=False, force_jupyter=False).print(table)
-    return [line.rstrip() for line in text.getvalue().splitlines() if line.strip()]
+def _table(
+    report: LoadReport, columns: Mapping[str, Callable[[float], str]], numbers_of: Callable[[RankReport], list[float]]
+) -> str:
+    rows = {str(rank.rank): numbers_of(rank) for rank in report.ranks}
+    if len(rows) > _MOST_RANK_ROWS:
+        by_column = list(zip(*rows.values(), strict=True))
+        rows = {name: [*map(of, by_column)] for name, of in (("min", min), ("median", median), ("max", max))}
+    return markdown_table(
+        ("Rank", *columns),
+        [
+            (name, *(text(number) for text, number in zip(columns.values(), numbers, strict=True)))
+            for name, numbers in rows.items()
+        ],
+    )
 
 
 def _check_lines(report: LoadReport) -> list[str]:

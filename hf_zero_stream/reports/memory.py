@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Self
 
 import psutil
 
 
-__all__ = ["AnonymousMemory", "collector_paused"]
+__all__ = ["AnonymousMemory", "GrowthPeak", "collector_paused"]
 
 SAMPLE_SECONDS = 0.01
 
 
-class AnonymousMemory:
-    """A context in which a daemon thread samples this process's anonymous memory. It may be entered again.
+class GrowthPeak:
+    """A context in which a daemon thread samples the bytes that `measure` returns. It may be entered again."""
 
-    Anonymous memory is what cannot be dropped and read again from a file: heap, staging buffers, partitions on the
-    CPU. Mapped files and the page cache are not in it.
-
-    Linux counts it per core and adds up late, so a value can be off by some hundred KiB. On other systems every value
-    is 0.
-    """
-
-    def __init__(self) -> None:
-        self._process = psutil.Process()
+    def __init__(self, measure: Callable[[], int]) -> None:
+        self._measure = measure
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._ended.set()
@@ -44,13 +38,13 @@ class AnonymousMemory:
         """
         if self._ended.is_set():
             return 0
-        now_bytes = _anonymous_bytes(self._process)
+        now_bytes = self._measure()
         with self._lock:
             self._peak_bytes = max(self._peak_bytes, now_bytes)
         return now_bytes - self._entry_bytes
 
-    def __enter__(self) -> AnonymousMemory:
-        self._entry_bytes = self._peak_bytes = _anonymous_bytes(self._process)
+    def __enter__(self) -> Self:
+        self._entry_bytes = self._peak_bytes = self._measure()
         self._ended.clear()
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-memory", daemon=True)
         self._thread.start()
@@ -66,10 +60,22 @@ class AnonymousMemory:
             self.sample()
 
 
-def _anonymous_bytes(process: psutil.Process) -> int:
-    memory = process.memory_info()
-    # On Linux "shared" is what is not anonymous: mapped files and shared memory.
-    return memory.rss - memory.shared if psutil.LINUX else 0
+class AnonymousMemory(GrowthPeak):
+    """The growth of this process's anonymous memory: heap, staging buffers, partitions on the CPU.
+
+    It is what cannot be dropped and read again from a file: neither mapped files nor the page cache. Linux counts it
+    per core and adds up late, so a value can be off by some hundred KiB. On other systems every value is 0.
+    """
+
+    def __init__(self) -> None:
+        process = psutil.Process()
+
+        def anonymous_bytes() -> int:
+            memory = process.memory_info()
+            # On Linux "shared" is what is not anonymous: mapped files and shared memory.
+            return memory.rss - memory.shared if psutil.LINUX else 0
+
+        super().__init__(anonymous_bytes)
 
 
 @contextmanager
