@@ -12,7 +12,8 @@ from PIL import Image
 
 import hf_zero_stream
 from hf_zero_stream.cli import plan as plan_command
-from hf_zero_stream.cli.picture import MOST_RANKS, _spans, ranks_to_draw
+from hf_zero_stream.cli.picture import _spans
+from hf_zero_stream.cli.plan import MOST_RANKS, ranks_to_draw
 from tests.quantised_checkpoints import SCHEMES, compressed_tensors, fp8
 from tests.test_cli import USAGE, run, run_json
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
 
 from ..reports.tables import bytes_text
-from .options import CheckpointArgument, FormatOption, TrustOption
+from .options import CheckpointArgument, FormatOption, TrustOption, size
 from .output import count_text, emit, quiet
 
 
@@ -25,19 +24,13 @@ def _floating_dtype(name: str) -> Any:
     return dtype
 
 
-def _shard_size(text: str) -> str:
-    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", text):
-        raise typer.BadParameter(f"expected a size as in 5GB or 500MB, got {text!r}")
-    return text
-
-
 def run(
     path: CheckpointArgument,
     destination: Annotated[str, typer.Argument(metavar="DST", help="The folder to write; it may be PATH itself.")],
     dtype: Annotated[
         Any, typer.Option(metavar="DTYPE", parser=_floating_dtype, help="Of the floating-point tensors.")
     ] = None,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", parser=_shard_size, help="Of a file.")] = "5GB",
+    max_shard_size: Annotated[Any, typer.Option(metavar="SIZE", parser=size, help="Of a file.")] = "5GB",
     layout: Annotated[
         Literal["same", "hub", "model"],
         typer.Option(help="Names and layouts: as they are, the hub's, or the model's own."),

@@ -94,9 +94,6 @@ def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems:
     yield f"{count_text(problems, 'problem')} found." if problems else "No problem found."
 
 
-# ------------------------------------------------------------------------------------------------- what is looked at
-
-
 def _check_versions() -> Iterator[Check]:
     """Whether the packages that we need have the versions that we need."""
     from packaging.requirements import Requirement
@@ -113,13 +110,11 @@ def _check_versions() -> Iterator[Check]:
             continue
         try:
             found = metadata.version(requirement.name)
+            fits = requirement.specifier.contains(found, prereleases=True)
+            text = found if fits else f"{found} is installed, but {requirement} is needed"
         except metadata.PackageNotFoundError:
-            yield Check(requirement.name, "problem", f"not installed; {requirement} is needed")
-            continue
-        if requirement.specifier.contains(found, prereleases=True):
-            yield Check(requirement.name, "ok", found)
-        else:
-            yield Check(requirement.name, "problem", f"{found} is installed, but {requirement} is needed")
+            fits, text = False, f"not installed; {requirement} is needed"
+        yield Check(requirement.name, "ok" if fits else "problem", text)
 
 
 def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
@@ -128,21 +123,19 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
 
     from ..destinations.deepspeed.machine import get_accelerator
 
-    def available(what: str, is_there: object, text: str) -> Check:
-        return Check(what, "ok" if is_there else "no", text)
-
     yield Check("accelerator", "ok", get_accelerator().device_name())
-    yield available("NCCL", torch.distributed.is_nccl_available(), "communication between GPUs")
+    yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
     yield _imports("streaming under ZeRO-3", "problem", "destinations.deepspeed.partitioned", "loading.integration")
     yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
     for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
-        yield available(what, ops.get(op), f"DeepSpeed's op {op}")
-    for what, package in (
-        ("compressed-tensors checkpoints", "compressed_tensors"),
-        ("GGUF checkpoints", "gguf"),
-        ("plan --plot", "matplotlib"),
-    ):
-        yield available(what, find_spec(package), f"package {package}")
+        yield Check(what, "ok" if ops.get(op) else "no", f"DeepSpeed's op {op}")
+    uses = {
+        "compressed_tensors": "compressed-tensors checkpoints",
+        "gguf": "GGUF checkpoints",
+        "matplotlib": "plan --plot",
+    }
+    for package, what in uses.items():
+        yield Check(what, "ok" if find_spec(package) else "no", f"package {package}")
     # DeepSpeed compiles its ops with these at first use, unless they were installed compiled.
     for tool, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
         found = shutil.which(tool)
@@ -166,30 +159,22 @@ def _check_storage(path: str) -> Iterator[Check]:
         return
     where = "on another machine: more and smaller reads at once" if is_on_network(path) else "on this machine"
     yield Check("file system", "ok", f"{kind_of_file_system(path) or 'unknown'}, {where}")
-    files = [Path(path)] if os.path.isfile(path) else [entry for entry in Path(path).iterdir() if entry.is_file()]
+    files = [entry for entry in (Path(path), *Path(path).glob("*")) if entry.is_file()]
     largest = max(files, key=os.path.getsize, default=None)
     if largest is None or largest.stat().st_size == 0:
         yield Check("speed", "no", "there is no file to read")
         return
-    size, seconds = _timed_read(largest)
-    text = f"{size / seconds / 1e6:.0f} MB/s: {size / 1e6:.1f} MB of {largest.name}, one thread"
-    yield Check("speed", "ok", f"{text}, past the page cache where the file system can")
-
-
-def _timed_read(path: Path) -> tuple[int, float]:
-    """(bytes read, seconds)."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    size = largest.stat().st_size
+    with open(largest, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     wanted, buffer = min(size, _MOST_READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
-    with closing(LocalFiles([SourceFile(str(path), size)], direct_io=True)) as files:
+    with closing(LocalFiles([SourceFile(str(largest), size)], direct_io=True)) as source:
         start = time.perf_counter()
         for position in range(0, wanted, len(buffer)):
-            files.read_into(0, position, [buffer[: min(len(buffer), wanted - position)]])
-        return wanted, max(time.perf_counter() - start, 1e-9)
-
-
-# ------------------------------------------------------------------------------------------------- settings
+            source.read_into(0, position, [buffer[: min(len(buffer), wanted - position)]])
+        seconds = max(time.perf_counter() - start, 1e-9)
+    text = f"{wanted / seconds / 1e6:.0f} MB/s: {wanted / 1e6:.1f} MB of {largest.name}, one thread"
+    yield Check("speed", "ok", f"{text}, past the page cache where the file system can")
 
 
 def _check_launcher(config_file: str | None) -> Iterator[Check]:
@@ -200,9 +185,8 @@ def _check_launcher(config_file: str | None) -> Iterator[Check]:
         config_file = accelerate_config_file()
     yield Check("accelerate's config", *_accelerate_config(config_file))
     if announces_zero3():
-        on = announces_zero3_init()
-        text = "true" if on else f"not true: {_TURN_INIT_ON}"
-        yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", "ok" if on else "problem", text)
+        found = ("ok", "true") if announces_zero3_init() else ("problem", f"not true: {_TURN_INIT_ON}")
+        yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", *found)
     yield Check(
         "order",
         "note",
@@ -236,8 +220,8 @@ def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
 
     zero = config.get("zero_optimization") or {}
     if zero.get("stage") != 3:
-        text = f"zero_optimization.stage is {zero.get('stage')!r}: only stage 3 partitions parameters"
-        yield Check("ZeRO stage", "note", text)
+        what = f"zero_optimization.stage is {zero.get('stage')!r}"
+        yield Check("ZeRO stage", "note", f"{what}: only stage 3 partitions parameters")
     try:
         StreamingConfig.resolve(None, config)
         zero3.refuse_unsupported(without_own_section(config))
@@ -256,11 +240,10 @@ def _swap_path(path: str) -> tuple[str, str]:
     """(status, text) for a folder of swap files."""
     if not path:
         return "problem", "it is not set; name a folder on a local disk"
-    existing = Path(path)
-    while not existing.exists() and existing != existing.parent:
-        existing = existing.parent  # DeepSpeed makes the folder
-    kind = kind_of_file_system(str(existing))
-    if is_on_network(str(existing)):
+    # DeepSpeed makes the folder.
+    existing = str(next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists()))
+    kind = kind_of_file_system(existing)
+    if is_on_network(existing):
         return "problem", f"{path} is on another machine ({kind}); name a folder on a local disk"
     if kind in ("tmpfs", "ramfs"):
         return "problem", f"{path} is in memory ({kind}); name a folder on a local disk"

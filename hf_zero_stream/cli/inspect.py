@@ -42,18 +42,17 @@ def run(
 
     with quiet(), headers(path, revision) as folder:
         data = {"path": path, **_checkpoint(CheckpointIndex.from_files(*shards_of(folder)))}
-        data |= _model(folder, trust_remote_code, dequantize) if model else _no_model("it was not asked for")
+        made = _model(folder, trust_remote_code, dequantize) if model else "it was not asked for"
+    data |= {"model": None, "no_model_because": made} if isinstance(made, str) else {"model": made}
     emit(data, _blocks(data), form)
 
 
 def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
     from ..checkpoint.safetensors import dtype_name
 
-    rows = [
-        (entry.name, dtype_name(entry.dtype), entry.shape, entry.stop - entry.start)
-        for entry in index.tensors.values()
-    ]
-    in_shard = Counter(entry.shard for entry in index.tensors.values())
+    entries = index.tensors.values()
+    rows = [(entry.name, dtype_name(entry.dtype), entry.shape, entry.stop - entry.start) for entry in entries]
+    in_shard = Counter(entry.shard for entry in entries)
     dtypes: dict[str, dict[str, int]] = {}
     for _, dtype, _, nbytes in rows:
         found = dtypes.setdefault(dtype, {"tensors": 0, "bytes": 0})
@@ -72,45 +71,37 @@ def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
     }
 
 
-def _model(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
+def _model(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any] | str:
     """The model's parameters, or why there are none: checkpoints that fit no known class can be inspected too."""
     if not (folder / "config.json").is_file():
-        return _no_model("there is no config.json")
+        return "there is no config.json"
     from ..errors import CheckpointError, UnsupportedError
     from .models import lazy_model, load_arguments
 
     try:
         model, missing, tied = lazy_model(folder, load_arguments(folder, trust_remote_code, dequantize))
     except (CheckpointError, UnsupportedError) as error:
-        return _no_model(str(error))
+        return str(error)
     parameters = {name: param for name, param in model.named_parameters() if name not in tied}
     rows = [
         (name, str(param.dtype).removeprefix("torch."), tuple(param.shape), param.nbytes)
         for name, param in parameters.items()
     ]
     return {
-        "model": {
-            "class": type(model).__name__,
-            "bytes": sum(param.nbytes for param in parameters.values()),
-            "parameters": _folded(rows),
-            "missing": folded_names(sorted(missing & parameters.keys())),
-            "tied": folded_names(sorted(tied)),
-        }
+        "class": type(model).__name__,
+        "bytes": sum(param.nbytes for param in parameters.values()),
+        "parameters": _folded(rows),
+        "missing": folded_names(sorted(missing & parameters.keys())),
+        "tied": folded_names(sorted(tied)),
     }
-
-
-def _no_model(reason: str) -> dict[str, Any]:
-    return {"model": None, "no_model_because": reason}
 
 
 def _folded(rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[dict[str, Any]]:
     """One line for all (name, dtype, shape, bytes) that differ only in numbers, with the bytes of all of them."""
-    folded = []
-    for family in fold((name, tuple(kind)) for name, *kind in rows):
-        dtype, shape, nbytes = family.kind
-        line = {"name": family.name, "count": family.size, "dtype": dtype, "shape": list(shape)}
-        folded.append({**line, "bytes": family.size * nbytes})
-    return folded
+    return [
+        {"name": name, "count": size, "dtype": dtype, "shape": list(shape), "bytes": size * nbytes}
+        for name, (dtype, shape, nbytes), size in fold((name, tuple(kind)) for name, *kind in rows)
+    ]
 
 
 def _blocks(data: Mapping[str, Any]) -> Iterator[str]:

@@ -42,12 +42,7 @@ def quantisation(folder: Path) -> str | None:
 
 
 def lazy_model(folder: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
-    """Build the model on the meta device and run transformers' conversions over tensors without data.
-
-    Returns:
-        (the model, whose parameters have shapes and dtypes only; the names that the checkpoint lacks, and that will be
-        initialised; those of them that are tied to another parameter).
-    """
+    """(the model on the meta device; the names that the checkpoint lacks; those of them that are tied to others)."""
     with transformers_errors(str(folder)), closing(load_of_layouts(StreamingConfig(progress=False))) as load:
         return lazily_loaded(str(folder), load, **arguments)
 

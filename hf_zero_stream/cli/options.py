@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from ..config import parse_size
+
 
 __all__ = [
     "CheckpointArgument",
@@ -39,8 +41,6 @@ def json_object(path: str) -> dict[str, Any]:
 
 def size(text: str) -> int:
     """Parses a size such as "80GiB" into bytes."""
-    from ..config import parse_size
-
     parsed = parse_size(text)
     if parsed is None:
         raise typer.BadParameter(f'expected a size such as "80GiB" or "80GB"; got {text!r}')

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import product
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,12 @@ from ..loading.dry_load import Forecast
 from ..planning.plan import LoadPlan
 
 
-__all__ = ["draw", "ranks_to_draw"]
+__all__ = ["draw"]
 
-MOST_RANKS = 8
 _MOST_SHARDS = 40
 _PIXELS = 2000
 """Reads are drawn as one if the gap between them is below the largest shard's size divided by this."""
 _GIB = 2**30
-
-
-def ranks_to_draw(world_size: int, rank: int) -> list[int]:
-    """`rank` and others, evenly spaced; at most :data:`MOST_RANKS`, because planning for each takes seconds."""
-    if world_size <= MOST_RANKS:
-        return list(range(world_size))
-    step = world_size / MOST_RANKS
-    return sorted((rank + round(number * step)) % world_size for number in range(MOST_RANKS))
 
 
 def draw(path: Path, forecasts: Sequence[Forecast], device: str) -> None:
@@ -75,34 +68,31 @@ def _spans(plan: LoadPlan, shard: int, near: int) -> list[tuple[int, int]]:
 
 
 def _draw_memory(axes: Any, footprint: MemoryFootprint, device: str) -> None:
-    phases: dict[str, dict[str, Mapping[str, int]]] = {
-        "load": {"peak": footprint.load_peak},
-        "deepspeed.\ninitialize": {"peak": footprint.start_peak},
-        "training": {
-            "partitions": footprint.partitions,
-            "fp32 copies": footprint.master,
-            "gradients": footprint.gradients,
-            "reduce bucket": footprint.reduce_bucket,
-            "optimizer states": footprint.optimizer_states,
-            "largest gather": {device: footprint.largest_gather},
-        },
+    phases = ["load", "deepspeed.\ninitialize", "training"]
+    parts: dict[str, dict[str, Mapping[str, int]]] = {
+        "peak": {phases[0]: footprint.load_peak, phases[1]: footprint.start_peak},
+        "partitions": {phases[2]: footprint.partitions},
+        "fp32 copies": {phases[2]: footprint.master},
+        "gradients": {phases[2]: footprint.gradients},
+        "reduce bucket": {phases[2]: footprint.reduce_bucket},
+        "optimizer states": {phases[2]: footprint.optimizer_states},
+        "largest gather": {phases[2]: {device: footprint.largest_gather}},
     }
     places = list(dict.fromkeys((device, HOST, DISK)))
     width = 0.8 / len(places)
-    colours = {"peak": "0.55"}
-    for position, parts in enumerate(phases.values()):
-        for lane, place in enumerate(places):
-            x, bottom = position - 0.4 + (lane + 0.5) * width, 0.0
-            for part, nbytes in parts.items():
-                height = nbytes.get(place, 0) / _GIB
-                if height:
-                    label = None if part in axes.get_legend_handles_labels()[1] else part
-                    colour = colours.setdefault(part, f"C{len(colours)}")
-                    axes.bar(x, height, width * 0.9, bottom=bottom, color=colour, label=label)
-                    bottom += height
-            if bottom:
-                axes.text(x, bottom, place, ha="center", va="bottom", fontsize=7)
-    axes.set_xticks(range(len(phases)), list(phases))
+    bars = list(product(range(len(phases)), range(len(places))))
+    middles = [phase - 0.4 + (lane + 0.5) * width for phase, lane in bars]
+    tops = [0.0] * len(bars)
+    for part, at in parts.items():
+        heights = [at.get(phases[phase], {}).get(places[lane], 0) / _GIB for phase, lane in bars]
+        if any(heights):
+            colour = "0.55" if part == "peak" else f"C{len(axes.containers)}"
+            axes.bar(middles, heights, width * 0.9, bottom=tops, color=colour, label=part)
+            tops = list(map(add, tops, heights))
+    for middle, top, (_, lane) in zip(middles, tops, bars, strict=True):
+        if top:
+            axes.text(middle, top, places[lane], ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(phases)), phases)
     axes.set_xlim(-0.5, len(phases) - 0.5)
     axes.set_ylabel("GiB of one rank, computed")
     axes.set_title("Memory by phase")

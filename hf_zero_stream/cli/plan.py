@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 EXAMPLE = "hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --ds-config ds.json --device-memory 80GiB"
 
 HOST = "cpu"
+MOST_RANKS = 8
 _PICTURES = (".png", ".svg", ".pdf")
 _UNEVEN = 2.0
 """Warn of a shard this many times the mean size: storage that is striped by file reads it slower."""
@@ -90,31 +90,24 @@ def run(
     if device == HOST and device_memory is not None:
         raise typer.BadParameter("--device-memory: a CPU's memory is the host's; give --host-memory")
     config = zero3_config(ds_config, dtype) if ds_config or dtype else {}
+    ranks = [rank] if plot is None else ranks_to_draw(world_size, rank)
     with quiet():
         from ..checkpoint.soundness import shards_of
         from ..loading.dry_load import plan
         from .checkpoints import headers
-        from .models import lazy_model, load_arguments, quantisation, transformers_errors
+        from .models import load_arguments, transformers_errors
         from .stock import stock_load
 
-        ranks = [rank]
-        if plot is not None:
-            from .picture import draw, ranks_to_draw
-
-            ranks = ranks_to_draw(world_size, rank)
         with headers(path, revision) as folder, transformers_errors(path):
             shards_of(folder)  # raises if there are no safetensors files: plan must not open pickles
             arguments = load_arguments(folder, trust_remote_code, dequantize)
-            forecast_of = partial(
-                plan, str(folder), world_size=world_size, ds_config=config or None, device=device, **arguments
-            )
-            forecasts = {number: forecast_of(rank=number) for number in ranks}
+            how = {"world_size": world_size, "ds_config": config or None, "device": device, **arguments}
+            forecasts = {number: plan(str(folder), rank=number, **how) for number in ranks}
             forecast = forecasts[rank]
-            stock = None
-            if quantisation(folder) is None:  # of a quantised checkpoint every stock rank loads all
-                model, _, tied = lazy_model(folder, arguments)
-                stock = stock_load(forecast, model, tied, device)
+            stock = stock_load(forecast, folder, arguments, device)
         if plot is not None:
+            from .picture import draw
+
             draw(plot, list(forecasts.values()), device)
     given = {"device": device_memory, "host": host_memory}
     limits = {place: limit for place, limit in given.items() if limit is not None}
@@ -134,7 +127,15 @@ def run(
         "limits": limits,
         "fits": fits if limits else None,
     }
-    emit(data, _blocks(data), form, ok=fits)
+    emit(data, _blocks(data, forecast.memory), form, ok=fits)
+
+
+def ranks_to_draw(world_size: int, rank: int) -> list[int]:
+    """`rank` and others, evenly spaced; at most :data:`MOST_RANKS`, because planning for each takes seconds."""
+    if world_size <= MOST_RANKS:
+        return list(range(world_size))
+    step = world_size / MOST_RANKS
+    return sorted((rank + round(number * step)) % world_size for number in range(MOST_RANKS))
 
 
 def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
@@ -183,46 +184,39 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
         yield "Parameters are in fp32, because the DeepSpeed config enables neither bf16 nor fp16."
 
 
-def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
-    load, memory, stock = data["load"], data["memory"], data["stock"]
+def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
+    load, stock, warnings = data["load"], data["stock"], data["warnings"]
     yield f"Rank {data['rank']} of {data['world_size']}: {data['path']}, {count_text(data['shards'], 'shard')}"
-    partitions = _places(memory["partitions"])
-    rows: list[tuple[str, ...]] = [
-        ("reads from files", f"{bytes_text(load['bytes_read'])} in {count_text(load['reads'], 'read')}"),
-        ("of these needed", bytes_text(load["bytes_needed"])),
-        ("spans of files", f"{load['seeks']:,}"),
-        ("receives as whole parameters", "nothing"),
-        ("partitions", partitions),
-        ("staging", f"up to {bytes_text(memory['staging'])}"),
-        ("files mapped into memory", "nothing"),
-        ("peak of the load", _places(memory["load_peak"])),
-    ]
+    partitions = _places(memory.partitions)
     titles = ["Load", "streaming"]
+    rows = [
+        ["reads from files", f"{bytes_text(load['bytes_read'])} in {count_text(load['reads'], 'read')}"],
+        ["of these needed", bytes_text(load["bytes_needed"])],
+        ["spans of files", f"{load['seeks']:,}"],
+        ["receives as whole parameters", "nothing"],
+        ["partitions", partitions],
+        ["staging", f"up to {bytes_text(memory.staging)}"],
+        ["files mapped into memory", "nothing"],
+        ["peak of the load", _places(memory.load_peak)],
+    ]
     if stock is not None:
         read, received = bytes_text(stock["rank0_read"]), bytes_text(stock["other_received"])
         titles += ["stock, rank 0", "stock, others"]
         first = (read, "", "", "nothing", partitions, "", read, _places(stock["rank0_peak"]))
         others = ("headers", "", "", received, partitions, "", "headers", _places(stock["other_peak"]))
-        rows = [(*row, *columns) for row, *columns in zip(rows, first, others, strict=True)]
+        rows = [[*row, *columns] for row, *columns in zip(rows, first, others, strict=True)]
     yield table(titles, rows)
-
-    started = {
-        "fp32 copies": memory["master"],
-        "gradients": memory["gradients"],
-        "reduce bucket": memory["reduce_bucket"],
-        "hpZ copies": memory["secondary"],
-    }
     rows = [
-        *((f"deepspeed.initialize adds {what}", _places(places)) for what, places in started.items() if places),
-        ("deepspeed.initialize peaks at", _places(memory["start_peak"])),
-        ("the first step adds optimizer states", _places(memory["optimizer_states"]) or "nothing"),
-        ("held between steps", _places(memory["held"])),
-        ("largest gather of the forward pass", bytes_text(memory["largest_gather"])),
-        ("gathered for", memory["largest_gather_of"]),
+        *([f"deepspeed.initialize adds {what}", _places(places)] for what, places in memory.started.items()),
+        ["deepspeed.initialize peaks at", _places(memory.start_peak)],
+        ["the first step adds optimizer states", _places(memory.optimizer_states) or "nothing"],
+        ["held between steps", _places(memory.held)],
+        ["largest gather of the forward pass", bytes_text(memory.largest_gather)],
+        ["gathered for", memory.largest_gather_of],
     ]
     yield table(("Training", "streaming" if stock is None else "streaming and stock"), rows)
-    if data["warnings"]:
-        yield "\n".join(f"Warning: {warning}" for warning in data["warnings"])
+    if warnings:
+        yield "\n".join(f"Warning: {warning}" for warning in warnings)
     yield "\n".join(_verdict(data["needs"], data["limits"], data["device"]))
 
 

@@ -8,8 +8,8 @@ DeepSpeed 0.19.8, ``GatheredParameters``):
 - Module by module, each rank gathers the module's own parameters whole on its device, rank 0 copies its values in and
   broadcasts them, and each rank cuts them up again.
 
-Hence, with C the checkpoint's bytes, P a rank's partitions, M the largest module's own parameters (whole, in the
-dtype of the partitions) and G the largest parameter (whole, in the checkpoint's dtype):
+C: the checkpoint's bytes. P: a rank's partitions. M: the largest module's own parameters (whole, in the dtype of the
+partitions). G: the largest parameter (whole, in the checkpoint's dtype).
 
 =====================  =================  ===========
                        rank 0             other ranks
@@ -30,26 +30,26 @@ resident memory (and towards a container's limit), but the kernel may drop them.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from ..footprint.memory import HOST
 from ..loading.dry_load import Forecast
+from .models import lazy_model, quantisation
 
 
 __all__ = ["stock_load"]
 
 
-def stock_load(forecast: Forecast, model: nn.Module, tied: set[str], device: str) -> dict[str, Any]:
+def stock_load(forecast: Forecast, folder: Path, arguments: Mapping[str, Any], device: str) -> dict[str, Any] | None:
     """The bytes of the table above; peaks are by place, and without mapped files.
 
-    Args:
-        forecast: of any rank.
-        model: has the parameters' shapes, and the checkpoint's dtypes.
-        tied: parameters that are tied to others, and so not loaded.
-        device: type of the device that trains.
+    None for a quantised checkpoint, of which every stock rank loads all. `forecast` is of any rank.
     """
+    if quantisation(folder) is not None:
+        return None
+    model, _, tied = lazy_model(folder, arguments)
     plan, memory = forecast.load, forecast.memory
     dtypes = {target.name: target.dtype for target in plan.targets}
     modules, largest = Counter[str](), 0

@@ -148,6 +148,17 @@ class MemoryFootprint:
     start_peak: Mapping[str, int]
     held: Mapping[str, int]
 
+    @property
+    def started(self) -> dict[str, Mapping[str, int]]:
+        """What ``deepspeed.initialize`` adds and keeps, by the name that people read; nothing that is empty."""
+        parts = {
+            "fp32 copies": self.master,
+            "gradients": self.gradients,
+            "reduce bucket": self.reduce_bucket,
+            "hpZ copies": self.secondary,
+        }
+        return {name: places for name, places in parts.items() if places}
+
 
 def memory_footprint(
     parameters: Sequence[ParameterShape],

@@ -99,13 +99,7 @@ def _footprint_lines(report: LoadReport) -> list[str]:
         return []
     # Padding makes ranks alike; only settings such as `staging_bytes` can differ.
     most = max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging))
-    started = {
-        "fp32 copies": most.master,
-        "gradients": most.gradients,
-        "reduce bucket": most.reduce_bucket,
-        "hpZ copies": most.secondary,
-    }
-    added = "; ".join(f"{name} {_places_text(places)}" for name, places in started.items() if places)
+    added = "; ".join(f"{name} {_places_text(places)}" for name, places in most.started.items())
     rows = [
         ("partitions", _places_text(most.partitions)),
         ("peak of the load", f"{_places_text(most.load_peak)} (staging up to {bytes_text(most.staging)})"),
