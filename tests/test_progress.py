@@ -25,9 +25,9 @@ def bars_on(monkeypatch):
 
 
 def shown(capsys, enabled=True):
-    with progress_bar(3 * 2**20, "Streaming", enabled) as bar:
-        bar.update(2**20)
-        bar.update(2**21)
+    with progress_bar(3 * 2**20, "Streaming", enabled) as advance:
+        advance(2**20)
+        advance(2**21)
     captured = capsys.readouterr()
     assert captured.out == ""
     return captured.err
@@ -76,8 +76,8 @@ def test_follows_transformers_verbosity(capsys, verbosity, visible):
 
 
 def test_update_from_many_threads_loses_nothing(capsys):
-    with progress_bar(8 * 500, "Streaming", True) as bar:
-        threads = [threading.Thread(target=lambda: [bar.update(1) for _ in range(500)]) for _ in range(8)]
+    with progress_bar(8 * 500, "Streaming", True) as advance:
+        threads = [threading.Thread(target=lambda: [advance(1) for _ in range(500)]) for _ in range(8)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -87,7 +87,7 @@ def test_update_from_many_threads_loses_nothing(capsys):
 
 def test_bar_is_closed_after_an_error(capsys):
     with pytest.raises(OSError):
-        with progress_bar(100, "Streaming", True) as bar:
-            bar.update(10)
+        with progress_bar(100, "Streaming", True) as advance:
+            advance(10)
             raise OSError("disk")
     assert capsys.readouterr().err.endswith("\n")

@@ -46,8 +46,8 @@ def run(
     if sha256 or sums is not None:
         files = [folder] if folder.is_file() else folder.glob("*.safetensors")
         total = sum(file.stat().st_size for file in files if file.is_file())
-    with progress_bar(total, "Hashing", total > 0) as bar:
-        found = check_soundness(folder, sha256=sha256, sums=known, on_bytes=bar.update)
+    with progress_bar(total, "Hashing", total > 0) as advance:
+        found = check_soundness(folder, sha256=sha256, sums=known, on_bytes=advance)
 
     data = {
         "path": path,

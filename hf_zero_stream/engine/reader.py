@@ -63,10 +63,10 @@ class Reader:
         bytes_read = plan.cost.bytes_read
         begin, note_progress = checkpoint.expect(bytes_read if len(batches) == 1 else 0)
         kept: list[tuple[Sequence[Item], Sequence[torch.Tensor]]] = []
-        with progress_bar(bytes_read, "Streaming weights", checkpoint.config.progress) as bar:
+        with progress_bar(bytes_read, "Streaming weights", checkpoint.config.progress) as advance:
 
             def on_bytes(nbytes: int) -> None:
-                bar.update(nbytes)
+                advance(nbytes)
                 note_progress()
                 coordinator.check()  # stop reading once another rank has died
 

@@ -66,7 +66,11 @@ def _table(
     rows = {str(rank.rank): numbers_of(rank) for rank in report.ranks}
     if len(rows) > _MOST_RANK_ROWS:
         by_column = list(zip(*rows.values(), strict=True))
-        rows = {name: [*map(of, by_column)] for name, of in (("min", min), ("median", median), ("max", max))}
+        rows = {
+            "min": [min(column) for column in by_column],
+            "median": [median(column) for column in by_column],
+            "max": [max(column) for column in by_column],
+        }
     return markdown_table(
         ("Rank", *columns),
         [

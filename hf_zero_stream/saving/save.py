@@ -218,11 +218,11 @@ class Save:
     def _execute(
         self, phase: str, plan: SavePlan, parameters: Parameters, files: ShardWriter, description: str
     ) -> None:
-        with self._clock(phase), progress_bar(plan.bytes_written, description, self._progress) as bar:
+        with self._clock(phase), progress_bar(plan.bytes_written, description, self._progress) as advance:
 
             def put(shard: int, position: int, buffers: Sequence[memoryview]) -> None:
                 files.put(shard, position, buffers)
-                bar.update(sum(map(len, buffers)))
+                advance(sum(map(len, buffers)))
 
             execute_save(plan, parameters, put, self._coordinator, self._threads())
         self._memory.sample()
