@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import hf_zero_stream
 from hf_zero_stream.cli import COMMANDS, app
-from hf_zero_stream.reports.folding import fold
+from hf_zero_stream.reports.text import fold
 from tests.commands import command_environment
 from tests.parity import ds_config
 from tests.zoo import ZOO, build_model, make_moe_checkpoint

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import HfZeroStreamError
-from ..reports.tables import printable
+from ..reports.text import printable
 
 
 __all__ = ["COMMANDS", "app", "main"]

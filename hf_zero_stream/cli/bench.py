@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..reports.tables import bytes_text
+from ..reports.text import bytes_text
 from .options import CheckpointArgument, DsConfigOption, DtypeOption, FormatOption, RevisionOption, zero3_config
 from .output import emit, quiet, table
 
@@ -59,20 +60,17 @@ def run(
             prepare_cache(shards)
             arms[arm] = _run_arm(arm, folder, nproc, Path(name))
 
-    digests = [found.get("digests", [None]) for found in arms.values()]
-    compared = not any(None in each for each in digests)
-    same = digests[0] == digests[1] if compared else None
+    stock, streaming = (found.get("digests", [None]) for found in arms.values())
+    same = None if None in [*stock, *streaming] else stock == streaming
     data = {"path": path, "ranks": nproc, "cache": cache, "arms": arms, "same_bits": same}
     emit(data, _blocks(data), form, ok=same is not False and not any("error" in found for found in arms.values()))
 
 
 def fill_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Bring these files into the page cache: read each once."""
-    buffer = bytearray(8 << 20)
     for path in paths:
-        with open(path, "rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
+        with open(path, "rb") as file, open(os.devnull, "wb") as nowhere:
+            shutil.copyfileobj(file, nowhere, 8 << 20)
 
 
 def drop_from_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -111,9 +109,9 @@ def _run_arm(arm: str, folder: Path, nproc: int, results: Path) -> dict[str, Any
 def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     arms, same = data["arms"], data["same_bits"]
     yield f"{data['path']}: {data['ranks']} ranks, page cache {data['cache']}"
-    rows = [("seconds", *("failed" if "error" in found else f"{found['seconds']:.2f}" for found in arms.values()))]
+    rows = [("seconds", *(f"{found['seconds']:.2f}" if "seconds" in found else "failed" for found in arms.values()))]
     for key, title in _ROWS.items():
-        rows.append((title, *("failed" if "error" in found else _all_ranks(found[key]) for found in arms.values())))
+        rows.append((title, *(_all_ranks(found[key]) if key in found else "failed" for found in arms.values())))
     yield table(("", *ARMS), rows)
     yield from (f"The {arm} load failed: {found['error']}" for arm, found in arms.items() if "error" in found)
     if same is not None:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import CheckpointError, ReadError
+from ..errors import CheckpointError, HfZeroStreamError, ReadError
 
 
 __all__ = ["cached_folder", "headers"]
@@ -54,7 +54,7 @@ def headers(path: str, revision: str | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
         try:
             _fetch(path, revision, Path(name))
-        except (CheckpointError, ReadError):
+        except HfZeroStreamError:
             raise
         except (OSError, ValueError) as error:
             raise ReadError(
@@ -69,7 +69,7 @@ def _is_cached_whole(repository: str, revision: str | None) -> bool:
 
     try:
         return all(map(os.path.exists, shards_of(cached_folder(repository, revision))[0]))
-    except (CheckpointError, ReadError):
+    except HfZeroStreamError:
         return False
 
 
@@ -78,11 +78,10 @@ def _fetch(repository: str, revision: str | None, folder: Path) -> None:
 
     from ..checkpoint.soundness import INDEX, SINGLE, shards_of
 
-    small = Path(
-        snapshot_download(repository, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_NOT_NEEDED)
-    )
+    patterns = {"allow_patterns": _SMALL_FILES, "ignore_patterns": _NOT_NEEDED}
+    small = Path(snapshot_download(repository, revision=revision, **patterns))
     for file in small.rglob("*"):
-        if file.is_file() and not file.name.endswith(".safetensors"):
+        if file.is_file() and file.suffix != ".safetensors":
             target = folder / file.relative_to(small)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.symlink_to(file.resolve())
@@ -95,36 +94,37 @@ def _fetch(repository: str, revision: str | None, folder: Path) -> None:
 
 def _fetch_header(repository: str, commit: str, name: str, target: Path) -> None:
     """Write a sparse file with the size and the header of a shard on the Hub."""
+    from huggingface_hub import hf_hub_url
+
     from ..checkpoint.safetensors import MAX_HEADER_BYTES
 
-    prefix, size_bytes = _fetch_range(repository, commit, name, 0, _FIRST_BYTES)
-    length = int.from_bytes(prefix[:8], "little")
-    if length > MAX_HEADER_BYTES:
+    what, url = f"{repository}/{name}", hf_hub_url(repository, name, revision=commit)
+    prefix, size_bytes = _fetch_range(what, url, 0, _FIRST_BYTES)
+    stop = 8 + int.from_bytes(prefix[:8], "little")
+    if stop > 8 + MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{repository}/{name}: header length: at most {MAX_HEADER_BYTES} bytes are allowed, found {length}. "
+            f"{what}: header length: at most {MAX_HEADER_BYTES} bytes are allowed, found {stop - 8}. "
             "This is probably not a safetensors file."
         )
-    if 8 + length > len(prefix) and len(prefix) < size_bytes:
-        prefix += _fetch_range(repository, commit, name, len(prefix), 8 + length - len(prefix))[0]
+    if len(prefix) < min(stop, size_bytes):
+        prefix += _fetch_range(what, url, len(prefix), stop)[0]
     target.parent.mkdir(parents=True, exist_ok=True)
     with open(target, "wb") as file:
-        file.write(prefix[: 8 + length])
+        file.write(prefix[:stop])
         file.truncate(size_bytes)
 
 
-def _fetch_range(repository: str, commit: str, name: str, start: int, length: int) -> tuple[bytes, int]:
-    """(up to `length` bytes of a file on the Hub, size of the whole file)."""
-    from huggingface_hub import hf_hub_url
+def _fetch_range(what: str, url: str, start: int, stop: int) -> tuple[bytes, int]:
+    """(bytes `start` to `stop` of a file on the Hub, or what it has of them; size of the whole file)."""
     from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
-    url = hf_hub_url(repository, name, revision=commit)
-    asked = {**build_hf_headers(), "Range": f"bytes={start}-{start + length - 1}", "Accept-Encoding": "identity"}
+    asked = {**build_hf_headers(), "Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     try:
         response = http_backoff("GET", url, headers=asked)
         hf_raise_for_status(response)
     except Exception as error:  # huggingface_hub's HTTP library, and so its errors, depend on the version
-        raise ReadError(f"{repository}/{name}: the Hub does not give the header: {error}") from error
+        raise ReadError(f"{what}: the Hub does not give the header: {error}") from error
     total = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("Content-Range", ""))
     if response.status_code != 206 or total is None:
-        raise ReadError(f"{repository}/{name}: the server does not give ranges of files; download the checkpoint.")
+        raise ReadError(f"{what}: the server does not give ranges of files; download the checkpoint.")
     return response.content, int(total[1])

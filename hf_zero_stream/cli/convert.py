@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..reports.tables import bytes_text
+from ..reports.text import bytes_text, count_text
 from .options import CheckpointArgument, FormatOption, TrustOption, size
-from .output import count_text, emit, quiet
+from .output import emit, quiet
 
 
 EXAMPLE = "hf-zero-stream convert ./checkpoint ./bf16 --dtype bfloat16 --max-shard-size 5GB"

@@ -18,11 +18,12 @@ import typer
 from ..config import StreamingConfig, without_own_section
 from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
 from ..ranks.launchers import announces_zero3, announces_zero3_init
+from ..reports.text import count_text
 from ..sources.base import SourceFile
 from ..sources.local import LocalFiles
 from ..sources.mounts import is_on_network, kind_of_file_system
 from .options import FormatOption, json_object
-from .output import count_text, emit, quiet, table
+from .output import emit, quiet, table
 
 
 EXAMPLE = "hf-zero-stream doctor /data/checkpoints --ds-config ds.json"

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..reports.folding import fold, folded_names
-from ..reports.tables import bytes_text
+from ..reports.text import bytes_text, count_text, fold, folded_names
 from .options import CheckpointArgument, DequantizeOption, FormatOption, RevisionOption, TrustOption
-from .output import count_text, emit, quiet, table
+from .output import emit, quiet, table
 
 
 if TYPE_CHECKING:
@@ -53,11 +52,9 @@ def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
     entries = index.tensors.values()
     rows = [(entry.name, dtype_name(entry.dtype), entry.shape, entry.stop - entry.start) for entry in entries]
     in_shard = Counter(entry.shard for entry in entries)
-    dtypes: dict[str, dict[str, int]] = {}
+    dtypes = defaultdict[str, Counter[str]](Counter)
     for _, dtype, _, nbytes in rows:
-        found = dtypes.setdefault(dtype, {"tensors": 0, "bytes": 0})
-        found["tensors"] += 1
-        found["bytes"] += nbytes
+        dtypes[dtype].update(tensors=1, bytes=nbytes)
     return {
         "bytes": sum(shard.size_bytes for shard in index.shards),
         "shards": [
@@ -76,10 +73,11 @@ def _model(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str,
     if not (folder / "config.json").is_file():
         return "there is no config.json"
     from ..errors import CheckpointError, UnsupportedError
-    from .models import lazy_model, load_arguments
+    from .models import lazy_model, load_arguments, transformers_errors
 
     try:
-        model, missing, tied = lazy_model(folder, load_arguments(folder, trust_remote_code, dequantize))
+        with transformers_errors(str(folder)):
+            model, missing, tied = lazy_model(folder, load_arguments(folder, trust_remote_code, dequantize))
     except (CheckpointError, UnsupportedError) as error:
         return str(error)
     parameters = {name: param for name, param in model.named_parameters() if name not in tied}

@@ -22,16 +22,13 @@ __all__ = ["lazy_model", "load_arguments", "quantisation", "transformers_errors"
 
 def load_arguments(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
     """Arguments for ``from_pretrained``; transformers never asks on the terminal whether code may run."""
-    arguments: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    if dequantize:
-        method = quantisation(folder)
-        if method is None:
-            raise CheckpointError(
-                f"{folder}: --dequantize: config.json has no quantization_config. Leave the option out."
-            )
-        loading = {"quant_method": method, "dequantize": True}
-        arguments["quantization_config"] = AutoQuantizationConfig.from_dict(loading)
-    return arguments
+    if not dequantize:
+        return {"trust_remote_code": trust_remote_code}
+    method = quantisation(folder)
+    if method is None:
+        raise CheckpointError(f"{folder}: --dequantize: config.json has no quantization_config. Leave the option out.")
+    loading = AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
+    return {"trust_remote_code": trust_remote_code, "quantization_config": loading}
 
 
 def quantisation(folder: Path) -> str | None:
@@ -43,7 +40,7 @@ def quantisation(folder: Path) -> str | None:
 
 def lazy_model(folder: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
     """(the model on the meta device; the names that the checkpoint lacks; those of them that are tied to others)."""
-    with transformers_errors(str(folder)), closing(load_of_layouts(StreamingConfig(progress=False))) as load:
+    with closing(load_of_layouts(StreamingConfig(progress=False))) as load:
         return lazily_loaded(str(folder), load, **arguments)
 
 

@@ -11,10 +11,10 @@ from typing import Any, Literal, TextIO
 
 import typer
 
-from ..reports.tables import markdown_table, printable
+from ..reports.text import markdown_table, printable
 
 
-__all__ = ["count_text", "emit", "quiet", "table"]
+__all__ = ["emit", "quiet", "table"]
 
 
 def emit(data: Mapping[str, Any], blocks: Iterable[str], form: Literal["table", "json"], *, ok: bool = True) -> None:
@@ -36,8 +36,3 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 def quiet() -> redirect_stdout[TextIO]:
     """Inside, what libraries write to stdout goes to stderr; DeepSpeed logs there."""
     return redirect_stdout(sys.stderr)
-
-
-def count_text(count: int, noun: str) -> str:
-    """`1 shard`, `4 shards`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..reports.folding import folded_names
-from ..reports.tables import bytes_text
+from ..reports.text import bytes_text, count_text, folded_names
 from .options import (
     CheckpointArgument,
     DequantizeOption,
@@ -24,7 +23,7 @@ from .options import (
     size,
     zero3_config,
 )
-from .output import count_text, emit, quiet, table
+from .output import emit, quiet, table
 
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..reports.tables import bytes_text
+from ..reports.text import bytes_text, count_text
 from .options import CheckpointArgument, FormatOption, RevisionOption
-from .output import count_text, emit, table
+from .output import emit, table
 
 
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B --sha256"

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from statistics import median
 
-from .folding import folded_names
 from .load import PHASES, LoadReport, RankReport
-from .tables import bytes_text, markdown_table
+from .text import bytes_text, fold, folded_names, markdown_table
 
 
 __all__ = ["render_table"]
@@ -128,12 +127,9 @@ def _materialised_lines(report: LoadReport) -> list[str]:
             ranks_of.setdefault((name, reason), []).append(rank.rank)
     if not ranks_of:
         return []
-    # Layers of one kind fall back for one reason, so what is left after folding is a few lines.
-    names_of: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    for (name, reason), ranks in ranks_of.items():
-        names_of.setdefault((reason, tuple(ranks)), []).append(name)
     lines = [f"Materialised parameters ({len({name for name, _ in ranks_of})}), whose sources were read whole:"]
-    for (reason, on_ranks), names in names_of.items():
-        where = "" if len(on_ranks) == len(report.ranks) else f" (on {len(on_ranks)} of {len(report.ranks)} ranks)"
-        lines += [f"  {name}: {reason}{where}" for name in folded_names(names)]
+    # Layers of one kind fall back for one reason, so what is left after folding is a few lines.
+    for names, (reason, *ranks), _ in fold((name, (reason, *ranks)) for (name, reason), ranks in ranks_of.items()):
+        where = "" if len(ranks) == len(report.ranks) else f" (on {len(ranks)} of {len(report.ranks)} ranks)"
+        lines.append(f"  {names}: {reason}{where}")
     return lines

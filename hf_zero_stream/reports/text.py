@@ -1,17 +1,61 @@
-"""Many names that differ only in their numbers, written as one."""
+"""How sizes, counts, tables and many names that differ only in their numbers are written for people."""
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
+from rich.box import MARKDOWN
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-__all__ = ["fold", "folded_names"]
+
+__all__ = ["bytes_text", "count_text", "fold", "folded_names", "markdown_table", "printable"]
 
 _NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9]\d*)(?=\.|$)")
+
+
+def bytes_text(nbytes: float) -> str:
+    """Bytes with a binary unit, such as 1.5 GiB."""
+    unit = "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < (1024 if unit == "B" else 1023.95):  # 1023.96 KiB would be written as 1024.0 KiB
+            break
+        nbytes, unit = nbytes / 1024, larger
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def printable(text: str, kept: str = "") -> str:
+    """`text` with its control characters escaped: anybody can choose the names in a checkpoint."""
+    return "".join(
+        character if character.isprintable() or character in kept else ascii(character)[1:-1] for character in text
+    )
+
+
+def count_text(count: int, noun: str) -> str:
+    """`1 shard`, `4 shards`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 0, width: int = 10_000) -> str:
+    """A table whose first `left` columns are aligned to the left, and the others to the right.
+
+    Only a table for a terminal needs a `width`: a log file has none, and there a folded table cannot be read.
+    """
+    table = Table(box=MARKDOWN)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="left" if number < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    text = io.StringIO()
+    # In a notebook, rich would display the table instead of writing it to the file.
+    Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
+    return "\n".join(line for line in text.getvalue().splitlines() if line.strip())
 
 
 class Family(NamedTuple):
@@ -38,7 +82,7 @@ def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[Family]:
     families = []
     for (kind, texts), numbers in rows.items():
         for choices in _products(numbers):
-            name = "".join(chain.from_iterable(zip(texts, [*map(_choice_text, choices), ""], strict=True)))
+            name = "".join(chain(*zip(texts, [*map(_choice_text, choices), ""], strict=True)))
             families.append(Family(name, kind, prod(map(len, choices))))
     return families
 
