@@ -34,9 +34,9 @@ def test_bench_loads_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     folder = make_moe_checkpoint(tmp_path / "tiny-moe", 1e7, num_layers=2, num_experts=8)
     kept: list[Any] = []
-    emit = bench.emit
+    emit = bench.frame.emit
     monkeypatch.setattr(
-        bench, "emit", lambda data, *others, **options: (kept.append(data), emit(data, *others, **options))
+        bench.frame, "emit", lambda data, *others, **options: (kept.append(data), emit(data, *others, **options))
     )
     ((command, shown),) = next(parts for parts in map(commands, blocks(DOCUMENT)) if " bench " in parts[0][0])
     assert_shown(shown, run(*command.split()[1:]).stdout)

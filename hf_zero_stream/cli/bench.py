@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..reports.text import bytes_text
-from .options import CheckpointArgument, DsConfigOption, DtypeOption, FormatOption, RevisionOption, zero3_config
-from .output import emit, quiet, table
+from . import frame
 
 
 EXAMPLE = "hf-zero-stream bench Qwen/Qwen3-0.6B --nproc 2"
@@ -30,15 +29,15 @@ _ROWS = {
 
 
 def run(
-    path: CheckpointArgument,
+    path: frame.CheckpointArgument,
     nproc: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 2,
-    ds_config: DsConfigOption = None,
-    dtype: DtypeOption = None,
+    ds_config: frame.DsConfigOption = None,
+    dtype: frame.DtypeOption = None,
     cache: Annotated[
         Literal["warm", "cold"], typer.Option(help="Read the shards once before each load, or drop them.")
     ] = "warm",
-    revision: RevisionOption = None,
-    form: FormatOption = "table",
+    revision: frame.RevisionOption = None,
+    form: frame.FormatOption = "table",
 ) -> None:
     """Load a checkpoint under ZeRO-3 on this machine, as stock does and streaming, and compare.
 
@@ -48,13 +47,13 @@ def run(
     from ..checkpoint.soundness import shards_of
     from .checkpoints import cached_folder
 
-    config = zero3_config(ds_config, dtype if ds_config or dtype else "bf16")
+    config = frame.zero3_config(ds_config, dtype if ds_config or dtype else "bf16")
     config = {"train_micro_batch_size_per_gpu": 1, **config}
     folder = cached_folder(path, revision)
     shards = shards_of(folder)[0]
     prepare_cache = drop_from_cache if cache == "cold" else fill_cache
     arms: dict[str, dict[str, Any]] = {}
-    with quiet(), tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
+    with frame.quiet(), tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
         Path(name, "config.json").write_text(json.dumps(config))
         for arm in ARMS:
             prepare_cache(shards)
@@ -63,7 +62,8 @@ def run(
     stock, streaming = (found.get("digests", [None]) for found in arms.values())
     same = None if None in [*stock, *streaming] else stock == streaming
     data = {"path": path, "ranks": nproc, "cache": cache, "arms": arms, "same_bits": same}
-    emit(data, _blocks(data), form, ok=same is not False and not any("error" in found for found in arms.values()))
+    failed = any("error" in found for found in arms.values())
+    frame.emit(data, _blocks(data), form, ok=same is not False and not failed)
 
 
 def fill_cache(paths: Iterable[str | os.PathLike[str]]) -> None:
@@ -112,7 +112,7 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     rows = [("seconds", *(f"{found['seconds']:.2f}" if "seconds" in found else "failed" for found in arms.values()))]
     for key, title in _ROWS.items():
         rows.append((title, *(_all_ranks(found[key]) if key in found else "failed" for found in arms.values())))
-    yield table(("", *ARMS), rows)
+    yield frame.table(("", *ARMS), rows)
     yield from (f"The {arm} load failed: {found['error']}" for arm, found in arms.items() if "error" in found)
     if same is not None:
         yield "Both loaded the same bits." if same else "The two loaded DIFFERENT bits."

@@ -78,8 +78,9 @@ def _fetch(repository: str, revision: str | None, folder: Path) -> None:
 
     from ..checkpoint.soundness import INDEX, SINGLE, shards_of
 
-    patterns = {"allow_patterns": _SMALL_FILES, "ignore_patterns": _NOT_NEEDED}
-    small = Path(snapshot_download(repository, revision=revision, **patterns))
+    small = Path(
+        snapshot_download(repository, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_NOT_NEEDED)
+    )
     for file in small.rglob("*"):
         if file.is_file() and file.suffix != ".safetensors":
             target = folder / file.relative_to(small)

@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from ..reports.text import bytes_text, count_text
-from .options import CheckpointArgument, FormatOption, TrustOption, size
-from .output import emit, quiet
+from . import frame
 
 
 EXAMPLE = "hf-zero-stream convert ./checkpoint ./bf16 --dtype bfloat16 --max-shard-size 5GB"
@@ -25,18 +24,18 @@ def _floating_dtype(name: str) -> Any:
 
 
 def run(
-    path: CheckpointArgument,
+    path: frame.CheckpointArgument,
     destination: Annotated[str, typer.Argument(metavar="DST", help="The folder to write; it may be PATH itself.")],
     dtype: Annotated[
         Any, typer.Option(metavar="DTYPE", parser=_floating_dtype, help="Of the floating-point tensors.")
     ] = None,
-    max_shard_size: Annotated[Any, typer.Option(metavar="SIZE", parser=size, help="Of a file.")] = "5GB",
+    max_shard_size: Annotated[Any, typer.Option(metavar="SIZE", parser=frame.size, help="Of a file.")] = "5GB",
     layout: Annotated[
         Literal["same", "hub", "model"],
         typer.Option(help="Names and layouts: as they are, the hub's, or the model's own."),
     ] = "same",
-    trust_remote_code: TrustOption = False,
-    form: FormatOption = "table",
+    trust_remote_code: frame.TrustOption = False,
+    form: frame.FormatOption = "table",
 ) -> None:
     """Write a checkpoint anew, in one pass and in bounded memory; no model is built.
 
@@ -45,7 +44,7 @@ def run(
     """
     from .checkpoints import cached_folder
 
-    with quiet():
+    with frame.quiet():
         from ..convert import convert
 
         done = convert(
@@ -59,4 +58,4 @@ def run(
         )
     written = f"{count_text(done.tensors, 'tensor')} in {count_text(len(done.files), 'shard')}"
     text = f"{destination}: {written}, {bytes_text(done.bytes_written)}"
-    emit({"path": destination, **asdict(done)}, [text], form)
+    frame.emit({"path": destination, **asdict(done)}, [text], form)

@@ -22,8 +22,7 @@ from ..reports.text import count_text
 from ..sources.base import SourceFile
 from ..sources.local import LocalFiles
 from ..sources.mounts import is_on_network, kind_of_file_system
-from .options import FormatOption, json_object
-from .output import emit, quiet, table
+from . import frame
 
 
 EXAMPLE = "hf-zero-stream doctor /data/checkpoints --ds-config ds.json"
@@ -51,18 +50,18 @@ def run(
     ] = None,
     ds_config: Annotated[
         dict[str, Any] | None,
-        typer.Option(metavar="FILE", parser=json_object, help="A DeepSpeed config to look for mistakes in."),
+        typer.Option(metavar="FILE", parser=frame.json_object, help="A DeepSpeed config to look for mistakes in."),
     ] = None,
     accelerate_config: Annotated[
         str | None, typer.Option(metavar="FILE", help="accelerate's config file; default: its own default.")
     ] = None,
-    form: FormatOption = "table",
+    form: frame.FormatOption = "table",
 ) -> None:
     """Look at versions, DeepSpeed's ops, storage and settings; exit code 1 if anything is a problem.
 
     With PATH the largest file there is read for its speed, at most 256 MiB of it.
     """
-    with quiet():
+    with frame.quiet():
         from ..destinations.deepspeed.machine import compatible_ops
 
         ops = compatible_ops()
@@ -80,14 +79,14 @@ def run(
         **{name: [check._asdict() for check in group] for name, group in found.items()},
         "ops": ops,
     }
-    emit(data, _blocks(found, ops, problems), form, ok=not problems)
+    frame.emit(data, _blocks(found, ops, problems), form, ok=not problems)
 
 
 def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems: int) -> Iterator[str]:
     titles = {"versions": "Versions", "features": "What works here", "storage": "Storage", "settings": "Settings"}
     for name, group in found.items():
         if group:
-            yield table((titles[name], "", ""), group, left=3)
+            yield frame.table((titles[name], "", ""), group, left=3)
     can, cannot = ([name for name, works in ops.items() if works is wanted] for wanted in (True, False))
     yield f"DeepSpeed's ops that compile here, or are compiled: {', '.join(can) or 'none'}"
     if cannot:

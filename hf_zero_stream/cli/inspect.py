@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..reports.text import bytes_text, count_text, fold, folded_names
-from .options import CheckpointArgument, DequantizeOption, FormatOption, RevisionOption, TrustOption
-from .output import emit, quiet, table
+from . import frame
 
 
 if TYPE_CHECKING:
@@ -22,14 +21,14 @@ EXAMPLE = "hf-zero-stream inspect Qwen/Qwen3-30B-A3B"
 
 
 def run(
-    path: CheckpointArgument,
+    path: frame.CheckpointArgument,
     model: Annotated[
         bool, typer.Option(help="Show the model's parameters too, for which transformers is imported.")
     ] = True,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    dequantize: DequantizeOption = False,
-    form: FormatOption = "table",
+    revision: frame.RevisionOption = None,
+    trust_remote_code: frame.TrustOption = False,
+    dequantize: frame.DequantizeOption = False,
+    form: frame.FormatOption = "table",
 ) -> None:
     """Show shards, tensors, dtypes and sizes, and the model's parameters after conversion.
 
@@ -39,11 +38,11 @@ def run(
     from ..checkpoint.soundness import shards_of
     from .checkpoints import headers
 
-    with quiet(), headers(path, revision) as folder:
+    with frame.quiet(), headers(path, revision) as folder:
         data = {"path": path, **_checkpoint(CheckpointIndex.from_files(*shards_of(folder)))}
         made = _model(folder, trust_remote_code, dequantize) if model else "it was not asked for"
     data |= {"model": None, "no_model_because": made} if isinstance(made, str) else {"model": made}
-    emit(data, _blocks(data), form)
+    frame.emit(data, _blocks(data), form)
 
 
 def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     held = f"{count_text(len(shards), 'shard')}, {count_text(count, 'tensor')}, {bytes_text(data['bytes'])}"
     yield f"{data['path']}: {held}; {dtypes}"
     rows = [(shard["file"], f"{shard['tensors']:,}", bytes_text(shard["bytes"])) for shard in shards]
-    yield table(("Shard", "Tensors", "Size"), rows)
+    yield frame.table(("Shard", "Tensors", "Size"), rows)
     yield _families("Tensor", data["tensors"])
     if data["promised_in_vain"]:
         yield f"Promised by the index, but in no shard: {', '.join(data['promised_in_vain'])}"
@@ -130,4 +129,4 @@ def _families(title: str, lines: Iterable[Mapping[str, Any]]) -> str:
     for line in lines:
         shape = " x ".join(map(str, line["shape"])) or "scalar"
         rows.append((line["name"], line["dtype"], shape, f"{line['count']:,}", bytes_text(line["bytes"])))
-    return table((title, "Dtype", "Shape", "Count", "Size"), rows, left=3)
+    return frame.table((title, "Dtype", "Shape", "Count", "Size"), rows, left=3)

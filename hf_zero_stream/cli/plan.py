@@ -12,18 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..reports.text import bytes_text, count_text, folded_names
-from .options import (
-    CheckpointArgument,
-    DequantizeOption,
-    DsConfigOption,
-    DtypeOption,
-    FormatOption,
-    RevisionOption,
-    TrustOption,
-    size,
-    zero3_config,
-)
-from .output import emit, quiet, table
+from . import frame
 
 
 if TYPE_CHECKING:
@@ -52,21 +41,19 @@ def _picture(text: str) -> Path:
     return path
 
 
+def _memory_option(of: str) -> Any:
+    return typer.Option(metavar="SIZE", parser=frame.size, help=f"Memory of a {of}; exit code 1 if it is too little.")
+
+
 def run(
-    path: CheckpointArgument,
+    path: frame.CheckpointArgument,
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")],
-    ds_config: DsConfigOption = None,
-    dtype: DtypeOption = None,
+    ds_config: frame.DsConfigOption = None,
+    dtype: frame.DtypeOption = None,
     rank: Annotated[int, typer.Option(min=0, help="The rank to plan for; rank 0 has as much as any.")] = 0,
     device: Annotated[str, typer.Option(help="Type of the device that will train: cuda, cpu, ...")] = "cuda",
-    device_memory: Annotated[
-        int | None,
-        typer.Option(metavar="SIZE", parser=size, help="Memory of a device; exit code 1 if it is too little."),
-    ] = None,
-    host_memory: Annotated[
-        int | None,
-        typer.Option(metavar="SIZE", parser=size, help="Memory of a node; exit code 1 if it is too little."),
-    ] = None,
+    device_memory: Annotated[int | None, _memory_option("device")] = None,
+    host_memory: Annotated[int | None, _memory_option("node")] = None,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node's memory.")] = 8,
     plot: Annotated[
         Path | None,
@@ -74,10 +61,10 @@ def run(
             metavar="FILE", parser=_picture, help="Draw who reads what, and memory by phase: .png, .svg or .pdf."
         ),
     ] = None,
-    revision: RevisionOption = None,
-    trust_remote_code: TrustOption = False,
-    dequantize: DequantizeOption = False,
-    form: FormatOption = "table",
+    revision: frame.RevisionOption = None,
+    trust_remote_code: frame.TrustOption = False,
+    dequantize: frame.DequantizeOption = False,
+    form: frame.FormatOption = "table",
 ) -> None:
     """Compute what a load under ZeRO-3 reads and what memory it and training need, beside stock's.
 
@@ -88,9 +75,9 @@ def run(
         raise typer.BadParameter(f"--rank: expected a rank below --world-size ({world_size}); got {rank}")
     if device == HOST and device_memory is not None:
         raise typer.BadParameter("--device-memory: a CPU's memory is the host's; give --host-memory")
-    config = zero3_config(ds_config, dtype) if ds_config or dtype else {}
+    config = frame.zero3_config(ds_config, dtype) if ds_config or dtype else {}
     ranks = [rank] if plot is None else ranks_to_draw(world_size, rank)
-    with quiet():
+    with frame.quiet():
         from ..checkpoint.soundness import shards_of
         from ..loading.dry_load import plan
         from .checkpoints import headers
@@ -126,7 +113,7 @@ def run(
         "limits": limits,
         "fits": fits if limits else None,
     }
-    emit(data, _blocks(data, forecast.memory), form, ok=fits)
+    frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
 
 def ranks_to_draw(world_size: int, rank: int) -> list[int]:
@@ -204,7 +191,7 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         first = (read, "", "", "nothing", partitions, "", read, _places(stock["rank0_peak"]))
         others = ("headers", "", "", received, partitions, "", "headers", _places(stock["other_peak"]))
         rows = [[*row, *columns] for row, *columns in zip(rows, first, others, strict=True)]
-    yield table(titles, rows)
+    yield frame.table(titles, rows)
     rows = [
         *([f"deepspeed.initialize adds {what}", _places(places)] for what, places in memory.started.items()),
         ["deepspeed.initialize peaks at", _places(memory.start_peak)],
@@ -213,7 +200,7 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         ["largest gather of the forward pass", bytes_text(memory.largest_gather)],
         ["gathered for", memory.largest_gather_of],
     ]
-    yield table(("Training", "streaming" if stock is None else "streaming and stock"), rows)
+    yield frame.table(("Training", "streaming" if stock is None else "streaming and stock"), rows)
     if warnings:
         yield "\n".join(f"Warning: {warning}" for warning in warnings)
     yield "\n".join(_verdict(data["needs"], data["limits"], data["device"]))

@@ -10,15 +10,14 @@ from typing import Annotated, Any
 import typer
 
 from ..reports.text import bytes_text, count_text
-from .options import CheckpointArgument, FormatOption, RevisionOption
-from .output import emit, table
+from . import frame
 
 
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B --sha256"
 
 
 def run(
-    path: CheckpointArgument,
+    path: frame.CheckpointArgument,
     sha256: Annotated[
         bool, typer.Option("--sha256", help="Read all shards and compare them with the Hub's checksums.")
     ] = False,
@@ -28,8 +27,8 @@ def run(
             metavar="FILE", exists=True, dir_okay=False, help="Checksums to compare with, as sha256sum writes them."
         ),
     ] = None,
-    revision: RevisionOption = None,
-    form: FormatOption = "table",
+    revision: frame.RevisionOption = None,
+    form: frame.FormatOption = "table",
 ) -> None:
     """Name every fault of a checkpoint; exit code 1 if there is any.
 
@@ -59,7 +58,7 @@ def run(
         "faults": [asdict(fault) for fault in found.faults],
         "notes": found.notes,
     }
-    emit(data, _blocks(data), form, ok=not found.faults)
+    frame.emit(data, _blocks(data), form, ok=not found.faults)
 
 
 def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
@@ -71,5 +70,5 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield count_text(len(data["faults"]), "fault") + ":"
         rows = [(fault["file"], fault["kind"], fault["message"]) for fault in data["faults"]]
-        yield table(("File", "Fault", "What is wrong"), rows, left=3)
+        yield frame.table(("File", "Fault", "What is wrong"), rows, left=3)
     yield from (f"Note: {note}" for note in data["notes"])

@@ -13,19 +13,6 @@ __all__ = ["render_table"]
 
 _MOST_RANK_ROWS = 8
 
-_SECONDS = {f"{phase.capitalize()} s": "{:.2f}".format for phase in PHASES}
-_SIZES: Mapping[str, Callable[[float], str]] = {
-    "Needed": bytes_text,
-    "Read": bytes_text,
-    "Reads": "{:.0f}".format,
-    "Throughput": lambda value: f"{bytes_text(value)}/s",
-    "Partition": bytes_text,
-    "Staging": bytes_text,
-    "Host growth": bytes_text,
-    "Device peak": bytes_text,
-}
-"""Title of a column -> how its numbers are written."""
-
 
 def render_table(report: LoadReport) -> str:
     """The text of `LoadReport.table`."""
@@ -33,8 +20,8 @@ def render_table(report: LoadReport) -> str:
     ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks, slowest: rank {slowest.rank}"
     blocks = [
         [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"],
-        [_table(report, _SECONDS, lambda rank: [rank.seconds[phase] for phase in PHASES])],
-        [_table(report, _SIZES, _sizes)],
+        [_table(report, _seconds, lambda title, number: f"{number:.2f}")],
+        [_table(report, _sizes, _size_text)],
         _check_lines(report),
         _footprint_lines(report),
         _materialised_lines(report),
@@ -45,37 +32,41 @@ def render_table(report: LoadReport) -> str:
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
-def _sizes(rank: RankReport) -> list[float]:
+def _seconds(rank: RankReport) -> dict[str, float]:
+    return {f"{phase.capitalize()} s": rank.seconds[phase] for phase in PHASES}
+
+
+def _sizes(rank: RankReport) -> dict[str, float]:
     seconds = rank.seconds["total"]
-    return [
-        rank.bytes_needed,
-        rank.bytes_read,
-        rank.reads,
-        rank.bytes_read / seconds if seconds else 0.0,  # a coarse clock may show 0
-        rank.partition_bytes,
-        rank.staging_bytes,
-        rank.anonymous_growth_peak,
-        rank.device_peak,
-    ]
+    return {
+        "Needed": rank.bytes_needed,
+        "Read": rank.bytes_read,
+        "Reads": rank.reads,
+        "Throughput": rank.bytes_read / seconds if seconds else 0.0,  # a coarse clock may show 0
+        "Partition": rank.partition_bytes,
+        "Staging": rank.staging_bytes,
+        "Host growth": rank.anonymous_growth_peak,
+        "Device peak": rank.device_peak,
+    }
+
+
+def _size_text(title: str, number: float) -> str:
+    if title == "Reads":
+        return f"{number:.0f}"
+    return bytes_text(number) + ("/s" if title == "Throughput" else "")
 
 
 def _table(
-    report: LoadReport, columns: Mapping[str, Callable[[float], str]], numbers_of: Callable[[RankReport], list[float]]
+    report: LoadReport, numbers_of: Callable[[RankReport], Mapping[str, float]], text: Callable[[str, float], str]
 ) -> str:
     rows = {str(rank.rank): numbers_of(rank) for rank in report.ranks}
+    titles = list(numbers_of(report.ranks[0]))
     if len(rows) > _MOST_RANK_ROWS:
-        by_column = list(zip(*rows.values(), strict=True))
-        rows = {
-            "min": [min(column) for column in by_column],
-            "median": [median(column) for column in by_column],
-            "max": [max(column) for column in by_column],
-        }
+        columns = {title: [numbers[title] for numbers in rows.values()] for title in titles}
+        summaries: dict[str, Callable[[list[float]], float]] = {"min": min, "median": median, "max": max}
+        rows = {name: {title: of(column) for title, column in columns.items()} for name, of in summaries.items()}
     return markdown_table(
-        ("Rank", *columns),
-        [
-            (name, *(text(number) for text, number in zip(columns.values(), numbers, strict=True)))
-            for name, numbers in rows.items()
-        ],
+        ("Rank", *titles), [(name, *(text(*cell) for cell in numbers.items())) for name, numbers in rows.items()]
     )
 
 

@@ -1,4 +1,4 @@
-"""How much anonymous memory a piece of work adds to this process, and keeping the garbage collector out of it."""
+"""How much memory a piece of work adds to this process, and keeping the garbage collector out of it."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ class GrowthPeak:
         return self._peak_bytes - self._entry_bytes
 
     def sample(self) -> int:
-        """Take a sample now, so that a short peak at a known point is not missed.
-
-        Returns the growth since entry, in bytes; negative if memory has shrunk, 0 outside the context.
-        """
+        """Sample now, so that a short peak is not missed; returns the growth since entry, 0 outside the context."""
         if self._ended.is_set():
             return 0
         now_bytes = self._measure()
@@ -80,10 +77,9 @@ class AnonymousMemory(GrowthPeak):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Stop Python's cyclic garbage collector inside.
+    """Stop the cyclic garbage collector inside.
 
-    Planning makes hundreds of thousands of small objects that live on: each full collection would visit all of them,
-    and all that torch and transformers hold, for nothing.
+    Planning makes hundreds of thousands of objects that live on: full collections would visit them all for nothing.
     """
     was_enabled = gc.isenabled()
     gc.disable()

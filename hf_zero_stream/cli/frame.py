@@ -1,31 +1,22 @@
-"""The arguments and options that commands share, and the parsers of their values.
+"""What commands share: arguments and options, the parsers of their values, and how results are written.
 
-A parser raises typer.BadParameter: typer puts the option's name before the message, and exits with code 2.
+A parser raises typer.BadParameter: typer puts the option's name before the message, and exits with code 2. Results go
+to stdout, as text or as JSON; warnings of libraries and progress go to stderr.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
 from ..config import parse_size
-
-
-__all__ = [
-    "CheckpointArgument",
-    "DequantizeOption",
-    "DsConfigOption",
-    "DtypeOption",
-    "FormatOption",
-    "RevisionOption",
-    "TrustOption",
-    "json_object",
-    "size",
-    "zero3_config",
-]
+from ..reports.text import markdown_table, printable
 
 
 def json_object(path: str) -> dict[str, Any]:
@@ -85,3 +76,24 @@ def zero3_config(given: Mapping[str, Any] | None, dtype: str | None) -> dict[str
         return config
     without = {key: value for key, value in config.items() if key not in ("bf16", "bfloat16", "fp16")}
     return without if dtype == "fp32" else {**without, dtype: {"enabled": True}}
+
+
+def emit(data: Mapping[str, Any], blocks: Iterable[str], form: Literal["table", "json"], *, ok: bool = True) -> None:
+    """Write `data` as JSON, or `blocks` with an empty line between two of them; exit with code 1 if not `ok`."""
+    if form == "json":
+        print(json.dumps(data, indent=2))
+    else:
+        print("\n\n".join(printable(block, "\n") for block in blocks))
+    if not ok:
+        raise typer.Exit(1)
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table that a terminal folds to its own width, and a file or a pipe does not."""
+    width = {"width": shutil.get_terminal_size().columns} if sys.stdout.isatty() else {}
+    return markdown_table(titles, rows, left=left, **width)
+
+
+def quiet() -> redirect_stdout[TextIO]:
+    """Inside, what libraries write to stdout goes to stderr; DeepSpeed logs there."""
+    return redirect_stdout(sys.stderr)
