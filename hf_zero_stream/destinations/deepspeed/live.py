@@ -126,7 +126,7 @@ class LiveModel(Destination):
             view = None if name in missing else source_of(lazy)
             if view is None:
                 continue
-            found = live.get(name)
+            found: Any = live.get(name)
             shape = torch.Size(found.ds_shape) if is_zero_param(found) else getattr(found, "shape", None)
             if shape != lazy.shape:
                 described = "no such tensor" if shape is None else tuple(shape)
