@@ -37,8 +37,8 @@ class RenamingChain:
     def __init__(self, transforms: Sequence[Any]) -> None:
         self._transforms = transforms
         self._table = _template_table(transforms)
-        self._first: dict[tuple[int, bytes], int] = {}
-        self._renamings: dict[tuple[int, bytes], _Renaming] = {}
+        self._steps: dict[tuple[int, bytes], tuple[int, _Renaming | None]] = {}
+        """(where the search begins, template) -> the first transform that may rename such keys, and what it does."""
 
     def apply_all(self, key: str) -> str:
         """`key` renamed by each transform that matches, in turn."""
@@ -55,40 +55,27 @@ class RenamingChain:
 
     def _renamings_of(self, key: str) -> Iterator[tuple[str, str | None]]:
         """The key after each transform that matches, in turn, and which of the transform's source patterns did."""
-        position = -1
+        begin = 0
         while True:
-            template = key.encode().translate(self._table)
-            position = self._first_match(key, template, position + 1)
+            kind = begin, key.encode().translate(self._table)
+            if kind not in self._steps:
+                self._steps[kind] = self._first_match(key, begin), None
+            position, known = self._steps[kind]
             if position == len(self._transforms):
                 return
-            key, pattern = self._rename(key, template, position)
+            if known is not None and key.find(key[known.start : known.stop]) == known.start:
+                key, pattern = known.apply(key), known.pattern
+            else:
+                renamed, pattern = self._transforms[position].rename_source_key(key)
+                self._steps[kind] = position, _learn(self._transforms[position], key, renamed, pattern) or known
+                key = renamed
             yield key, pattern
+            begin = position + 1
 
-    def _first_match(self, key: str, template: bytes, begin: int) -> int:
+    def _first_match(self, key: str, begin: int) -> int:
         """Position of the first transform from `begin` on that may rename `key`, or the number of transforms."""
-        kind = begin, template
-        found = self._first.get(kind)
-        if found is None:
-            count = len(self._transforms)
-            matches = (position for position in range(begin, count) if _may_rename(self._transforms[position], key))
-            found = self._first[kind] = next(matches, count)
-        return found
-
-    def _rename(self, key: str, template: bytes, position: int) -> tuple[str, str | None]:
-        kind = position, template
-        known = self._renamings.get(kind)
-        if known is not None and key.find(key[known.start : known.stop]) == known.start:
-            return known.apply(key), known.pattern
-        transform = self._transforms[position]
-        renamed, pattern = transform.rename_source_key(key)
-        is_known = pattern is not None and type(transform).rename_source_key is WeightTransform.rename_source_key
-        if is_known and "\\" not in transform.target_patterns[0]:  # else it puts in a group of what matched
-            prefix, _, match = transform._scoped_match(key)
-            start, stop = (len(prefix or "") + end for end in match.span())
-            learned = _Renaming(start, stop, transform.target_patterns[0], pattern)
-            if learned.apply(key) == renamed:
-                self._renamings[kind] = learned
-        return renamed, pattern
+        count = len(self._transforms)
+        return next((found for found in range(begin, count) if _may_rename(self._transforms[found], key)), count)
 
 
 class _Renaming(NamedTuple):
@@ -105,6 +92,17 @@ class _Renaming(NamedTuple):
 
     def apply(self, key: str) -> str:
         return key[: self.start] + self.replacement + key[self.stop :]
+
+
+def _learn(transform: Any, key: str, renamed: str, pattern: str | None) -> _Renaming | None:
+    """How `transform`, which has `renamed` the key, renames such keys; None if that depends on the key."""
+    if pattern is None or type(transform).rename_source_key is not WeightTransform.rename_source_key:
+        return None
+    prefix, _, match = transform._scoped_match(key)
+    start, stop = (len(prefix or "") + end for end in match.span())
+    learned = _Renaming(start, stop, transform.target_patterns[0], pattern)
+    # A replacement with a backslash puts in a group of what matched.
+    return learned if "\\" not in learned.replacement and learned.apply(key) == renamed else None
 
 
 def _may_rename(transform: Any, key: str) -> bool:
