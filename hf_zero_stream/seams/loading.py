@@ -108,10 +108,7 @@ def _load_pretrained_model(
 
 
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replaces ``_load_pretrained_model`` of a streamed model for ``load_adapter``.
-
-    An adapter's parameters are not partitioned; under ZeRO-3 stock would give their values to rank 0 alone.
-    """
+    """For ``load_adapter``: an adapter is not partitioned, and under ZeRO-3 stock would fill it on rank 0 alone."""
     with zero3_hidden():
         return PreTrainedModel._load_pretrained_model(model, *args, **kwargs)
 

@@ -103,10 +103,7 @@ def _dequantize_one(original: Original, self: Any, quantized: Any, scales: Any, 
 
 @functools.cache
 def _parts(rows: int, columns: int) -> Part:
-    """The part of an input of which one element stands for so many rows and columns of the result.
-
-    Cached: thousands of experts have the same.
-    """
+    """For an input with one element for so many rows and columns of the result; thousands of experts have the same."""
     return {0: (0, Fraction(1, rows)), 1: (1, Fraction(1, columns))}
 
 
