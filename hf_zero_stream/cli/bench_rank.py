@@ -17,7 +17,7 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 from ..config import without_own_section
-from ..destinations.deepspeed import machine, zero3
+from ..destinations.deepspeed import zero3
 from ..loading.dry_load import model_class_of
 from ..loading.integration import streaming
 from ..reports.memory import AnonymousMemory, GrowthPeak
@@ -44,7 +44,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
         else:
             with streaming():
                 model = model_class.from_pretrained(folder, dtype=dtype, ds_config=config)
-        machine.get_accelerator().synchronize()
+        zero3.get_accelerator().synchronize()
         dist.barrier()
         seconds = time.perf_counter() - start
     report = getattr(model, "streaming_report", None)
@@ -53,7 +53,7 @@ def measure(arm: str, folder: str, config: dict[str, Any]) -> dict[str, Any]:
         "bytes_read": mapped.growth_peak if report is None else report.ranks[dist.get_rank()].bytes_read,
         "anonymous_growth_bytes": memory.growth_peak,
         "partition_bytes": sum(param.ds_tensor.nbytes for param in model.parameters()),
-        "digest": machine.partition_digest(model),
+        "digest": zero3.partition_digest(model),
     }
 
 
@@ -61,7 +61,7 @@ def main() -> None:
     arm, folder, config_file, results = sys.argv[1:]
     config = json.loads(Path(config_file).read_text())
     transformers.utils.logging.disable_progress_bar()
-    machine.get_accelerator().set_device(zero3.local_device().index or 0)  # the barriers' too, with NCCL
+    zero3.get_accelerator().set_device(zero3.local_device().index or 0)  # the barriers' too, with NCCL
     zero3.init_distributed()
     try:
         found = measure(arm, folder, config)

@@ -62,7 +62,7 @@ def run(
     With PATH the largest file there is read for its speed, at most 256 MiB of it.
     """
     with frame.quiet():
-        from ..destinations.deepspeed.machine import compatible_ops
+        from ..destinations.deepspeed.zero3 import compatible_ops
 
         ops = compatible_ops()
         found = {
@@ -121,7 +121,7 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
     """What works with the installed packages and DeepSpeed's `ops`."""
     import torch
 
-    from ..destinations.deepspeed.machine import get_accelerator
+    from ..destinations.deepspeed.zero3 import get_accelerator
 
     yield Check("accelerator", "ok", get_accelerator().device_name())
     yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")

@@ -7,8 +7,7 @@ being written while the other half is read into.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -29,8 +28,6 @@ __all__ = [
     "Swap",
     "free_buffers",
     "goes_to_swap_file",
-    "is_swappable",
-    "partition_in_memory",
     "refuse_wrong_settings",
     "share_swapper",
     "shared_swapper",
@@ -80,7 +77,7 @@ def swap_from_bytes(ds_config: Mapping[str, Any]) -> int:
 def goes_to_swap_file(
     dtype: torch.dtype, numel: int, swapped_dtype: torch.dtype | None, ds_config: Mapping[str, Any]
 ) -> bool:
-    """What :func:`is_swappable` will say; known before there is a swapper, of `swapped_dtype`."""
+    """What ``zero3.PartitionedInit`` will find; known before there is a swapper, of `swapped_dtype`."""
     is_large = numel * dtype.itemsize >= swap_from_bytes(ds_config)
     return uses_nvme(ds_config) and is_large and dtype == swapped_dtype
 
@@ -101,11 +98,6 @@ def shared_swapper(ds_config: Mapping[str, Any]) -> AsyncPartitionedParameterSwa
 def share_swapper(ds_config: Mapping[str, Any], swapper: AsyncPartitionedParameterSwapper) -> None:
     """Let :func:`shared_swapper` find `swapper` as long as a model uses it."""
     _swappers[_identity(ds_config)] = swapper
-
-
-def is_swappable(dtype: torch.dtype, numel: int, swapper: AsyncPartitionedParameterSwapper) -> bool:
-    """Whether a partition goes to a swap file; stock would write those of another dtype with the wrong size."""
-    return dtype == swapper.dtype and swapper.swappable_tensor(numel=numel)
 
 
 def swap_batches(swaps: Sequence[Swap], buffers: int) -> list[Batch]:
@@ -136,19 +128,6 @@ def _swap_batch(swaps: Sequence[Swap], *, is_last: bool) -> Batch:
             swapper.synchronize_writes()
 
     return Batch([values for _, values in swaps if isinstance(values, Item)], begin, finish, is_temporary=True)
-
-
-@contextmanager
-def partition_in_memory(param: Any) -> Iterator[torch.Tensor]:
-    """The partition of `param`, read into memory for a while if it is in a swap file."""
-    is_swapped = param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
-    if is_swapped:
-        param.nvme_swapper.swap_in([param], async_op=False)
-    try:
-        yield param.ds_tensor
-    finally:
-        if is_swapped:
-            param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
 def _offload(ds_config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.ops.op_builder import all_ops
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, free_param, is_zero_param
@@ -34,13 +36,16 @@ from . import nvme
 __all__ = [
     "PartitionedInit",
     "box_of",
+    "compatible_ops",
     "enabled_dtypes",
+    "get_accelerator",
     "init_distributed",
     "is_placeholder",
     "local_device",
     "open_partition",
     "outside_zero_init",
     "own_range",
+    "partition_digest",
     "partition_dtype",
     "partitions_equal",
     "place_in_group",
@@ -97,13 +102,15 @@ class PartitionedInit(Init):
         """The allocation that ``_partition_param`` would make, without the full parameter it would copy from."""
         part, start, stop = own_range(param)
         param.ds_numel_aligned = param.aligned_size()
-        is_swapped = self.param_swapper is not None and nvme.is_swappable(param.dtype, part, self.param_swapper)
+        swapper = self.param_swapper
+        # Stock would write a partition of another dtype with the wrong size.
+        is_swapped = swapper is not None and param.dtype == swapper.dtype and swapper.swappable_tensor(numel=part)
         if is_swapped != (id(param) in self._swapped):
             refuse_unknown_version("deepspeed", ["swapper that takes the partitions which were planned for it"])
         if is_swapped:
             partition = torch.empty(0, dtype=param.dtype)
         else:
-            remote = "cpu" if self.param_swapper is not None else self.remote_device
+            remote = self.remote_device if swapper is None else "cpu"
             device = self.local_device if param.ds_persist else torch.device(remote)
             with allocating(param._hf_zero_stream_name, part * param.dtype.itemsize, device, dist.get_rank()):
                 partition = torch.empty(part, dtype=param.dtype, device=device)
@@ -163,10 +170,16 @@ def outside_zero_init() -> Iterator[None]:
 
 @contextmanager
 def open_partition(param: Any) -> Iterator[torch.Tensor]:
-    """The values of this rank's partition, without padding."""
+    """The values of this rank's partition, without padding, read into memory for a while if in a swap file."""
     _, start, stop = own_range(param)
-    with nvme.partition_in_memory(param) as partition:
-        yield partition.detach().view(-1)[: stop - start]
+    is_swapped = param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
+    if is_swapped:
+        param.nvme_swapper.swap_in([param], async_op=False)
+    try:
+        yield param.ds_tensor.detach().view(-1)[: stop - start]
+    finally:
+        if is_swapped:
+            param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
 def partitions_equal(first: Any, second: Any) -> bool:
@@ -178,6 +191,20 @@ def partitions_equal(first: Any, second: Any) -> bool:
     verdict = torch.tensor(int(same), device=local_device())
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return bool(verdict.item())
+
+
+def partition_digest(model: nn.Module) -> str | None:
+    """A checksum of this rank's ZeRO-3 partitions without their padding; None if some are in swap files."""
+    checksum = 0
+    params: list[tuple[str, Any]] = sorted(model.named_parameters())
+    for name, param in params:
+        _, start, stop = own_range(param)
+        part = param.ds_tensor.detach()[: stop - start]
+        if part.numel() < stop - start:
+            return None
+        checksum = zlib.crc32(name.encode(), checksum)
+        checksum = zlib.crc32(part.cpu().view(torch.uint8).numpy(), checksum)
+    return f"{checksum:08x}"
 
 
 def init_distributed() -> None:
@@ -209,6 +236,18 @@ def undecided(ds_config: Mapping[str, Any]) -> list[str]:
 def _enabled(ds_config: Mapping[str, Any], section: str) -> Any:
     settings = ds_config.get(section)
     return settings.get("enabled") if isinstance(settings, Mapping) else None
+
+
+def compatible_ops() -> dict[str, bool]:
+    """DeepSpeed's ops by name, and whether each could be compiled here or is installed already."""
+    found = {}
+    for name, builder in all_ops.ALL_OPS.items():
+        try:
+            found[name] = bool(builder.is_compatible(verbose=False))
+        except Exception:  # builders that look for a compiler or a GPU raise whatever they please
+            found[name] = False
+    found.pop("deepspeed_not_implemented", None)  # stands for ops that do not exist for this accelerator
+    return found
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:

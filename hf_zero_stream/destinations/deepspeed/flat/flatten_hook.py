@@ -4,7 +4,7 @@ While its optimizer is constructed, DeepSpeed (``runtime/zero/stage_1_and_2.py``
 after the other: on the device if ``available_memory()`` says that a second copy fits, else through the host. Three
 attributes are replaced, from when parameters are laid out (see ``replicas.py``) until an engine takes them over:
 
-- the optimizer's constructor: everything is first moved to where its groups ask for it (see ``relayout.py``), which is
+- the optimizer's constructor: everything is first moved to where its groups ask for it (see ``layout.py``), which is
   nothing in the usual case of one group of all trainable parameters;
 - ``flatten_dense_tensors_aligned``: returns the buffer if the tensors lie in it, in order and with the padding;
 - ``available_memory`` of the accelerator: inside that constructor the room is there, because nothing will be copied.
@@ -31,8 +31,7 @@ from torch import Tensor, nn
 
 from ....patching import Patches
 from ....versions import refuse_unknown_version
-from .layout import WAITING, FlatLayout, find_buffer, zero_padding
-from .relayout import Group, lay_out
+from .layout import WAITING, FlatLayout, Group, find_buffer, lay_out, zero_padding
 
 
 __all__ = ["buffer_group", "free_device_bytes", "watch"]

@@ -2,8 +2,7 @@
 
 Trainable parameters become views of one flat buffer, in the order and with the padding in which DeepSpeed flattens the
 usual optimizer: one group of all trainable parameters in the model's order. ``deepspeed.initialize`` then takes the
-buffer as it is (see ``flatten_hook.py``); an optimizer with other groups is right as well, but has to copy (see
-``relayout.py``).
+buffer as it is (see ``flatten_hook.py``); for an optimizer with other groups it has to copy (see ``layout.py``).
 
 Each parameter has a storage of its own over its part, so that saving, pickling and sharing it concern that part alone.
 But the buffer is freed only as a whole.
