@@ -187,6 +187,11 @@ def settings(tmp_path: Path, config: dict[str, Any], code: int) -> dict[str, str
         ({**ds_config(), "weight_quantization": {"quantized_initialization": {}}}, 0, "settings", "ok"),
         ({**ds_config(), "weight_quantization": {"quantized_initialization": {"x": 4}}}, 1, "settings", PROBLEM),
         (ds_config(offload_param={"device": "nvme"}), 1, "offload_param.nvme_path", PROBLEM),
+        (ds_config(offload_param="cpu"), 1, "offload_param", PROBLEM),
+        ({**ds_config(), "bf16": True}, 1, "bf16", PROBLEM),
+        ({**ds_config(), "fp16": None}, 0, "settings", "ok"),
+        ({"zero_optimization": None}, 1, "zero_optimization", PROBLEM),
+        ({"zero_optimization": [3]}, 1, "zero_optimization", PROBLEM),
     ],
 )
 def test_doctor_looks_at_the_ds_config(

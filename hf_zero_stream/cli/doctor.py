@@ -218,7 +218,15 @@ def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
     """Settings of a DeepSpeed config that are wrong, or that cost."""
     from ..destinations.deepspeed import zero3
 
-    zero = config.get("zero_optimization") or {}
+    sections = {name: config.get(name, {}) for name in ("zero_optimization", "weight_quantization")}
+    sections |= {name: config.get(name) or {} for name in ("bf16", "fp16")}
+    zero = sections["zero_optimization"]
+    if isinstance(zero, Mapping):
+        sections |= {name: zero.get(name) or {} for name in ("offload_param", "offload_optimizer")}
+    wrong = {name: section for name, section in sections.items() if not isinstance(section, Mapping)}
+    if wrong:
+        yield from (Check(name, "problem", f"expected an object; got {found!r}") for name, found in wrong.items())
+        return
     if zero.get("stage") != 3:
         what = f"zero_optimization.stage is {zero.get('stage')!r}"
         yield Check("ZeRO stage", "note", f"{what}: only stage 3 partitions parameters")
@@ -228,12 +236,11 @@ def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("settings", "ok", "known and supported")
     except (ConfigError, UnsupportedError) as error:
         yield Check("settings", "problem", str(error))
-    if zero.get("stage") == 3 and not any((config.get(name) or {}).get("enabled") for name in ("bf16", "fp16")):
+    if zero.get("stage") == 3 and not any(sections[name].get("enabled") for name in ("bf16", "fp16")):
         yield Check("dtype", "note", "neither bf16 nor fp16 is enabled, so that parameters take fp32")
     for name in ("offload_param", "offload_optimizer"):
-        section = zero.get(name) or {}
-        if section.get("device") == "nvme":
-            yield Check(f"{name}.nvme_path", *_swap_path(str(section.get("nvme_path", ""))))
+        if sections[name].get("device") == "nvme":
+            yield Check(f"{name}.nvme_path", *_swap_path(str(sections[name].get("nvme_path", ""))))
 
 
 def _swap_path(path: str) -> tuple[str, str]:
