@@ -269,7 +269,7 @@ def load_all(folder: str) -> dict[str, torch.Tensor]:
 
 
 def test_stocks_peaks(tiny_moe: str) -> None:
-    """The formulas of hf_zero_stream/cli/stock.py, from the tensors themselves."""
+    """The formulas of `stock_load` in hf_zero_stream/cli/models.py, from the tensors themselves."""
     found = run_json("plan", tiny_moe, "--world-size", "4")
     tensors = load_all(tiny_moe)
     total = sum(tensor.nbytes for tensor in tensors.values())

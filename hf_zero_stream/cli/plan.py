@@ -81,8 +81,7 @@ def run(
         from ..checkpoint.soundness import shards_of
         from ..loading.dry_load import plan
         from .checkpoints import headers
-        from .models import load_arguments, transformers_errors
-        from .stock import stock_load
+        from .models import load_arguments, stock_load, transformers_errors
 
         with headers(path, revision) as folder, transformers_errors(path):
             shards_of(folder)  # raises if there are no safetensors files: plan must not open pickles

@@ -1,16 +1,18 @@
-"""What a load did: seconds, bytes and memory of every rank, as data."""
+"""What a load did: seconds, bytes and memory of every rank, as data and as text for people."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from ..footprint.memory import MemoryFootprint
+from .text import bytes_text, fold, folded_names, markdown_table
 
 
 __all__ = ["PHASES", "LoadReport", "PhaseClock", "RankReport", "Report", "Verification"]
@@ -18,18 +20,18 @@ __all__ = ["PHASES", "LoadReport", "PhaseClock", "RankReport", "Report", "Verifi
 PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
 """The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
 
+_MOST_RANK_ROWS = 8
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verification:
     """What one rank compared with the files after placing it.
 
     Attributes:
-        how: `StreamingConfig.verify`: "off", "sizes", "sample" or "full".
-        parameters: parameters and buffers of which elements were compared.
+        how: `StreamingConfig.verify`.
+        parameters: parameters and buffers of which `elements` were compared, bit for bit.
         left_out: parameters that "sample" did not look at, because their conversion reads whole tensors.
-        elements: elements that were compared, bit for bit.
-        bytes_read: bytes read for it; not among `RankReport.bytes_read`.
-        seconds: wall-clock seconds that it took.
+        bytes_read: not among `RankReport.bytes_read`.
         digest: this rank's share of `LoadReport.digest`, as 16 hexadecimal digits; "" unless `how` is "full".
     """
 
@@ -50,15 +52,12 @@ class RankReport:
         seconds: seconds per phase, one for each of `PHASES`. Phases can overlap, so "total" need not be their sum.
         bytes_needed: bytes of the checkpoint that end up in memory this rank owns.
         bytes_read: bytes read from files: those needed, holes read through, and sources read whole.
-        reads: number of positional reads.
         partition_bytes: size of all destinations of this rank.
         staging_bytes: size of all staging buffers that were allocated.
         anonymous_growth_peak: most anonymous host memory during the load, over what it was before.
         device_peak: most memory of the device during the load; 0 without an accelerator.
         retries: opens and reads that failed for a passing reason and were tried again.
-        verification: what was compared with the files.
-        materialised: parameters whose sources had to be read whole, because their conversion could not stay lazy, and
-            the reason.
+        materialised: parameters whose sources were read whole, and why their conversion could not stay lazy.
         footprint: the memory that this rank needs, computed: partitions, the largest gather, what training adds.
     """
 
@@ -95,7 +94,6 @@ class LoadReport(Report):
     """What a load did, on every rank.
 
     Attributes:
-        ranks: one report per rank, in the order of the ranks.
         recast: parameters that took DeepSpeed's dtype although the model keeps them in fp32
             (`_keep_in_fp32_modules_strict`). As in stock: DeepSpeed refuses trainable parameters of several dtypes.
     """
@@ -120,10 +118,20 @@ class LoadReport(Report):
         Throughput is bytes read per second of the whole load. Below are a rank's memory, as it is computed, and the
         materialised and recast parameters.
         """
-        # Imports rich, which only a table needs.
-        from .load_table import render_table
-
-        return render_table(self)
+        slowest = max(self.ranks, key=lambda rank: rank.seconds["total"])
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks, slowest: rank {slowest.rank}"
+        blocks = [
+            [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"],
+            [_table(self.ranks, lambda rank: {f"{phase.capitalize()} s": rank.seconds[phase] for phase in PHASES})],
+            [_table(self.ranks, _sizes)],
+            _check_lines(self),
+            _footprint_lines(self),
+            _materialised_lines(self),
+        ]
+        if self.recast:
+            heading = f"Recast parameters ({len(self.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
+            blocks.append([heading, *(f"  {name}" for name in folded_names(self.recast))])
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
 class PhaseClock:
@@ -157,3 +165,91 @@ class PhaseClock:
             yield
         finally:
             self.add(phase, time.perf_counter() - start)
+
+
+def _sizes(rank: RankReport) -> dict[str, float]:
+    seconds = rank.seconds["total"]
+    return {
+        "Needed": rank.bytes_needed,
+        "Read": rank.bytes_read,
+        "Reads": rank.reads,
+        "Throughput": rank.bytes_read / seconds if seconds else 0.0,  # a coarse clock may show 0
+        "Partition": rank.partition_bytes,
+        "Staging": rank.staging_bytes,
+        "Host growth": rank.anonymous_growth_peak,
+        "Device peak": rank.device_peak,
+    }
+
+
+def _number_text(title: str, number: float) -> str:
+    if title.endswith(" s"):
+        return f"{number:.2f}"
+    if title == "Reads":
+        return f"{number:.0f}"
+    return bytes_text(number) + ("/s" if title == "Throughput" else "")
+
+
+def _table(ranks: Sequence[RankReport], numbers_of: Callable[[RankReport], Mapping[str, float]]) -> str:
+    titles = list(numbers_of(ranks[0]))
+    rows = {str(rank.rank): list(numbers_of(rank).values()) for rank in ranks}
+    if len(rows) > _MOST_RANK_ROWS:
+        summaries: dict[str, Callable[[Iterable[float]], float]] = {"min": min, "median": median, "max": max}
+        rows = {name: [of(column) for column in zip(*rows.values(), strict=True)] for name, of in summaries.items()}
+    cells = [(name, *map(_number_text, titles, numbers)) for name, numbers in rows.items()]
+    return markdown_table(("Rank", *titles), cells)
+
+
+def _check_lines(report: LoadReport) -> list[str]:
+    """What was verified, and how often something was tried again, if at all."""
+    lines = []
+    done = [rank.verification for rank in report.ranks if rank.verification.how in ("sample", "full")]
+    if done:
+        most = max(done, key=lambda verification: verification.seconds)
+        text = f"Verified ({most.how}): {sum(v.elements for v in done)} elements of {most.parameters} parameters"
+        text += f" are what the files hold; {bytes_text(sum(v.bytes_read for v in done))} read again"
+        text += f" in {most.seconds:.2f} s" + (f"; digest {report.digest}" if report.digest else "")
+        lines.append(text + (f"; {most.left_out} parameters left out" if most.left_out else ""))
+    retried = {rank.rank: rank.retries for rank in report.ranks if rank.retries}
+    if retried:
+        where = ", ".join(f"rank {rank}: {count}" for rank, count in list(retried.items())[:_MOST_RANK_ROWS])
+        lines.append(f"Tried again after passing faults of the file system: {sum(retried.values())} times ({where})")
+    return lines
+
+
+def _footprint_lines(report: LoadReport) -> list[str]:
+    footprints = [rank.footprint for rank in report.ranks if rank.footprint]
+    if not footprints:
+        return []
+    # Padding makes ranks alike; only settings such as `staging_bytes` can differ.
+    most = max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging))
+    added = "; ".join(f"{name} {_places_text(places)}" for name, places in most.started.items())
+    rows = [
+        ("partitions", _places_text(most.partitions)),
+        ("peak of the load", f"{_places_text(most.load_peak)} (staging up to {bytes_text(most.staging)})"),
+        ("largest gather", f"{bytes_text(most.largest_gather)} ({most.largest_gather_of})"),
+        ("deepspeed.initialize adds", added or "nothing"),
+        ("and peaks at", _places_text(most.start_peak)),
+        ("the first step adds", f"optimizer states {_places_text(most.optimizer_states) or 'none'}"),
+        ("held in training", f"{_places_text(most.held)}, activations and gathers not counted"),
+    ]
+    width = max(len(title) for title, _ in rows)
+    return ["Memory of a rank, computed:", *(f"  {title:{width}}  {text}" for title, text in rows)]
+
+
+def _places_text(places: Mapping[str, int]) -> str:
+    return " + ".join(f"{bytes_text(nbytes)} {place}" for place, nbytes in places.items())
+
+
+def _materialised_lines(report: LoadReport) -> list[str]:
+    ranks_of: dict[tuple[str, str], list[int]] = {}
+    for rank in report.ranks:
+        for name, reason in rank.materialised.items():
+            ranks_of.setdefault((name, reason), []).append(rank.rank)
+    if not ranks_of:
+        return []
+    lines = [f"Materialised parameters ({len({name for name, _ in ranks_of})}), whose sources were read whole:"]
+    # Layers of one kind fall back for one reason, so what is left after folding is a few lines.
+    for names, (reason, *ranks), _ in fold((name, (reason, *ranks)) for (name, reason), ranks in ranks_of.items()):
+        where = "" if len(ranks) == len(report.ranks) else f" (on {len(ranks)} of {len(report.ranks)} ranks)"
+        lines.append(f"  {names}: {reason}{where}")
+    return lines

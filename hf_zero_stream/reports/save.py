@@ -19,8 +19,8 @@ class SavingRank:
     """What one rank did.
 
     Attributes:
-        seconds: seconds per phase, one for each of `PHASES`.
-        bytes_written: bytes of tensors that this rank wrote.
+        seconds: one for each of `PHASES`.
+        bytes_written: bytes of tensors.
         rounds: how many times ranks exchanged elements that none of them could write alone.
         anonymous_growth_peak: most anonymous host memory during the save, in bytes over what it was before.
     """
@@ -37,12 +37,9 @@ class SaveReport(Report):
     """What a save did, on every rank.
 
     Attributes:
-        folder: where the checkpoint is.
-        files: the names of its shards.
-        ranks: one report per rank, in the order of the ranks.
+        files: the names of the shards in `folder`.
         verified: whether what is in the files was compared with what the ranks hold, before it was published.
-        materialised: tensors for which parameters were gathered in full, as a conversion could not stay lazy, with the
-            reason.
+        materialised: tensors for which parameters were gathered in full, and why a conversion could not stay lazy.
     """
 
     folder: str

@@ -9,11 +9,6 @@ from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
-from rich.box import MARKDOWN
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 
 __all__ = ["bytes_text", "count_text", "fold", "folded_names", "markdown_table", "printable"]
 
@@ -47,6 +42,12 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, left
 
     Only a table for a terminal needs a `width`: a log file has none, and there a folded table cannot be read.
     """
+    # Only a table needs rich.
+    from rich.box import MARKDOWN
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(box=MARKDOWN)
     for number, title in enumerate(titles):
         table.add_column(title, justify="left" if number < left else "right", overflow="fold")
@@ -59,10 +60,9 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, left
 
 
 class Family(NamedTuple):
-    """Things of one kind whose names differ only in numbers, of which every combination is there.
+    """Things of one kind (such as a dtype with a shape) whose names differ only in numbers, in every combination.
 
-    A name is such as ``layers.{0...47}.mlp.experts.{0...127}.up_proj.weight``; a kind is hashable, such as a dtype
-    with a shape.
+    The name is such as ``layers.{0...47}.mlp.experts.{0...127}.up_proj.weight``.
     """
 
     name: str
