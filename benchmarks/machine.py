@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from hf_zero_stream.sources.mounts import kind_of_file_system
+from hf_zero_stream.sources.local import kind_of_file_system
 
 
 LIBRARIES = (

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hf_zero_stream.errors import CheckpointError, ReadError
-from hf_zero_stream.sources.base import Hints, SourceFile
-from hf_zero_stream.sources.retries import Retries
+from hf_zero_stream.sources.base import Hints, Retries, SourceFile
 
 
 class Busy(OSError):

@@ -16,8 +16,7 @@ from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, ReadError
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.sources.base import ByteSource, Hints
-from hf_zero_stream.sources.retries import Retries
+from hf_zero_stream.sources.base import ByteSource, Hints, Retries
 from tests.memory_files import Busy, MemoryFiles
 
 

@@ -13,7 +13,7 @@ import transformers
 
 from hf_zero_stream.cli import bench, doctor
 from hf_zero_stream.errors import VersionError
-from hf_zero_stream.sources.mounts import kind_of_file_system
+from hf_zero_stream.sources.local import kind_of_file_system
 from tests.parity import ds_config
 from tests.test_cli import run, run_json
 from tests.test_cli_docs import DOCUMENT, assert_shown, blocks, commands

@@ -16,9 +16,8 @@ import tenacity
 import torch.distributed as dist
 
 from hf_zero_stream.errors import CheckpointError, ReadError
-from hf_zero_stream.sources.base import SourceFile
+from hf_zero_stream.sources.base import Retries, SourceFile
 from hf_zero_stream.sources.local import LocalFiles
-from hf_zero_stream.sources.retries import Retries
 from tests.cluster import run_ranks
 from tests.disk import disk, failing, replace_reads
 from tests.parity import ds_config

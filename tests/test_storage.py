@@ -11,8 +11,7 @@ from hf_zero_stream.engine import opened
 from hf_zero_stream.engine.opened import OpenCheckpoint, choose_threads
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.base import Hints
-from hf_zero_stream.sources.local import LocalFiles
-from hf_zero_stream.sources.mounts import is_on_network, kind_of_file_system
+from hf_zero_stream.sources.local import LocalFiles, is_on_network, kind_of_file_system
 from tests.memory_files import MemoryFiles
 
 

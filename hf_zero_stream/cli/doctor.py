@@ -20,8 +20,7 @@ from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
 from ..ranks.launchers import announces_zero3, announces_zero3_init
 from ..reports.text import count_text
 from ..sources.base import SourceFile
-from ..sources.local import LocalFiles
-from ..sources.mounts import is_on_network, kind_of_file_system
+from ..sources.local import LocalFiles, is_on_network, kind_of_file_system
 from . import frame
 
 

@@ -11,6 +11,7 @@ from functools import partial
 
 import psutil
 import torch
+import torch.distributed as dist
 
 from ..checkpoint import safetensors
 from ..checkpoint.format import Format, Shard, ShardHeader
@@ -18,11 +19,10 @@ from ..checkpoint.nodes import View
 from ..config import StreamingConfig
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
-from ..sources.base import ByteSource, Hints
+from ..sources.base import ByteSource, Hints, Retries
 from ..sources.local import LocalFiles
 from ..sources.read_ahead import ReadAhead
-from ..sources.relay import Server, reader_and_clients, through_relay
-from ..sources.retries import Retries
+from ..sources.relay import RelayedFiles, Server, reader_and_clients
 from .compute import Evaluator
 from .lanes import lane_class
 from .workers import run_in_threads
@@ -131,7 +131,13 @@ class OpenCheckpoint:
         first = len(self.shards)
         self.shards = (*self.shards, *shards)
         if self.relays and shards and not self._is_relayed:
-            self.source, self._server = through_relay(self.source, self.config, self.coordinator)
+            reader, *clients = reader_and_clients(self.config, self.coordinator)
+            with self.coordinator.naming_dead_rank():
+                group = dist.new_group(backend="gloo")
+            if self.coordinator.rank == reader:
+                self._server = Server(self.source, clients, group, self.config.chunk_bytes)
+            else:
+                self.source = RelayedFiles(self.source, reader, group, self.config.chunk_bytes)
             self._is_relayed = True
         self.source.add(shards)
         if self._is_relayed:

@@ -13,14 +13,22 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
+import psutil
+
 from ..errors import CheckpointError, ReadError
-from .base import Hints, SourceFile
+from .base import Hints, Retries, SourceFile
 from .madvise import HUGE_PAGE_BYTES
-from .mounts import is_on_network
-from .retries import Retries
 
 
-__all__ = ["IOV_MAX", "LocalFiles", "advance", "open_nonblocking", "status_of_regular"]
+__all__ = [
+    "IOV_MAX",
+    "LocalFiles",
+    "advance",
+    "is_on_network",
+    "kind_of_file_system",
+    "open_nonblocking",
+    "status_of_regular",
+]
 
 IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
@@ -35,10 +43,14 @@ TRANSIENT = frozenset(
 )
 """Errors that may be gone a moment later. ENOENT, EACCES and a file's end are not: those need a person."""
 
-MIB = 2**20
+NETWORK_FILE_SYSTEMS = frozenset(
+    "9p afs beegfs ceph cifs daos glusterfs gpfs lustre ncpfs nfs nfs4 ocfs2 orangefs panfs pvfs2 smb2 smb3 smbfs "
+    "virtiofs wekafs".split()
+)
+"""File systems whose data comes from another machine (or the host of a virtual one), as the kernel names them.
 
-STREAMS_PER_HOST = 32
-"""Lustre gives an H100 node 2.0 GiB/s for one stream and 8.5 GiB/s for 32 (transformers #48227)."""
+Those that begin with ``fuse.`` count too: s3fs, gcsfuse and juicefs do. overlayfs and the like count as local.
+"""
 
 
 def open_nonblocking(path: str, flags: int) -> int:
@@ -62,6 +74,25 @@ def advance(pending: list[memoryview], count: int) -> None:
         count -= len(pending.pop(0))
     if count:
         pending[0] = pending[0][count:]
+
+
+def kind_of_file_system(path: str, mounts: Iterable[Sequence[str]] | None = None) -> str:
+    """The type of the file system that `path` lies on, such as ``"ext4"`` or ``"lustre"``; ``""`` if not known.
+
+    `mounts` has (mount point, type) of each file system; default: those of this host.
+    """
+    if mounts is None:
+        mounts = [(mount.mountpoint, mount.fstype) for mount in psutil.disk_partitions(all=True)]
+    path = os.path.realpath(path)  # the hub's cache is made of links
+    # Of two at one mount point the later one hides the earlier.
+    above = [mount for mount in mounts if os.path.commonpath([path, mount[0]]) == mount[0]]
+    return max(reversed(above), key=lambda mount: len(mount[0]), default=("", ""))[1]
+
+
+def is_on_network(path: str, mounts: Iterable[Sequence[str]] | None = None) -> bool:
+    """Whether reading `path` waits for another machine."""
+    kind = kind_of_file_system(path, mounts)
+    return kind in NETWORK_FILE_SYSTEMS or kind.startswith("fuse.")
 
 
 @dataclass
@@ -125,10 +156,10 @@ class LocalFiles:
         # 2 MiB from a local disk: the system reads ahead while they are copied. 8 MiB past the page cache, where
         # nothing reads ahead. 4 MiB over a network: many streams are faster there than one long run.
         return Hints(
-            request_bytes=(4 if on_network else 8 if self._direct_io else 2) * MIB,
+            request_bytes=(4 if on_network else 8 if self._direct_io else 2) * 2**20,
             is_remote=on_network,
             reads_ahead=not (on_network or self._direct_io),
-            streams_per_host=STREAMS_PER_HOST,
+            streams_per_host=32,  # Lustre gives an H100 node 2.0 GiB/s for 1 stream, 8.5 for 32 (transformers #48227)
             streams_per_rank=16,
         )
 

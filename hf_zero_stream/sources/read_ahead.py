@@ -27,9 +27,7 @@ class ReadAhead:
     """A thread that brings its share of a checkpoint into the page cache, in file order; each rank of a host has one.
 
     It is for loads in which the ranks of this host together need each byte of the files, so it can begin before there
-    is a plan. The storage sees one long run through the files, where the reads of each rank alone have holes.
-
-    The thread maps, populates and unmaps windows of the files: nothing is copied. Linux caches what is populated with
+    is a plan. The thread maps, populates and unmaps windows: nothing is copied. Linux caches what is populated with
     ``MADV_HUGEPAGE`` in pages of 2 MiB where the file system can (``do_sync_mmap_readahead`` in mm/filemap.c); what
     ``preadv`` or ``POSIX_FADV_WILLNEED`` reads, in pages of 4 KiB at first, which is slower.
 

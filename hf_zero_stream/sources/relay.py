@@ -1,9 +1,7 @@
 """Reading for ranks that cannot, or should not, read for themselves.
 
-One rank (the *reader*) has the shards; the others ask it for byte ranges and get them over a gloo group, a chunk at a
-time. Each rank asks for the bytes of its own plan only, and neither side ever holds more than a chunk. The reader
-answers in threads, which start before the planning: planning may need values, and ranks that plan do not wait for each
-other.
+One rank (the *reader*) has the shards; the others ask it for the byte ranges of their plans and get them over a gloo
+group. Neither side holds more than a chunk. The reader's threads start before the planning, which may need values.
 """
 
 from __future__ import annotations
@@ -22,28 +20,13 @@ from ..ranks.coordinator import Coordinator
 from .base import ByteSource, SourceFile
 
 
-__all__ = ["RelayedFiles", "Server", "reader_and_clients", "through_relay"]
+__all__ = ["RelayedFiles", "Server", "reader_and_clients"]
 
 CLOSING_S = 10.0
 """How long the reader waits, after an error, for its clients to say that they are done."""
 
 _DONE = -1
 """In place of a file's number in a request: the client is done."""
-
-
-def through_relay(
-    source: ByteSource, config: StreamingConfig, coordinator: Coordinator
-) -> tuple[ByteSource, Server | None]:
-    """The source for this rank where ranks read for others, and on the rank that reads, what answers the others.
-
-    Called by all ranks before files are added to `source`; raises a PeerError if one died.
-    """
-    reader, *clients = reader_and_clients(config, coordinator)
-    with coordinator.naming_dead_rank():
-        group = dist.new_group(backend="gloo")
-    if coordinator.rank == reader:
-        return source, Server(source, clients, group, config.chunk_bytes)
-    return RelayedFiles(source, reader, group, config.chunk_bytes), None
 
 
 def reader_and_clients(config: StreamingConfig, coordinator: Coordinator) -> list[int]:
