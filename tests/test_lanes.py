@@ -85,11 +85,11 @@ def test_late_copies_give_the_same_values(
     monkeypatch.setattr(execute, "lane_class", lambda device: late_lane)
     monkeypatch.setattr(execute, "_in_place", lambda *args: None)  # as for a destination on a device
     found = [torch.full((120,), float("nan"), dtype=target.dtype) for target in plan.targets]
-    times = execute_reads(plan, found, files, threads=threads)
+    _, staging_bytes = execute_reads(plan, found, files, threads=threads)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
     assert not any(lane.pending for lane in made)
     assert max(lane.allocated for lane in made) == 2
-    assert times.staging_bytes == REQUEST_BYTES * sum(lane.allocated for lane in made)
+    assert staging_bytes == REQUEST_BYTES * sum(lane.allocated for lane in made)
     if threads == 1:
         # A buffer is waited for only when it comes round again, and once at the end.
         assert made[0].waits == len(plan.reads) - 2 + 1

@@ -107,10 +107,10 @@ class Evaluator:
 
     def _elementwise(self, node: Pointwise, placed: Placed) -> torch.Tensor:
         def value_of(view: View) -> torch.Tensor:
-            if not view.sizes:
-                return self.materialise(view)
-            box = box_of_view(view, placed)
-            return self.materialise(View(view.node, box.sizes, box.at_strides, box.at))
+            if view.sizes:
+                box = box_of_view(view, placed)
+                view = View(view.node, box.sizes, box.at_strides, box.at)
+            return self.materialise(view)
 
         return node.result(value_of)
 

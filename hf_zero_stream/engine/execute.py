@@ -1,8 +1,7 @@
 """Carries out the reads of a plan with several threads.
 
-Each thread takes the next read in file order. Where the destination is in host memory and wants the bytes as they
-come, they are read in place; otherwise they go through the thread's staging buffer. Positional reads and large copies
-release the GIL, and while one thread copies another waits for the storage.
+Each takes the next read in file order: in place, where the destination is in host memory and wants the bytes as they
+come, or through the thread's staging buffer. Positional reads and large copies release the GIL.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 
@@ -35,13 +33,6 @@ PHASES = ("read", "convert", "copy")
 """What threads do: wait for the source, copy out of staging buffers with a cast, and without."""
 
 
-class ReadTimes(NamedTuple):
-    """What the reads of a plan took: wall seconds, divided among `PHASES`, and the size of all staging buffers."""
-
-    seconds: dict[str, float]
-    staging_bytes: int
-
-
 def execute_reads(
     plan: BatchPlan,
     destinations: Sequence[torch.Tensor],
@@ -50,15 +41,17 @@ def execute_reads(
     threads: int,
     begin: float = 0.0,
     on_bytes: Callable[[int], None] | None = None,
-) -> ReadTimes:
+) -> tuple[dict[str, float], int]:
     """Fill `destinations` by the reads of `plan`, and call `on_bytes` with the number of bytes after each.
+
+    Returns the wall seconds that it took, divided among `PHASES`, and the size of all staging buffers.
 
     There is one flat destination for each target of the plan, of its dtype and at least ``stop - start`` long. `begin`
     is where in the reads to begin, in [0, 1): ranks of a host that begin at different places do not all wait for the
     same file.
     """
     if not plan.reads:
-        return ReadTimes({}, 0)
+        return {}, 0
     first = int(begin * len(plan.reads))
     device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))
     nbytes = max(read.length for read in plan.reads)
@@ -66,7 +59,7 @@ def execute_reads(
         memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
     ]
     pages = HugePages(destinations)
-    by_thread: list[ReadTimes] = []
+    by_thread: list[tuple[dict[str, float], int]] = []
 
     def work(reads: Iterator[Read]) -> None:
         lane = lane_class(device)(device, nbytes)
@@ -92,15 +85,14 @@ def execute_reads(
             if on_bytes is not None:
                 on_bytes(read.length)
         lane.finish()
-        by_thread.append(ReadTimes(seconds, lane.allocated_bytes))
+        by_thread.append((seconds, lane.allocated_bytes))
 
     began = time.perf_counter()
     run_in_threads(chain(plan.reads[first:], plan.reads[:first]), work, threads)
     wall = time.perf_counter() - began
-    total = {phase: sum(times.seconds[phase] for times in by_thread) for phase in PHASES}
+    total = {phase: sum(seconds[phase] for seconds, _ in by_thread) for phase in PHASES}
     factor = wall / (sum(total.values()) or 1.0)
-    seconds = {phase: factor * value for phase, value in total.items()}
-    return ReadTimes(seconds, sum(times.staging_bytes for times in by_thread))
+    return {phase: factor * value for phase, value in total.items()}, sum(size for _, size in by_thread)
 
 
 def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryview] | None:

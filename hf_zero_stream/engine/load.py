@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -183,26 +182,28 @@ class Load:
         device = self.destination.device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        with self.coordinator.reporting(), _naming_lack_of_memory(self.coordinator.rank):
-            with self.clock("plan"):
-                mine = description(model, missing, self.ds_config, self.config, self.destination.exchanges_reads)
-                batches, plan, leaves = self._plan(model, missing, tied)
-                self.destination.check(plan.targets)
-                self.checkpoint.open(read.shard for read in plan)
-            refuse_differences(self.coordinator.all_gather(mine))
-            self.destination.allocate()
-            self.memory.sample()
-            self._reader.fill(batches, plan, leaves)
-            self.coordinator.agree()
-            self.destination.finish()
+        with self.coordinator.reporting():
+            try:
+                with self.clock("plan"):
+                    mine = description(model, missing, self.ds_config, self.config, self.destination.exchanges_reads)
+                    batches, plan, leaves = self.make_plan(model, missing, tied)
+                    self.destination.check(plan.targets)
+                    self.checkpoint.open(read.shard for read in plan)
+                refuse_differences(self.coordinator.all_gather(mine))
+                self.destination.allocate()
+                self.memory.sample()
+                self._reader.fill(batches, plan, leaves)
+                self.coordinator.agree()
+                self.destination.finish()
+            except BaseException as error:
+                if isinstance(error, HfZeroStreamError) or not is_out_of_memory(error):
+                    raise
+                raise LoadError(f"out of memory on rank {self.coordinator.rank} while loading: {error}") from error
 
-    def plan_only(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
-        """Make the :attr:`plan` that :meth:`place` would carry out, and the :attr:`footprint`; spoils `model`."""
-        self._plan(model, missing, tied, only_planned=True)
-
-    def _plan(
+    def make_plan(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
+        """Make the :attr:`plan` that :meth:`place` carries out, and the :attr:`footprint`; spoils `model`."""
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
         self.footprint = self.destination.footprint(model, tied, self.config.staging_bytes)
@@ -217,45 +218,30 @@ class Load:
                 f"{len(unfilled)} parameters or buffers got no values: {', '.join(unfilled[:8])}. "
                 "This is a fault of hf_zero_stream; please report it with the model's config."
             )
-        ranks = self.coordinator.all_gather(self._rank_report())
-        recast = tuple(self.destination.recast)
-        report = LoadReport(world_size=self.coordinator.world_size, ranks=tuple(ranks), recast=recast)
-        if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
-            log.info(report.table())
-        return report
-
-    def _rank_report(self) -> RankReport:
         plan, device = self.plan, self.destination.device
         assert plan is not None
-        cost = plan.cost
-        return RankReport(
+        mine = RankReport(
             rank=self.coordinator.rank,
             seconds=self.clock.seconds,
-            bytes_needed=cost.bytes_needed,
+            bytes_needed=plan.cost.bytes_needed,
             bytes_read=self.checkpoint.source.bytes_read - self._reader.verification.bytes_read,
             reads=self.checkpoint.source.reads,
             retries=self.checkpoint.retries.count,
             verification=self._reader.verification,
-            partition_bytes=cost.target_bytes,
+            partition_bytes=plan.cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,
             anonymous_growth_peak=self.memory.growth_peak,
             device_peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
             materialised=plan.materialised,
             footprint=self.footprint,
         )
+        ranks, recast = tuple(self.coordinator.all_gather(mine)), tuple(self.destination.recast)
+        report = LoadReport(world_size=self.coordinator.world_size, ranks=ranks, recast=recast)
+        if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
+            log.info(report.table())
+        return report
 
 
 def _is_extra_state(key: str) -> bool:
     """Whether a checkpoint key holds a module's extra state (``torch.nn.Module.get_extra_state``)."""
     return key.rpartition(".")[2] == "_extra_state"
-
-
-@contextmanager
-def _naming_lack_of_memory(rank: int) -> Iterator[None]:
-    """Raise a LoadError that says that memory ran out, if that is why something inside failed and nobody says so."""
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, HfZeroStreamError) or not is_out_of_memory(error):
-            raise
-        raise LoadError(f"out of memory on rank {rank} while loading: {error}") from error

@@ -1,8 +1,7 @@
 """Looks up elements of a lazy tensor one by one: slow and simple, as a second opinion on planned reads.
 
-A load turns views into boxes, merges these into reads, and copies with several threads. Here each element's place is
-followed through the nodes by plain index arithmetic instead, so that a fault in any of those would be seen. Most
-elements stay together in runs, which are kept as ranges.
+Each element's place is followed through the nodes by index arithmetic, so that a fault in a load's boxes, reads or
+copies would be seen. Most elements stay together in runs, which are kept as ranges.
 """
 
 from __future__ import annotations
@@ -15,17 +14,7 @@ from typing import TypeAlias
 import torch
 
 from ..checkpoint.format import TensorEntry
-from ..checkpoint.nodes import (
-    Cat,
-    Computed,
-    Copy,
-    FileTensor,
-    HostTensor,
-    Node,
-    Pointwise,
-    View,
-    row_major_strides,
-)
+from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Node, Pointwise, View, row_major_strides
 from ..sources.base import ByteSource
 
 
@@ -67,7 +56,7 @@ class Lookup:
             case Cat():
                 return self._of_cat(node, at)
             case Pointwise():
-                return self._of_pointwise(node, at)
+                return node.result(lambda arg: self.values(arg, at) if arg.sizes else self.values(arg, range(1))[0])
             case Computed():
                 return self._of_function(node, at)
             case _:
@@ -93,12 +82,6 @@ class Lookup:
             values[chosen] = self.values(node.pieces[which], (outer[chosen] * size + row) * inner + inside[chosen])
         return values
 
-    def _of_pointwise(self, node: Pointwise, at: Positions) -> torch.Tensor:
-        def value_of(view: View) -> torch.Tensor:
-            return self.values(view, at) if view.sizes else self.values(view, range(1))[0]
-
-        return node.result(value_of)
-
     def _of_function(self, node: Node, at: Positions) -> torch.Tensor:
         begin, end = (at.start, at.stop) if isinstance(at, range) else (int(at.min()), int(at.max()) + 1)
         with self._computing:
@@ -106,18 +89,14 @@ class Lookup:
         return values if isinstance(at, range) else values[at - begin]
 
     def _read(self, entry: TensorEntry, at: Positions) -> torch.Tensor:
-        itemsize = entry.dtype.itemsize
         if isinstance(at, range):
             return self._read_run(entry, at.start, at.stop)
         ordered, order = at.sort()
-        jumps = (ordered.diff() * itemsize > SEEK_BYTES + itemsize).nonzero().view(-1) + 1
+        jumps = ((ordered.diff() - 1) * entry.dtype.itemsize > SEEK_BYTES).nonzero().view(-1) + 1
         values = torch.empty(len(at), dtype=entry.dtype)
-        for run in ordered.tensor_split(jumps):
+        for run, places in zip(ordered.tensor_split(jumps), order.tensor_split(jumps), strict=True):
             first = int(run[0])
-            found = self._read_run(entry, first, int(run[-1]) + 1)
-            count = len(run)
-            values[order[:count]] = found[run - first]
-            order = order[count:]
+            values[places] = self._read_run(entry, first, int(run[-1]) + 1)[run - first]
         return values
 
     def _read_run(self, entry: TensorEntry, start: int, stop: int) -> torch.Tensor:

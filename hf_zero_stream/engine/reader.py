@@ -75,11 +75,11 @@ class Reader:
             for batch, of_batch, sources in zip(batches, plan.batches, leaves, strict=True):
                 batch.begin()
                 memory = [item.memory() for item in batch.items]
-                times = execute_reads(
+                times, staging_bytes = execute_reads(
                     of_batch, memory, checkpoint.source, threads=threads, begin=begin, on_bytes=on_bytes
                 )
-                self.staging_bytes = max(self.staging_bytes, times.staging_bytes)
-                for phase, seconds in times.seconds.items():
+                self.staging_bytes = max(self.staging_bytes, staging_bytes)
+                for phase, seconds in times.items():
                     self._clock.add(phase, seconds)
                 self._memory.sample()
                 with self._clock("convert"):

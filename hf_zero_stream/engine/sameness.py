@@ -1,7 +1,6 @@
 """Compares what ranks that load together must have in common, before anything is read.
 
-Nodes of a cluster often differ: a stale copy of the checkpoint, a library that was not updated, an environment
-variable that one shell did not pass on. What each rank is about to do travels with an agreement that is made anyway.
+Nodes often differ: a stale copy of the checkpoint, an old library, an environment variable that was not passed on.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def description(
 
     With `exchanges_reads`, ranks exchange what they read, in pieces that depend on `staging_bytes`.
     """
-    parameters = list(model.named_parameters())
-    tensors = [*parameters, *model.named_buffers()]
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()]
     config = model.config.to_dict() if hasattr(model, "config") else {}
     items = {f"the version of {name}": _version(name) for name in LIBRARIES}
     items |= {f"the setting {name}": str(getattr(settings, name)) for name in _SETTINGS}
@@ -55,7 +54,7 @@ def description(
         "the model's config": _digest(_json(config)),
         "the DeepSpeed config": _digest(_json({key: ds_config[key] for key in _DEEPSPEED if key in ds_config})),
         "the parameters' names and shapes": _digest(*(f"{name}{tuple(tensor.shape)}" for name, tensor in tensors)),
-        "the parameters' dtypes": _dtypes(tensor for _, tensor in parameters),
+        "the parameters' dtypes": f"{', '.join(sorted(set(dtypes)))} [{_digest(*dtypes)}]",
         "the keys that the checkpoint lacks": _digest(*sorted(missing)),
         "the checkpoint's tensors that become parameters": _digest(*_sources(tensors)),
     }
@@ -106,12 +105,6 @@ def _version(library: str) -> str:
         return importlib.metadata.version(library).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return "not installed as a package"
-
-
-def _dtypes(tensors: Iterable[torch.Tensor]) -> str:
-    """All dtypes, and a digest that says which tensor has which."""
-    names = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
-    return f"{', '.join(sorted(set(names)))} [{_digest(*names)}]"
 
 
 def _sources(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:

@@ -1,11 +1,10 @@
 """Compares what was placed with what the files hold: a second pass that shares no plan with the first.
 
-Every element that this rank placed is looked up in the files again, along another path (:mod:`.engine.lookup`), cast
-as the load casts it, and compared bit for bit. What was placed also gets a *digest*, a number of 64 bits: the sum,
-over elements, of the element's bits times a fixed odd number that belongs to its index, modulo 2**64. The digests of
-all ranks add up to that of the whole parameter, however it was partitioned. A single wrong element always changes it,
-and so does a wrong order. The digest of a model is the sum of its parameters', each times an odd number from its name,
-and so is the same for every number of ranks.
+Every element that this rank placed is looked up in the files again (:mod:`.engine.lookup`), cast as the load casts it,
+and compared bit for bit. What was placed also gets a *digest*: the sum, over elements, of the element's bits times a
+fixed odd number that belongs to its index, modulo 2**64. The digests of all ranks add up to that of the parameter,
+however it was partitioned; a wrong element or order changes it. A model's digest is the sum of its parameters', each
+times an odd number from its name.
 """
 
 from __future__ import annotations

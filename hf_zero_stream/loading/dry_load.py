@@ -83,7 +83,8 @@ def plan(
     destination = Partitioned(config, coordinator, trains_on=device)
     load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
     with closing(load), collector_paused():
-        load.plan_only(*lazily_loaded(path, load, dtype="auto" if dtype is None else dtype, **kwargs))
+        lazy = lazily_loaded(path, load, dtype="auto" if dtype is None else dtype, **kwargs)
+        load.make_plan(*lazy, only_planned=True)
     assert load.plan is not None and load.footprint is not None
     return Forecast(load.plan, load.footprint)
 
