@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib import metadata
+
+from packaging.requirements import Requirement
+
 
 __all__ = [
     "CheckpointError",
@@ -14,7 +20,10 @@ __all__ = [
     "SaveError",
     "UnsupportedError",
     "VersionError",
+    "refuse_unknown_version",
 ]
+
+PACKAGE = "hf_zero_stream"
 
 
 class HfZeroStreamError(Exception):
@@ -55,3 +64,22 @@ class UnsupportedError(HfZeroStreamError, NotImplementedError):
 
 class VersionError(HfZeroStreamError, ImportError):
     """transformers or DeepSpeed lacks something that this package relies on; names the version found."""
+
+
+def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = "") -> None:
+    """Raise a :class:`VersionError` if names are `missing` in the installed `package`; `purpose`: what needs them."""
+    if missing:
+        need = f", which {purpose} needs" if purpose else ""
+        raise VersionError(
+            f"{package} {metadata.version(package)} has no {', '.join(missing)}{need}; this version is not known to "
+            f"{PACKAGE}: install {_requirement(package)} or a newer {PACKAGE}."
+        )
+
+
+def _requirement(package: str) -> str:
+    """The requirement in this package's metadata; the bare name if this package is not installed."""
+    with suppress(metadata.PackageNotFoundError):
+        for required in map(Requirement, metadata.requires(PACKAGE) or []):
+            if required.name == package and not required.marker:
+                return f"{package}{required.specifier}"
+    return package

@@ -19,7 +19,6 @@ from transformers.utils import logging
 
 from .. import scope
 from ..config import StreamingConfig, buildable
-from ..decorating import decorated
 from ..engine.load import Load
 from ..errors import ConfigError, DisagreementError
 from ..patching import Patches
@@ -88,7 +87,7 @@ class streaming:  # noqa: N801 - used like a function
             patches.__exit__()
 
     def __call__(self, function: Function) -> Function:
-        return decorated(function, lambda: streaming(self.config), "streaming()")
+        return scope.decorated(function, lambda: streaming(self.config), "streaming()")
 
 
 def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,8 +18,7 @@ from contextlib import suppress
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import PeerError
-from ..versions import refuse_unknown_version
+from ..errors import PeerError, refuse_unknown_version
 from .launchers import agent_holds_store
 from .pulse import Line, Listener
 from .store import PREFIX, SharedStore, pauses

@@ -17,7 +17,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
-from ..versions import refuse_unknown_version
+from ..errors import refuse_unknown_version
 from . import keys, loading, quantised  # noqa: F401 - they fill REPLACEMENTS
 from .ds_config import ModelsConfig, found_config
 from .loading import raise_if_misfit
@@ -29,11 +29,14 @@ __all__ = ["LazyModel", "ModelsConfig", "REPLACEMENTS", "Session", "Stopped", "f
 _CALLED = (
     (PreTrainedModel, "_adjust_missing_and_unexpected_keys"),
     (core_model_loading, "convert_and_load_state_dict_in_model"),
+    (modeling_utils, "_add_variant"),
+    (modeling_utils, "safe_save_file"),
     (modeling_utils, "set_zero3_state"),
+    (modeling_utils, "unwrap_model"),
     (transformers_deepspeed, "_hf_deepspeed_config_weak_ref"),
     (transformers_deepspeed, "set_hf_deepspeed_config"),
 )
-"""What we call, or set, besides the attributes that seams replace."""
+"""What we call or set, or replace for a save, besides the attributes that seams replace."""
 
 refuse_unknown_version(
     "transformers",

@@ -80,15 +80,10 @@ def zero3_hidden() -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class _StandIn:
-    """Replaces transformers' weak reference: returns the newest config that is alive, but None to hiding threads.
+    """Replaces transformers' weak reference: returns the newest config that is alive, but None to hiding threads."""
 
-    Attributes:
-        entries: weak references, the newest last.
-        hiding: how many :func:`zero3_hidden` are active, in all threads.
-    """
-
-    entries: Sequence[Callable[[], Any]]
-    hiding: int
+    entries: Sequence[Callable[[], Any]]  # weak references, the newest last
+    hiding: int  # how many zero3_hidden() are active, in all threads
 
     def __call__(self) -> Any:
         if _hidden.get():

@@ -22,7 +22,6 @@ __all__ = ["RenamingChain"]
 
 _DIGITS = "0123456789"
 _GROUP_NAME = re.compile(r"\?P<\w+>")
-_DIGIT_CLASS = re.compile(r"\\d")
 _RANGE_OF_DIGITS = re.compile(r"\[[^\]]*\d")
 
 
@@ -59,7 +58,9 @@ class RenamingChain:
         while True:
             kind = begin, key.encode().translate(self._table)
             if kind not in self._steps:
-                self._steps[kind] = self._first_match(key, begin), None
+                later = range(begin, len(self._transforms))
+                matching = (number for number in later if _may_rename(self._transforms[number], key))
+                self._steps[kind] = next(matching, len(self._transforms)), None
             position, known = self._steps[kind]
             if position == len(self._transforms):
                 return
@@ -71,11 +72,6 @@ class RenamingChain:
                 key = renamed
             yield key, pattern
             begin = position + 1
-
-    def _first_match(self, key: str, begin: int) -> int:
-        """Position of the first transform from `begin` on that may rename `key`, or the number of transforms."""
-        count = len(self._transforms)
-        return next((found for found in range(begin, count) if _may_rename(self._transforms[found], key)), count)
 
 
 class _Renaming(NamedTuple):
@@ -117,7 +113,7 @@ def _template_table(transforms: Sequence[Any]) -> bytes | None:
         pattern = _GROUP_NAME.sub("", transform.compiled_sources.pattern)
         if "(?P=" in pattern or re.search(r"\\[1-9]", pattern) or _RANGE_OF_DIGITS.search(pattern):
             return None
-        literal = (_DIGIT_CLASS.sub("", pattern), transform.scope_prefix, transform.base_model_prefix)
+        literal = (pattern.replace(r"\d", ""), transform.scope_prefix, transform.base_model_prefix)
         named.update(character for text in literal for character in text or "" if character in _DIGITS)
     alike = "".join(digit for digit in _DIGITS if digit not in named).encode()
     return bytes.maketrans(alike, alike[:1] * len(alike))

@@ -32,9 +32,9 @@ Part = dict[int, tuple[int, Fraction | int]]
 
 def stays_quantised(hf_quantizer: Any) -> bool:
     """Whether the model keeps a quantised form, which ZeRO-3 cannot partition."""
-    if hf_quantizer is None:
-        return False
-    return not (hf_quantizer.pre_quantized and getattr(hf_quantizer.quantization_config, "dequantize", False))
+    return hf_quantizer is not None and not (
+        hf_quantizer.pre_quantized and getattr(hf_quantizer.quantization_config, "dequantize", False)
+    )
 
 
 def _optional(module: str, name: str) -> Any:

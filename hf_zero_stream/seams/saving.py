@@ -20,15 +20,9 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import patching
 from ..checkpoint.safetensors import NotedShard
-from ..versions import refuse_unknown_version
 
 
 __all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
-
-refuse_unknown_version(
-    "transformers",
-    [name for name in ("safe_save_file", "unwrap_model", "_add_variant") if name not in vars(modeling_utils)],
-)
 
 _noted: ContextVar[list[NotedShard] | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
 
@@ -78,14 +72,12 @@ def lay_out_pretrained(
         kwargs: for ``save_pretrained``.
     """
     noted: list[NotedShard] = []
-
-    def parameter(name: str) -> Any:
-        return parameters[name] if name in parameters else type(model).get_parameter(model, name)
-
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
         "should_save_on_this_rank": lambda *_: True,  # transformers asks since 5.15
-        "get_parameter": parameter,
+        "get_parameter": lambda name: (
+            parameters[name] if name in parameters else type(model).get_parameter(model, name)
+        ),
     }
     token = _noted.set(noted)
     vars(model).update(methods)  # they hide those of its class

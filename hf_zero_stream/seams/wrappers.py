@@ -10,8 +10,8 @@ from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
+from ..errors import refuse_unknown_version
 from ..patching import Replacement
-from ..versions import refuse_unknown_version
 
 
 __all__ = [

@@ -13,8 +13,8 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from torch import nn
 
 from ...config import CHUNK_ALIAS
+from ...errors import refuse_unknown_version
 from ...footprint.memory import EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
-from ...versions import refuse_unknown_version
 from . import nvme, zero3
 
 

@@ -21,9 +21,8 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ... import patching
-from ...errors import ConfigError, LoadError, UnsupportedError
+from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import Cut, ParameterBox
-from ...versions import refuse_unknown_version
 from .original_experts import Origin, converted_layers
 
 

@@ -14,11 +14,10 @@ from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from ...checkpoint.nodes import Computed, View
-from ...errors import LoadError, UnsupportedError
+from ...errors import LoadError, UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ...versions import refuse_unknown_version
 from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_of, source_of
 from ..replicated import exchange_batches
 from . import nvme, zero3

@@ -26,8 +26,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from ...errors import UnsupportedError
-from ...versions import refuse_unknown_version
+from ...errors import UnsupportedError, refuse_unknown_version
 
 
 __all__ = ["ZENFLOW", "Master", "masters_of"]

@@ -18,9 +18,8 @@ from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig, OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...planning.plan import Target
-from ...versions import refuse_unknown_version
 from ..base import Batch, Item
 
 

@@ -24,11 +24,10 @@ from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamSt
 from deepspeed.utils import groups
 from torch import nn
 
-from ...errors import UnsupportedError
+from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.launchers import announced_local_rank
-from ...versions import refuse_unknown_version
 from ..allocation import allocating
 from . import nvme
 

@@ -29,8 +29,8 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
+from ....errors import refuse_unknown_version
 from ....patching import Patches
-from ....versions import refuse_unknown_version
 from .layout import WAITING, FlatLayout, Group, find_buffer, lay_out, zero_padding
 
 
