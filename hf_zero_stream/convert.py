@@ -113,7 +113,13 @@ def convert(
                 how = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
                 noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, how)
             shards = [lay_out_shard(shard) for shard in noted]
-            _write(shards, Reader(checkpoint, PhaseClock(), memory), folder)
+            reserve(folder, shards)
+            with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
+                batches = [_batch(pieces, files) for pieces in _chunks(shards)]
+                if batches:
+                    reader = Reader(checkpoint, PhaseClock(), memory)
+                    reader.fill(batches, *reader.plan(batches))
+                files.sync()
         publication.commit(WEIGHTS, INDEX)
     except BaseException:
         publication.abandon()
@@ -194,40 +200,26 @@ def _laid_out(
     return lay_out_pretrained(model, folder, state_dict, parameters, count, dtype, **how)
 
 
-def _write(shards: Sequence[ShardToWrite], reader: Reader, folder: Path) -> None:
-    reserve(folder, shards)
-    with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
-        batches = [_batch(pieces, files) for pieces in _chunks(shards)]
-        if batches:
-            reader.fill(batches, *reader.plan(batches))
-        files.sync()
-
-
 Piece = tuple[int, int, Target, View]
 """(shard, byte position in it, what goes there, and what gives the values)."""
 
 
-def _pieces(shards: Sequence[ShardToWrite]) -> Iterator[Piece]:
+def _chunks(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
     """All tensors in order of the new files, cut where one is larger than a chunk."""
+    chunk: list[Piece] = []
+    nbytes = 0
     for number, shard in enumerate(shards):
         for name, position in shard.starts.items():
             view, dtype = shard.views[name], shard.views[name].node.dtype
             limit = CHUNK_BYTES // dtype.itemsize
             for start in range(0, view.numel, limit):
                 stop = min(view.numel, start + limit)
-                yield number, position + start * dtype.itemsize, Target(name, dtype, stop - start, start, stop), view
-
-
-def _chunks(shards: Sequence[ShardToWrite]) -> Iterator[list[Piece]]:
-    chunk: list[Piece] = []
-    nbytes = 0
-    for piece in _pieces(shards):
-        target = piece[2]
-        if chunk and nbytes + target.nbytes > CHUNK_BYTES:
-            yield chunk
-            chunk, nbytes = [], 0
-        chunk.append(piece)
-        nbytes += target.nbytes
+                target = Target(name, dtype, stop - start, start, stop)
+                if chunk and nbytes + target.nbytes > CHUNK_BYTES:
+                    yield chunk
+                    chunk, nbytes = [], 0
+                chunk.append((number, position + start * dtype.itemsize, target, view))
+                nbytes += target.nbytes
     if chunk:
         yield chunk
 
