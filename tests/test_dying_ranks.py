@@ -58,10 +58,10 @@ def look_as_on_other_hosts() -> None:
 
 def look_as_behind_firewalls() -> None:
     """Ranks cannot ask each other's kernels either: only their heartbeats tell."""
-    from hf_zero_stream.ranks import pulse
+    from hf_zero_stream.ranks import presence
 
     look_as_on_other_hosts()
-    pulse.Line._dial = lambda self: None  # type: ignore[method-assign]
+    presence.Line._dial = lambda self: None  # type: ignore[method-assign]
 
 
 def make_contact() -> None:

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import time
 
-from hf_zero_stream.ranks.pulse import Line, Listener
+from hf_zero_stream.ranks.presence import Line, Listener
 
 
 LISTEN = """
 import ctypes, os, sys, time
-from hf_zero_stream.ranks.pulse import Listener
+from hf_zero_stream.ranks.presence import Listener
 listener = Listener("127.0.0.1")
 if os.fork() == 0:
     time.sleep(60)  # a child, as a worker that loads data, which outlives its parent for a while

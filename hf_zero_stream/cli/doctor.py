@@ -17,7 +17,7 @@ import typer
 
 from ..config import StreamingConfig, without_own_section
 from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
-from ..ranks.launchers import announces_zero3, announces_zero3_init
+from ..ranks.topology import announces_zero3, announces_zero3_init
 from ..reports.text import count_text
 from ..sources.base import SourceFile
 from ..sources.local import LocalFiles, is_on_network, kind_of_file_system

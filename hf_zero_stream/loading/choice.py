@@ -16,8 +16,8 @@ from ..config import StreamingConfig, adopt_alias, completed
 from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
-from ..ranks.launchers import announces_zero3, announces_zero3_init
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
+from ..ranks.topology import announces_zero3, announces_zero3_init
 
 
 __all__ = ["Choice", "choose", "refuse_sharding", "settings_for", "warn_of_open_dtype"]

@@ -36,6 +36,7 @@ class Coordinator:
     def __init__(self, rank: int, world_size: int, *, alone: bool) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.is_main = rank == 0
         self.is_alone = alone
         self._reported = False  # whether all ranks know of an error
         self._watch: Watch | None = None
@@ -46,11 +47,6 @@ class Coordinator:
         if not dist.is_initialized():
             return cls(0, 1, alone=True)
         return cls(dist.get_rank(), dist.get_world_size(), alone=is_alone())
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0."""
-        return self.rank == 0
 
     @cached_property
     def topology(self) -> Topology:

@@ -53,10 +53,8 @@ class Verdict(NamedTuple):
 
     @classmethod
     def of_death(cls, rank: int, seen: str, kind: str = "PeerError") -> Verdict:
-        message = (
-            f"rank {rank} {seen}, so this rank gives up too. Look into that rank's log, and start all ranks anew."
-        )
-        return cls(rank, True, kind, message)
+        text = f"rank {rank} {seen}, so this rank gives up too. Look into that rank's log, and start all ranks anew."
+        return cls(rank, True, kind, text)
 
     def error(self) -> HfZeroStreamError:
         """What the other ranks raise; of the same class as the error of a rank that lives, if that is ours."""

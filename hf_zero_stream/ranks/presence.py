@@ -1,26 +1,29 @@
 """Who the ranks of a process group are, and whether their processes still exist, also between loads and saves.
 
 At its first contact a rank writes where it runs into the store of torch's default process group. From then on, ranks
-of its host look at its process, and ranks of other hosts ask the kernel of its host (see :mod:`.pulse`). Neither takes
-a process for dead that is stopped, or in which something holds Python's lock: it need not do anything.
+of its host look at its process. Ranks of other hosts connect to a socket that it listens on, and send nothing: its
+kernel accepts connections while the process exists; when it ends, the kernel resets them, and refuses new ones.
+Neither way takes a process for dead that is stopped, or in which something holds Python's lock, as a slow ``dlopen``
+does: it need not do anything.
 """
 
 from __future__ import annotations
 
+import errno
 import multiprocessing.util
+import os
 import socket
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import PeerError, refuse_unknown_version
-from .launchers import agent_holds_store
-from .pulse import Line, Listener
 from .store import PREFIX, SharedStore, pauses
 from .topology import Location, Topology
 
@@ -49,7 +52,11 @@ class Presence:
         self._locations: dict[int, Location] = {}
         self._lines: dict[int, Line] = {}
         self._topology: Topology | None = None
-        host, port = _server_of(store)
+        server: Any = store
+        while hasattr(server, "underlying_store"):
+            server = server.underlying_store
+        # Of stores other than TCP stores: this host's own name, and no port.
+        host, port = getattr(server, "host", socket.gethostname()), getattr(server, "port", 0)
         self.listener = Listener(host)
         self.location = Location.here(self.listener.address, self.listener.port)
         self.store.set(self._key(rank), self.location)
@@ -66,7 +73,8 @@ class Presence:
                 _current = None
             if _current is None:
                 rank, world_size = dist.get_rank(), dist.get_world_size()
-                _current = cls(group_store, rank, world_size, holds_store=not agent_holds_store())
+                agent_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
+                _current = cls(group_store, rank, world_size, holds_store=not agent_holds_store)
             elif _current.store.is_lost:  # it may answer again, and the rounds that this rank has come to still count
                 _current.store = SharedStore(group_store, ends_with_rank_0=_current.store.ends_with_rank_0)
                 _current.store.set(_current._key(_current.rank), _current.location)
@@ -155,8 +163,92 @@ def make_contact() -> None:
             Presence.in_default_group()
 
 
-def _server_of(store: dist.Store) -> tuple[str, int]:
-    """Host and port of the server of a TCP store; this host's own name and 0 for other stores."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return getattr(store, "host", socket.gethostname()), getattr(store, "port", 0)
+class Listener:
+    """This process's socket, on the interface that leads `towards` a host. Forked children close their copy of it."""
+
+    def __init__(self, towards: str) -> None:
+        self.address, self.port = "", 0
+        self._accepted: list[socket.socket] = []
+        self._socket: socket.socket | None = None
+        with suppress(OSError):
+            family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+            with socket.socket(family, kind) as probe:
+                probe.connect(address)  # sends nothing, but chooses an interface
+                own = probe.getsockname()[0]
+            # The backlog: most connections that the kernel holds until the process takes them.
+            self._socket = socket.create_server((own, 0), family=family, backlog=4096)
+            self._socket.setblocking(False)
+            self.address, self.port = self._socket.getsockname()[:2]
+            _listeners.add(self)
+
+    def accept(self) -> None:
+        """Take the connections that wait, so that there is always room for more."""
+        with suppress(OSError):
+            while self._socket is not None:
+                self._accepted.append(self._socket.accept()[0])
+
+    def close(self) -> None:
+        while self._accepted:
+            self._accepted.pop().close()
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+
+class Line:
+    """A connection to the listener of another rank's process, at `address` and `port`."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._address = (address, port)
+        self._socket: socket.socket | None = None
+        self.was_open = False
+        """Whether it ever led to the process: then no firewall is in between, and silence means something."""
+
+    def is_alive(self) -> bool | None:
+        """Whether the process exists, without waiting; None if that is not known (yet)."""
+        if self._socket is None:
+            self._dial()
+            return None
+        error = self._socket.connect_ex(self._address)  # of a socket that connects already, how far it has come
+        if error in (errno.EINPROGRESS, errno.EALREADY):
+            return None
+        self.was_open |= error in (0, errno.EISCONN, errno.ECONNRESET, errno.EPIPE)
+        if error in (0, errno.EISCONN):
+            try:
+                self._socket.recv(1)
+            except BlockingIOError:
+                return True
+            except OSError:
+                pass  # the connection has been reset
+        self.close()
+        if error == errno.ECONNREFUSED and self.was_open:
+            return False
+        self._dial()  # a connection may end for other reasons: what counts is whether there is a new one
+        return None
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+    def _dial(self) -> None:
+        with suppress(OSError):
+            family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            # A host that has lost its power resets nothing.
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4)):
+                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
+            self._socket.connect_ex(self._address)
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for listener in list(_listeners):
+        listener.close()
+
+
+os.register_at_fork(after_in_child=_close_all)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import HfZeroStreamError, PeerError, SaveError
-from . import liveness
-from .liveness import Verdict, Watch
+from .liveness import KEYS, Verdict, Watch
 from .presence import Presence
 from .store import PREFIX
 
@@ -34,11 +33,8 @@ SHORT_PATIENCE_S = 0.5
 FAILURE_HOLDS_S = 60.0
 """How long late ranks are told of an error; ranks that come later come for something else."""
 
-_KEYS = ("count", "decision", "subject", *liveness.KEYS)
+_KEYS = ("count", "decision", "subject", *KEYS)
 """What a round may have in the store."""
-
-REMINDER_S = 30.0
-"""How long a rank waits before it logs which ranks are absent."""
 
 
 class Apart(Exception):  # noqa: N818 - not an error
@@ -154,7 +150,7 @@ class Round:
         patience_s = self._occasion.patience_s or self._presence.group_timeout_s
         if self._occasion.is_optional and self._presence.last_was_apart:
             patience_s = SHORT_PATIENCE_S
-        reminder_s = REMINDER_S
+        reminder_s = 30.0  # how long this rank waits before it logs which ranks are absent
         for waited_s in self._presence.polling():
             decision = self._decision()
             if decision is not None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from huggingface_hub.utils import are_progress_bars_disabled
 from tqdm.auto import tqdm
 
-from ..ranks.launchers import announced_local_rank
+from ..ranks.topology import announced_local_rank
 
 
 __all__ = ["progress_bar"]

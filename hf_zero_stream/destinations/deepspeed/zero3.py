@@ -27,7 +27,7 @@ from torch import nn
 from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
-from ...ranks.launchers import announced_local_rank
+from ...ranks.topology import announced_local_rank
 from ..allocation import allocating
 from . import nvme
 
