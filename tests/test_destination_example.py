@@ -44,8 +44,8 @@ class Columns(Destination):
             return mine
 
         items: list[Item] = []
-        found = replace_lazy(model, missing, tied, parameter=columns, buffer=lambda buffer: None)
-        for name, (mine, view) in found.parameters.items():
+        parameters, _, _ = replace_lazy(model, missing, tied, parameter=columns, buffer=lambda buffer: None)
+        for name, (mine, view) in parameters.items():
             target = Target.whole(name, mine.dtype, mine.numel(), mine.box)
             items.append(item_of(target, narrowed(view, mine.box), mine.detach().view(-1)))
         return [Batch(items)]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,7 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
+from ..errors import LoadError
 from ..footprint.memory import MemoryFootprint
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target
@@ -23,7 +24,9 @@ __all__ = [
     "Holding",
     "Item",
     "Sourced",
+    "allocating",
     "flat_items",
+    "is_out_of_memory",
     "item_of",
     "narrowed",
     "replace_lazy",
@@ -218,14 +221,6 @@ def flat_items(tensors: Mapping[str, Sourced]) -> list[Item]:
     ]
 
 
-class _Replaced(NamedTuple):
-    """What took the place of lazy tensors: parameters and flat buffers that have a source; names with a new dtype."""
-
-    parameters: dict[str, Sourced]
-    buffers: dict[str, Sourced]
-    recast: list[str]
-
-
 def replace_lazy(
     model: nn.Module,
     missing: set[str],
@@ -233,12 +228,15 @@ def replace_lazy(
     *,
     parameter: Callable[[str, torch.Tensor], nn.Parameter | None],
     buffer: Callable[[torch.Tensor], torch.Tensor | None],
-) -> _Replaced:
+) -> tuple[dict[str, Sourced], dict[str, Sourced], list[str]]:
     """Replace the parameters and buffers of `model`, but for `tied` names; what is `missing` has no source.
 
     `parameter` makes what takes the place of a parameter of this name, `buffer` of a buffer; None leaves the old one.
+    Returns the new parameters and the new buffers, flat, that have a source, and the parameters with a new dtype.
     """
-    found = _Replaced({}, {}, [])
+    parameters: dict[str, Sourced] = {}
+    buffers: dict[str, Sourced] = {}
+    recast: list[str] = []
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for key, param in list(module._parameters.items()):
@@ -255,10 +253,10 @@ def replace_lazy(
             setattr(module, key, new)  # as transformers does: a recurrent layer keeps its weights in a list, too
             _copy_attributes(param, new)
             if isinstance(param, LazyTensor) and param.dtype != new.dtype:
-                found.recast.append(name)
+                recast.append(name)
             view = None if name in missing else source_of(param)
             if view is not None:
-                found.parameters[name] = (new, view)
+                parameters[name] = (new, view)
         for key, old in module._buffers.items():
             name = f"{prefix}.{key}" if prefix else key
             real = None if old is None else buffer(old)
@@ -269,8 +267,8 @@ def replace_lazy(
                 _copy_attributes(old, real)
                 view = source_of(old)
                 if view is not None:
-                    found.buffers[name] = (real.view(-1), view)
-    return found
+                    buffers[name] = (real.view(-1), view)
+    return parameters, buffers, recast
 
 
 def source_of(tensor: torch.Tensor) -> View | None:
@@ -287,3 +285,23 @@ def _copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
     for name, value in vars(old).items():
         if name not in LazyTensor.__annotations__ and name != "_is_param":
             setattr(new, name, value)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory could not be allocated, in Python, by torch on a CPU or on a device."""
+    on_cpu = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+    return on_cpu or isinstance(error, (MemoryError, torch.OutOfMemoryError))
+
+
+@contextmanager
+def allocating(name: str, nbytes: int, device: torch.device | str, rank: int) -> Iterator[None]:
+    """Raise a LoadError that says that `nbytes` bytes were wanted for `name`, if there is not enough memory inside."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise LoadError(
+            f"out of memory on rank {rank}: {nbytes} bytes for {name} on {device}. Use more ranks or offload_param, "
+            "or free what else is there; plan() says beforehand what a rank needs."
+        ) from error

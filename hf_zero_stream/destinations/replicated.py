@@ -18,8 +18,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target, partition_range
 from ..ranks.coordinator import Coordinator
-from .allocation import allocating
-from .base import Batch, Destination, Holding, Item, Sourced, flat_items, replace_lazy
+from .base import Batch, Destination, Holding, Item, Sourced, allocating, flat_items, replace_lazy
 
 
 __all__ = ["Replicated", "all_gather", "exchange_batches", "exchanges", "open_flat"]
@@ -114,16 +113,16 @@ def exchange_batches(
     def item(part: _Part) -> Item:
         return Item(part.target, views[part.target.name], lambda: part.memory(buffer(1)))
 
-    def batch(parts: Sequence[_Part], nbytes: int) -> Batch:
-        return Batch(
+    return [
+        Batch(
             [item(part) for part in parts],
             finish=partial(exchange, parts, nbytes),
             is_collective=True,
             is_temporary=True,
             completes={part.target.name: tensors[part.target.name] for part in parts},
         )
-
-    return [batch(*found) for found in exchanges(tensors, coordinator.rank, world_size, rank_bytes)]
+        for parts, nbytes in exchanges(tensors, coordinator.rank, world_size, rank_bytes)
+    ]
 
 
 class Replicated(Destination):
@@ -161,9 +160,9 @@ class Replicated(Destination):
         def buffer(old: torch.Tensor) -> torch.Tensor | None:
             return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
 
-        found = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
-        exchanged = exchange_batches(found.parameters, self._coordinator, self._chunk_bytes, self.device)
-        return [Batch(flat_items(found.buffers)), *exchanged]
+        parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
+        return [Batch(flat_items(buffers)), *exchanged]
 
     def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
         """Memory of a subclass's own for lazy parameters, by their ``id``."""

@@ -21,8 +21,7 @@ from ..checkpoint.nodes import HostTensor
 from ..checkpoint.slices import AbsentSlice, CheckpointSlice, checkpoint_slices
 from ..checkpoint.wrapped import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
-from ..destinations.allocation import is_out_of_memory
-from ..destinations.base import Batch, Destination
+from ..destinations.base import Batch, Destination, is_out_of_memory
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan

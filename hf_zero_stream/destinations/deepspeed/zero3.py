@@ -28,7 +28,7 @@ from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.topology import announced_local_rank
-from ..allocation import allocating
+from ..base import allocating
 from . import nvme
 
 
