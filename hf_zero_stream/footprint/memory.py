@@ -94,10 +94,6 @@ class EngineSettings:
         """Where partitions are that do not go to NVMe."""
         return self.device if self.offload_param == "none" else HOST
 
-    @property
-    def gradient_place(self) -> str:
-        return self.device if self.offload_optimizer == "none" else HOST
-
     def place_of_partition(self, param: ParameterShape) -> str:
         # Only floating-point parameters have the dtype of DeepSpeed's swapper.
         swapped = self.offload_param == DISK and param.dtype.is_floating_point
@@ -122,7 +118,6 @@ class MemoryFootprint:
         staging: bound of the host memory through which the load reads.
         swap_buffers: DeepSpeed's host memory for the traffic with NVMe.
         largest_gather: the most that the forward pass gathers at once: a module's own parameters, or a leaf module's.
-        largest_gather_of: the parameter's or the module's name.
         master: fp32 copies that ``deepspeed.initialize`` makes of all trainable partitions, also of fp32 ones.
         gradients: partitions of the gradients that ``deepspeed.initialize`` allocates.
         reduce_bucket: the buffer for gradients on their way that ``deepspeed.initialize`` allocates.
@@ -234,8 +229,8 @@ def _initialize_engine(
     ledger: _Ledger, own: Sequence[ParameterShape], groups: Sequence[_SubGroup], settings: EngineSettings
 ) -> None:
     """Follows DeepSpeedZeroOptimizer_Stage3.__init__ from one allocation to the next."""
-    device, master, gradient_place = settings.device, settings.master_itemsize, settings.gradient_place
-    offloaded = settings.offload_optimizer != "none"
+    device, master, offloaded = settings.device, settings.master_itemsize, settings.offload_optimizer != "none"
+    gradient_place = HOST if offloaded else device
     copied = 1 + (settings.pinned_optimizer and device != HOST)  # only an accelerator's driver locks pages
     largest = max((group.numel for group in groups), default=0) * master
     trained = [param for param in own if param.requires_grad]
