@@ -33,9 +33,8 @@ from .planning.plan import Target
 from .ranks.coordinator import Coordinator
 from .reports.load import PhaseClock
 from .reports.memory import AnonymousMemory
-from .saving.files import ShardWriter, reserve
+from .saving.files import Publication, ShardWriter, reserve
 from .saving.plan import in_dtype
-from .saving.publish import Publication
 from .seams.saving import lay_out_pretrained, note_dtype
 
 

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from hf_zero_stream.saving.publish import PREFIX, finish_interrupted
+from hf_zero_stream.saving.files import PREFIX, finish_interrupted
 from tests.cluster import run_ranks_expecting_errors, warm_up
 from tests.loading import load_with
 from tests.parity import ds_config

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.saving.publish import PREFIX, Publication, finish_interrupted
+from hf_zero_stream.saving.files import PREFIX, Publication, finish_interrupted
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.loading import load_with
 from tests.parity import ds_config

@@ -27,7 +27,7 @@ from ..ranks.presence import make_contact
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
 from ..saving import calls, hooks
-from ..saving.publish import finish_interrupted
+from ..saving.files import finish_interrupted
 from ..seams import REPLACEMENTS, ModelsConfig, Session, found_config, raise_if_misfit
 from ..seams.session import Original
 from .choice import choose, settings_for

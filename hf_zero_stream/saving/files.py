@@ -1,11 +1,22 @@
-"""Shards that are being written, by several ranks at once, each at its own places."""
+"""The files of a save: shards that several ranks write at once, and final names when all of them are complete.
+
+Until then the earlier files stay: everything is written into a folder of its own inside the final one. Then a list of
+the renames to come is written there, and from that moment on the save has happened: if the process dies while it
+renames, the next process that saves to the folder, or streams from it, finishes the list. Shards are renamed first, the
+index last. An older index is removed before the first rename, so that nobody can read an old index with new shards.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import re
+import shutil
 import threading
+import uuid
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint.safetensors import ShardToWrite
@@ -13,7 +24,11 @@ from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance
 
 
-__all__ = ["Comparison", "ShardWriter", "reserve"]
+__all__ = ["Comparison", "Publication", "ShardWriter", "finish_interrupted", "reserve"]
+
+PREFIX = ".hf_zero_stream-saving-"
+_LIST = "renames.json"
+_SHARD = re.compile(r"(.*?)-\d{5}-of-\d{5}")
 
 
 def reserve(folder: Path, shards: Sequence[ShardToWrite]) -> None:
@@ -112,3 +127,113 @@ class Comparison(ShardWriter):
             if found != buffer:
                 raise self._error(shard, position, len(buffer), "the file does not hold what was written to it")
             position += len(buffer)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A save into `folder` that is being prepared in the folder `temporary`; made on one rank."""
+
+    folder: Path
+    temporary: Path
+
+    @classmethod
+    def begin(cls, folder: Path) -> Publication:
+        """Finish or remove what earlier saves have left, then make the temporary folder."""
+        try:
+            if folder.exists() and not folder.is_dir():
+                raise SaveError(f"{folder}: expected a folder to save into, found a file.")
+            folder.mkdir(parents=True, exist_ok=True)
+            finish_interrupted(folder)
+            for left in folder.glob(f"{PREFIX}*"):
+                shutil.rmtree(left)
+            temporary = folder / f"{PREFIX}{uuid.uuid4().hex[:12]}"
+            temporary.mkdir()
+        except OSError as error:
+            if isinstance(error, SaveError):
+                raise
+            raise SaveError(f"{folder}: cannot be written to: {error.strerror or error}.") from error
+        return cls(folder, temporary)
+
+    def abandon(self) -> None:
+        """Remove everything that has been written, unless files have begun to get their final names."""
+        if not (self.temporary / _LIST).exists():
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def commit(self, weights_name: str, index_name: str) -> None:
+        """Give all files their final names, and remove the shards of an earlier save that are not replaced.
+
+        The names are those of a checkpoint of one file, and of the index of one of several.
+        """
+        try:
+            names = sorted(entry.name for entry in self.temporary.iterdir())
+            outdated = self._outdated(weights_name, index_name, set(names))
+            # The index is what makes shards a checkpoint: the old one goes first, the new one comes last.
+            order = {
+                "removes_first": sorted({index_name} & {*names, *outdated}),
+                "renames": sorted(names, key=lambda name: (name == index_name, name)),
+                "removes": outdated,
+            }
+            for name in names:
+                _sync(self.temporary / name)
+            draft = self.temporary / "renames.draft"
+            draft.write_text(json.dumps(order))
+            _sync(draft)
+            os.replace(draft, self.temporary / _LIST)
+            _sync(self.temporary)
+            _carry_out(self.folder, self.temporary)
+        except OSError as error:
+            raise SaveError(
+                f"{self.folder}: cannot give files their final names: {error.strerror or error}. They are complete in "
+                f"{self.temporary.name}; saving again, or streaming from the folder, finishes it."
+            ) from error
+
+    def _outdated(self, weights_name: str, index_name: str, names: set[str]) -> list[str]:
+        """Weights of an earlier save that the new one does not replace."""
+        stem = weights_name.removesuffix(".safetensors")
+
+        def is_weights(name: str) -> bool:
+            is_shard = name.startswith(stem) and _SHARD.fullmatch(name.removesuffix(".safetensors"))
+            return bool(is_shard) or name in (weights_name, index_name)
+
+        entries = [entry for entry in self.folder.iterdir() if entry.is_file() or entry.is_symlink()]
+        return sorted(entry.name for entry in entries if entry.name not in names and is_weights(entry.name))
+
+
+def finish_interrupted(folder: Path) -> list[str]:
+    """Finish saves into `folder` that died while files got their final names; returns the names that were missing."""
+    finished: list[str] = []
+    for temporary in sorted(folder.glob(f"{PREFIX}*")):
+        if (temporary / _LIST).exists():
+            finished.extend(_carry_out(folder, temporary))
+    return finished
+
+
+def _carry_out(folder: Path, temporary: Path) -> list[str]:
+    """Do what the list in `temporary` says and has not been done, then remove it."""
+    order = json.loads((temporary / _LIST).read_bytes())
+    pending = [name for name in order["renames"] if (temporary / name).exists()]
+    if pending:
+        for name in order.get("removes_first", ()):
+            (folder / name).unlink(missing_ok=True)
+        _sync(folder)
+    for name in pending:
+        target = folder / name
+        if (temporary / name).is_dir():
+            shutil.copytree(temporary / name, target, dirs_exist_ok=True)
+            shutil.rmtree(temporary / name)
+        else:
+            os.replace(temporary / name, target)
+    for name in order["removes"]:
+        (folder / name).unlink(missing_ok=True)
+    _sync(folder)
+    (temporary / _LIST).unlink()
+    shutil.rmtree(temporary)
+    return pending
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -33,10 +33,9 @@ from ..scope import current_config
 from ..seams import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .files import Comparison, ShardWriter, reserve
+from .files import Comparison, Publication, ShardWriter, reserve
 from .parameters import Parameters, state_dict_without_values
 from .plan import CHUNK_BYTES, SavePlan, make_save_plan
-from .publish import Publication
 from .write import execute_save
 
 

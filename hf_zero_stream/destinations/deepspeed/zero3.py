@@ -17,7 +17,6 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder import all_ops
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, free_param, is_zero_param
@@ -239,6 +238,8 @@ def _enabled(ds_config: Mapping[str, Any], section: str) -> Any:
 
 def compatible_ops() -> dict[str, bool]:
     """DeepSpeed's ops by name, and whether each could be compiled here or is installed already."""
+    from deepspeed.ops.op_builder import all_ops  # imports every builder
+
     found = {}
     for name, builder in all_ops.ALL_OPS.items():
         try:
