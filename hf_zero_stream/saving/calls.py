@@ -140,17 +140,10 @@ patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrain
 
 
 def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None = None) -> SaveReport | None:
-    """Run `work` on rank 0, and every save that it calls for on all ranks; all ranks must call this together.
+    """Run `work` on rank 0, and every save that it calls for on all ranks (all ranks); the last report, if any.
 
-    Args:
-        settings: of a :func:`save_pretrained`, for the calls that do not give them. With it, calls are taken over that
-            else would be left to transformers, because each rank has the whole model.
-
-    Returns:
-        The report of the last save, if there was one.
-
-    Raises:
-        HfZeroStreamError: on all ranks, if a save failed on any, or `work` on rank 0, which raises its own error.
+    The `settings` are for saves that do not give their own. With them, calls are taken over that else would be left to
+    transformers, because each rank has the whole model. A failed save or `work` raises on all ranks.
     """
     from .save import occasion_to_save  # imports deepspeed, which takes seconds
 

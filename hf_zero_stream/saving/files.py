@@ -1,9 +1,9 @@
 """The files of a save: shards that several ranks write at once, and final names when all of them are complete.
 
-Until then the earlier files stay: everything is written into a folder of its own inside the final one. Then a list of
-the renames to come is written there, and from that moment on the save has happened: if the process dies while it
-renames, the next process that saves to the folder, or streams from it, finishes the list. Shards are renamed first, the
-index last. An older index is removed before the first rename, so that nobody can read an old index with new shards.
+Until then everything is in a folder inside the final one, and the earlier files stay. Then a list of the renames to
+come is written there, and from that moment on the save has happened: if the process dies while it renames, the next
+process that saves to the folder, or streams from it, finishes the list. Shards are renamed first, the index last. An
+older index is removed before the first rename, so that nobody can read an old index with new shards.
 """
 
 from __future__ import annotations
@@ -160,10 +160,7 @@ class Publication:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
     def commit(self, weights_name: str, index_name: str) -> None:
-        """Give all files their final names, and remove the shards of an earlier save that are not replaced.
-
-        The names are those of a checkpoint of one file, and of the index of one of several.
-        """
+        """Give all files their final names, and remove the shards of an earlier save that are not replaced."""
         try:
             names = sorted(entry.name for entry in self.temporary.iterdir())
             outdated = self._outdated(weights_name, index_name, set(names))

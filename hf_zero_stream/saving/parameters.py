@@ -141,10 +141,7 @@ class Parameters:
         return all(each.digest in (None, first.digest) for each in held.values())
 
     def gather(self, view: View) -> torch.Tensor:
-        """The values of `view` in host memory; all ranks must call this in the same order, as it gathers parameters.
-
-        The last resort, for functions that cannot be turned into ranges.
-        """
+        """The values of `view`, gathered in host memory, where no ranges give them (all ranks, in the same order)."""
         done: dict[int, Node] = {}
 
         def with_values(value: Any) -> Any:
@@ -360,10 +357,9 @@ def digest(values: torch.Tensor) -> bytes:
 
 
 @functools.cache
-def _weights(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on all ranks and devices."""
+def _weights(device: str) -> torch.Tensor:
+    """The weights of the lower and of the upper halves; the same on all ranks and devices."""
     generator = torch.Generator().manual_seed(2014)
     bounds = torch.iinfo(torch.int64)
     drawn = torch.randint(bounds.min, bounds.max, (2, _ROW), generator=generator, dtype=torch.int64) | 1
-    lower, upper = drawn.to(device)
-    return lower, upper
+    return drawn.to(device)

@@ -52,16 +52,14 @@ def _write_alone(segments: Sequence[Segment], parameters: Parameters, put: Put, 
     def swap_file(segment: Segment) -> str:
         return next((str(part.source) for part in segment.parts if part.source in swapped), "")
 
-    def near(segment: Segment) -> tuple[int, int]:
-        return segment.shard, segment.position // WRITE_BYTES
-
     def work(groups: Iterator[Sequence[Segment]]) -> None:
         with opened(parameters.holdings) as values:
             for group in groups:
                 _write(group, values, put)
 
     in_memory = sorted(filterfalse(swap_file, segments))
-    run_in_threads((list(group) for _, group in groupby(in_memory, near)), work, threads)
+    near = groupby(in_memory, lambda segment: (segment.shard, segment.position // WRITE_BYTES))
+    run_in_threads((list(group) for _, group in near), work, threads)
     # A swap file is read into buffers of DeepSpeed's, of which there are few: by one thread, one file after the other.
     # Reading each once matters more than the order in the shards.
     work(iter([segment] for segment in sorted(filter(swap_file, segments), key=swap_file)))

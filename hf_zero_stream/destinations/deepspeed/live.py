@@ -118,7 +118,10 @@ class LiveModel(Destination):
 
     def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
         named = [*self._model.named_buffers(), *self._model.named_parameters()]
-        live: dict[str, Any] = {_without_adapters(name): tensor for name, tensor in named}
+        # By their names before PEFT put an adapter around a module, or beside it.
+        live: dict[str, Any] = {
+            name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor for name, tensor in named
+        }
         of_parameters: dict[str, Sourced] = {}
         of_buffers: dict[str, Sourced] = {}
         for name, lazy in [*model.named_parameters(), *model.named_buffers()]:
@@ -186,11 +189,6 @@ def _open_master_partition(param: Any) -> Iterator[torch.Tensor]:
     finally:
         param.requires_grad = requires_grad
     yield values.detach().view(-1)[: stop - start]
-
-
-def _without_adapters(name: str) -> str:
-    """The name of a parameter or buffer before PEFT put an adapter around its module, or beside it."""
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def _holds_exactly(dtype: torch.dtype, view: View) -> bool:

@@ -26,7 +26,6 @@ from ..base import Batch, Item
 __all__ = [
     "Swap",
     "free_buffers",
-    "goes_to_swap_file",
     "refuse_wrong_settings",
     "share_swapper",
     "shared_swapper",
@@ -71,14 +70,6 @@ def refuse_wrong_settings(ds_config: Mapping[str, Any], targets: Sequence[Target
 def swap_from_bytes(ds_config: Mapping[str, Any]) -> int:
     """DeepSpeed's limit: smaller partitions stay in host memory, as in stock."""
     return max(MIN_AIO_BYTES, (ds_config.get("aio") or {}).get("block_size", 0))
-
-
-def goes_to_swap_file(
-    dtype: torch.dtype, numel: int, swapped_dtype: torch.dtype | None, ds_config: Mapping[str, Any]
-) -> bool:
-    """What ``zero3.PartitionedInit`` will find; known before there is a swapper, of `swapped_dtype`."""
-    is_large = numel * dtype.itemsize >= swap_from_bytes(ds_config)
-    return uses_nvme(ds_config) and is_large and dtype == swapped_dtype
 
 
 def free_buffers(ds_config: Mapping[str, Any]) -> int:

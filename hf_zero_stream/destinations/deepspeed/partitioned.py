@@ -60,10 +60,13 @@ class Partitioned(Destination):
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
+        # What PartitionedInit will find, known before there is a swapper.
+        placeholders = filter(zero3.is_placeholder, model.parameters() if nvme.uses_nvme(self._ds_config) else ())
+        large = nvme.swap_from_bytes(self._ds_config)
         self._swapped = [
             param
-            for param in filter(zero3.is_placeholder, model.parameters())
-            if nvme.goes_to_swap_file(param.dtype, self._share(param)[0], self._dtype, self._ds_config)
+            for param in placeholders
+            if param.dtype == self._dtype and self._share(param)[0] * param.dtype.itemsize >= large
         ]
         swaps: list[nvme.Swap] = [(param, items.pop(id(param), None)) for param in self._swapped]
         buffers_free = nvme.free_buffers(self._ds_config) if swaps else 0

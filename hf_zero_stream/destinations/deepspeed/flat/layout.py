@@ -177,7 +177,7 @@ def lay_out(groups: Sequence[Group], frozen: Iterable[nn.Parameter], process_gro
     moves = [find_buffer(group.params, group.layout) is None for group in groups]
     moving = list(compress(groups, moves))
     freed, sharing = _vacated(moving, frozen)
-    how = _choose(moves, moving, sharing, free_bytes, free_bytes + freed, process_group)
+    how = _choose(moves, moving, sharing, free_bytes, freed, process_group)
     if how in ("device", "distributed"):
         for param in sharing:
             param.data = param.data.clone()
@@ -192,16 +192,11 @@ def lay_out(groups: Sequence[Group], frozen: Iterable[nn.Parameter], process_gro
 
 
 def _choose(
-    moves: list[bool],
-    moving: Sequence[Group],
-    sharing: Sequence[Tensor],
-    free: int,
-    free_later: int,
-    process_group: Any,
+    moves: list[bool], moving: Sequence[Group], sharing: Sequence[Tensor], free: int, freed: int, process_group: Any
 ) -> str:
     """How, once all ranks have told what each would do alone, because "distributed" needs all of them.
 
-    `free` bytes are there now, `free_later` once parameters have left their old memory.
+    `free` bytes are there now, and `freed` more once parameters have left their old memory.
     """
     flat_bytes = sum(group.layout.numel * group.params[0].element_size() for group in moving)
     separate_bytes = sum(param.nbytes for param in sharing)
@@ -209,7 +204,7 @@ def _choose(
     part_bytes = flat_bytes // world_size + separate_bytes
     # Parameters of DeepSpeed's OptimizedLinear are not replicas.
     replicas = not any(hasattr(param, "ds_optim_param") for group in moving for param in group.params)
-    has_room = free >= part_bytes and free_later >= part_bytes + flat_bytes
+    has_room = free >= part_bytes and free + freed >= part_bytes + flat_bytes
     can_distribute = world_size > 1 and replicas and has_room and any(moves)
     how = "host" if free < flat_bytes + separate_bytes else "device" if any(moves) else "recognised"
     everyone: list[Any] = [None] * world_size
