@@ -46,11 +46,9 @@ class _Held(NamedTuple):
 
 
 class Parameters:
-    """All parameters of a model, as ranks hold them between them. Made by all ranks together.
+    """All parameters of a model, as ranks hold them between them, saved in `dtype` or as they are held (all ranks).
 
-    Args:
-        dtype: what those of floating point are saved in; default: as they are held.
-        single_writer: rank 0 gives what every rank holds; else `threads` compare it.
+    A `single_writer` is rank 0, which gives what every rank holds; otherwise `threads` compare it.
     """
 
     def __init__(

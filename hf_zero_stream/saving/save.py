@@ -61,7 +61,6 @@ class Save:
     Args:
         state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
         coordinator: the ranks, if they have come together already.
-        kwargs: for transformers' ``save_pretrained``.
     """
 
     def __init__(
@@ -251,10 +250,7 @@ class Save:
 
 
 def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasion:
-    """How ranks come together to save `model`.
-
-    Inside a ``GatheredParameters`` rank 0 is often the only one that saves, so it waits only briefly there.
-    """
+    """How ranks come together to save `model`; in a ``GatheredParameters`` rank 0, often alone, waits briefly."""
     if coordinator.is_alone or not coordinator.is_main or not gathered(model.parameters()):
         return replace(SAVE, patience_s=ARRIVAL_S)
     missing = not_in_full(model)

@@ -38,7 +38,6 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
     "rmsprop": (1, ("momentum", "centered")),
     "sgd": (0, ("momentum",)),
 }
-_ADAM: tuple[int, tuple[str, ...]] = (2, ("amsgrad",))
 
 
 def model_footprint(
@@ -144,7 +143,7 @@ def _state_bytes(
     """Bytes that the optimizer keeps for each element of a parameter."""
     section = ds_config.get("optimizer") or {}
     name, params = str(section.get("type", "AdamW")).lower(), section.get("params") or {}
-    states, extras = _STATES.get(name, _ADAM)
+    states, extras = _STATES.get(name, (2, ("amsgrad",)))
     states += sum(bool(params.get(extra)) for extra in extras)
     # DeepSpeed's Adam for the CPU keeps states in fp32 whatever it trains, unless it is told not to.
     on_cpu = is_offloaded and name in ("adam", "adamw") and not params.get("torch_adam")

@@ -1,4 +1,4 @@
-"""The values that DeepSpeed's optimizers train in place of a model's own parameters, at ZeRO stages 0 to 2.
+"""The values that DeepSpeed's optimizers train in place of a model's parameters, at ZeRO stages 0 to 2 (3: ``live.py``).
 
 Each optimizer step copies them into the model. So whoever writes to parameters must write to these too, or the next
 step puts the old values back. Neither the engine need be at hand, nor do parameters lead to all of these optimizers,
@@ -8,8 +8,6 @@ so every live one is looked at:
   lie in a flat buffer, of which each rank trains a part. The fragments that DeepSpeed attaches to parameters
   (``_hp_mapping``) are not used: with `round_robin_gradients`, DeepSpeed 0.19.8 attaches those of other parameters.
 - ``FP16_Optimizer`` and ``FP16_UnfusedOptimizer`` (stage 0, bf16 too): each rank trains all of each parameter.
-
-Stage 3 has them in ``live.py``.
 """
 
 from __future__ import annotations
@@ -35,7 +33,6 @@ ZENFLOW = (
     "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before deepspeed.initialize, or "
     "use DeepSpeed's own checkpoints."
 )
-"""Why its optimizers are refused."""
 
 _STAGES_1_2 = ("bit16_groups", "bit16_groups_flat", "single_partition_of_fp32_groups", "real_dp_process_group")
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {

@@ -5,7 +5,8 @@ usual optimizer: one group of all trainable parameters in the model's order. ``d
 buffer as it is (see ``flatten_hook.py``); for an optimizer with other groups it has to copy (see ``layout.py``).
 
 Each parameter has a storage of its own over its part, so that saving, pickling and sharing it concern that part alone.
-But the buffer is freed only as a whole.
+But the buffer is freed only as a whole: parameters that DeepSpeed copies one by one have memory of their own, as in
+stock.
 """
 
 from __future__ import annotations
@@ -66,10 +67,7 @@ def allocate_flat(
 
 
 def separate_reason(ds_config: Mapping[str, Any], dtypes: Sequence[torch.dtype]) -> str:
-    """Why DeepSpeed is going to copy trainable parameters of these dtypes one by one, or an empty string.
-
-    They had better have storages of their own then, as in stock: one buffer is freed only as a whole.
-    """
+    """Why DeepSpeed is going to copy trainable parameters of these dtypes one by one, or an empty string."""
     zero = ds_config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if stage not in (1, 2):
