@@ -33,10 +33,7 @@ _TURN_INIT_ON = "each rank would load the whole model. Set zero3_init_flag: true
 
 
 class Check(NamedTuple):
-    """One thing that was looked at, what was found, and what to do about a problem.
-
-    `status` is "ok"; "problem", which makes the command fail; "no" (not available here) or "note", which do not.
-    """
+    """One thing that was looked at; `status` is "ok", "note", "no" (not available here) or "problem": exit code 1."""
 
     what: str
     status: str
@@ -160,10 +157,9 @@ def _check_storage(path: str) -> Iterator[Check]:
     yield Check("file system", "ok", f"{kind_of_file_system(path) or 'unknown'}, {where}")
     files = [entry for entry in (Path(path), *Path(path).glob("*")) if entry.is_file()]
     largest = max(files, key=os.path.getsize, default=None)
-    if largest is None or largest.stat().st_size == 0:
+    if largest is None or not (size := largest.stat().st_size):
         yield Check("speed", "no", "there is no file to read")
         return
-    size = largest.stat().st_size
     with open(largest, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     wanted, buffer = min(size, _MOST_READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
@@ -186,12 +182,8 @@ def _check_launcher(config_file: str | None) -> Iterator[Check]:
     if announces_zero3():
         found = ("ok", "true") if announces_zero3_init() else ("problem", f"not true: {_TURN_INIT_ON}")
         yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", *found)
-    yield Check(
-        "order",
-        "note",
-        "The DeepSpeed config object (Accelerator(), TrainingArguments) must be made before from_pretrained; "
-        "streaming() warns at run time if it is not.",
-    )
+    order = "The DeepSpeed config object (Accelerator(), TrainingArguments) must be made before from_pretrained"
+    yield Check("order", "note", f"{order}; streaming() warns at run time if it is not.")
 
 
 def _accelerate_config(path: str) -> tuple[str, str]:
@@ -249,8 +241,7 @@ def _swap_path(path: str) -> tuple[str, str]:
     # DeepSpeed makes the folder.
     existing = str(next(folder for folder in (Path(path), *Path(path).absolute().parents) if folder.exists()))
     kind = kind_of_file_system(existing)
-    if is_on_network(existing):
-        return "problem", f"{path} is on another machine ({kind}); name a folder on a local disk"
-    if kind in ("tmpfs", "ramfs"):
-        return "problem", f"{path} is in memory ({kind}); name a folder on a local disk"
+    if is_on_network(existing) or kind in ("tmpfs", "ramfs"):
+        where = "on another machine" if is_on_network(existing) else "in memory"
+        return "problem", f"{path} is {where} ({kind}); name a folder on a local disk"
     return "ok", f"{path} is on a disk of this machine ({kind or 'unknown'})"

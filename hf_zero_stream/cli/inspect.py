@@ -6,16 +6,13 @@ import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ..reports.text import bytes_text, count_text, fold, folded_names
 from . import frame
 
-
-if TYPE_CHECKING:
-    from ..checkpoint.index import CheckpointIndex
 
 EXAMPLE = "hf-zero-stream inspect Qwen/Qwen3-30B-A3B"
 
@@ -34,20 +31,21 @@ def run(
 
     Names that differ only in their numbers are written as one. Reads headers only, also from a repository on the Hub.
     """
-    from ..checkpoint.index import CheckpointIndex
-    from ..checkpoint.soundness import shards_of
     from .checkpoints import headers
 
     with frame.quiet(), headers(path, revision) as folder:
-        data = {"path": path, **_checkpoint(CheckpointIndex.from_files(*shards_of(folder)))}
+        data = {"path": path, **_checkpoint(folder)}
         made = _model(folder, trust_remote_code, dequantize) if model else "it was not asked for"
     data |= {"model": None, "no_model_because": made} if isinstance(made, str) else {"model": made}
     frame.emit(data, _blocks(data), form)
 
 
-def _checkpoint(index: CheckpointIndex) -> dict[str, Any]:
+def _checkpoint(folder: Path) -> dict[str, Any]:
+    from ..checkpoint.index import CheckpointIndex
     from ..checkpoint.safetensors import dtype_name
+    from ..checkpoint.soundness import shards_of
 
+    index = CheckpointIndex.from_files(*shards_of(folder))
     entries = index.tensors.values()
     rows = [(entry.name, dtype_name(entry.dtype), entry.shape, entry.stop - entry.start) for entry in entries]
     in_shard = Counter(entry.shard for entry in entries)

@@ -117,10 +117,8 @@ def run(
 
 def ranks_to_draw(world_size: int, rank: int) -> list[int]:
     """`rank` and others, evenly spaced; at most :data:`MOST_RANKS`, because planning for each takes seconds."""
-    if world_size <= MOST_RANKS:
-        return list(range(world_size))
-    step = world_size / MOST_RANKS
-    return sorted((rank + round(number * step)) % world_size for number in range(MOST_RANKS))
+    count = min(world_size, MOST_RANKS)
+    return sorted((rank + round(number * world_size / count)) % world_size for number in range(count))
 
 
 def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:

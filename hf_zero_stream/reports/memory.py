@@ -77,10 +77,7 @@ class AnonymousMemory(GrowthPeak):
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Stop the cyclic garbage collector inside.
-
-    Planning makes hundreds of thousands of objects that live on: full collections would visit them all for nothing.
-    """
+    """Stop the cyclic garbage collector inside: planning makes hundreds of thousands of objects that live on."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

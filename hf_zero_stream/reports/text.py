@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 
 __all__ = ["bytes_text", "count_text", "fold", "folded_names", "markdown_table", "printable"]
@@ -59,21 +59,11 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, left
     return "\n".join(line for line in text.getvalue().splitlines() if line.strip())
 
 
-class Family(NamedTuple):
-    """Things of one kind (such as a dtype with a shape) whose names differ only in numbers, in every combination.
+def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[tuple[str, tuple[Any, ...], int]]:
+    """Fold (name, kind) pairs into families (name, kind, size), in the order of their first members.
 
-    The name is such as ``layers.{0...47}.mlp.experts.{0...127}.up_proj.weight``.
-    """
-
-    name: str
-    kind: tuple[Any, ...]
-    size: int
-
-
-def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[Family]:
-    """Fold (name, kind) pairs into families, in the order of their first members.
-
-    Nothing is lost: a family stands for exactly the names that its numbers make.
+    A family's name is such as ``layers.{0...47}.mlp.experts.{0...127}.up_proj.weight``, and its kind such as a dtype
+    with a shape. Nothing is lost: a family stands for exactly the names that its numbers make.
     """
     rows: dict[tuple[tuple[Any, ...], tuple[str, ...]], list[tuple[str, ...]]] = {}
     for name, kind in named:
@@ -83,12 +73,12 @@ def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[Family]:
     for (kind, texts), numbers in rows.items():
         for choices in _products(numbers):
             name = "".join(chain(*zip(texts, [*map(_choice_text, choices), ""], strict=True)))
-            families.append(Family(name, kind, prod(map(len, choices))))
+            families.append((name, kind, prod(map(len, choices))))
     return families
 
 
 def folded_names(names: Iterable[str]) -> list[str]:
-    return [family.name for family in fold((name, ()) for name in names)]
+    return [family for family, _, _ in fold((name, ()) for name in names)]
 
 
 def _products(rows: Sequence[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
