@@ -218,6 +218,17 @@ def test_writing_into_a_checkpoint_tensor_is_refused(checkpoint: Checkpoint) -> 
         checkpoint.lazy()["m0"].mul_(2)
 
 
+def test_rows_out_of_range_are_refused(checkpoint: Checkpoint) -> None:
+    lazy = checkpoint.lazy()["m0"]
+    size = len(lazy)
+    for row in (size, -1):
+        with pytest.raises(IndexError, match=f"out of range for dimension 0 with size {size}"):
+            lazy.index_select(0, torch.tensor([0, row]))
+    for row in (size, -size - 1):
+        with pytest.raises(IndexError, match=f"out of range for dimension 0 with size {size}"):
+            lazy[torch.tensor([0, row])]
+
+
 def test_lazy_tensor_holds_no_memory(tmp_path: Path) -> None:
     big = Checkpoint(tmp_path, {"a": torch.zeros(4, 4), "b": torch.zeros(4, 4)}).lazy()["a"]
     bigger = big.expand(1000, 1000, 4, 4).reshape(4000, 4000)

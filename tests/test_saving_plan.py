@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import pytest
 import torch
+from torch import nn
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
 from hf_zero_stream.checkpoint.safetensors import ShardToWrite
+from hf_zero_stream.destinations import kinds
+from hf_zero_stream.destinations.base import Holding
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.planning.boxes import Box
+from hf_zero_stream.planning.parameter_box import Cut, ParameterBox
 from hf_zero_stream.planning.plan import partition_range
+from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.saving import write
-from hf_zero_stream.saving.parameters import Values, cover, opened
+from hf_zero_stream.saving.parameters import Parameters, Values, cover, opened
 from hf_zero_stream.saving.plan import Segment, Share, Sources, make_save_plan
 
 
@@ -155,3 +160,14 @@ def test_constants_are_everybodys() -> None:
         write._write([segment], nothing, memory.put)  # type: ignore[arg-type]
     assert bytes(memory.data) == values.numpy().tobytes()
     assert segment.parts[0].box == Box((6,), 0, (1,), 0, (1,))
+
+
+def test_a_parameter_without_elements_needs_no_holder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut along another dimension than the empty one: no rank holds its whole shape."""
+    box = ParameterBox.of_cuts((0, 8), [Cut(1, 2, 0)])
+    holding = Holding(box, torch.float32, 0, 0, lambda: nullcontext(torch.empty(0)))
+    monkeypatch.setattr(kinds, "holdings", lambda model, **_: {"p": holding})
+    model = nn.Module()
+    model.register_parameter("p", nn.Parameter(torch.empty(0, 8)))
+    parameters = Parameters(model, Coordinator.of_default_group(), None, single_writer=False, threads=1)
+    assert parameters.sources.shares == {"p": ()}

@@ -238,7 +238,10 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     source, dim, index = args
     if not isinstance(source, LazyTensor) or isinstance(index, LazyTensor) or index.is_meta:
         return NotImplemented
-    pieces = tuple(_pieces_of_rows(source.movedim(dim, 0).view_of_node, index.reshape(-1).tolist()))
+    rows = index.reshape(-1).tolist()
+    if rows and not 0 <= min(rows) <= max(rows) < source.shape[dim]:
+        raise IndexError(f"{func}: index out of range for dimension {dim} with size {source.shape[dim]}")
+    pieces = tuple(_pieces_of_rows(source.movedim(dim, 0).view_of_node, rows))
     return LazyTensor.of(View.joined(pieces, 0), source._materialise).movedim(0, dim)
 
 

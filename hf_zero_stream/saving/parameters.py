@@ -96,6 +96,9 @@ class Parameters:
         givers: set[int] = set()
         for (name, holding), held in zip(holdings.items(), zip(*everyone, strict=True), strict=True):
             for source, box in self._sources(name, holding, held).items():
+                if not box.numel:
+                    self.sources.shares[source] = ()  # nobody need hold it whole: it may be cut along any dimension
+                    continue
                 if box == holding.box:
                     self.holdings[source] = holding
                 wanted = None if box.is_whole else box
@@ -131,7 +134,7 @@ class Parameters:
         same = first.digest is not None and all(each.digest == first.digest for each in held.values())
         if same and len(held) == self._coordinator.world_size:
             self.sources.everywhere.add(source)
-        if same or not first.is_whole or not numel:
+        if same or not first.is_whole:
             ranges = {rank: (each.start, each.stop) for rank, each in held.items()}
             self.sources.shares[source] = cover(source, numel, ranges)
             return True
