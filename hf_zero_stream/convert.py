@@ -19,10 +19,9 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from .checkpoint.index import CheckpointIndex
+from .checkpoint.index import CheckpointIndex, checkpoint_slices
 from .checkpoint.nodes import View
 from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
-from .checkpoint.slices import checkpoint_slices
 from .checkpoint.soundness import shards_of
 from .config import StreamingConfig
 from .destinations.base import Batch, Item

@@ -11,8 +11,7 @@ from safetensors.torch import save
 
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.checkpoint.format import Format, Shard, ShardHeader, TensorEntry
-from hf_zero_stream.checkpoint.index import CheckpointIndex
-from hf_zero_stream.checkpoint.slices import checkpoint_slices
+from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, ReadError
 from hf_zero_stream.ranks.coordinator import Coordinator

@@ -10,8 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex
-from hf_zero_stream.checkpoint.slices import checkpoint_slices
+from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
 from hf_zero_stream.engine import execute
 from hf_zero_stream.engine.execute import execute_reads
 from hf_zero_stream.engine.lanes import Lane

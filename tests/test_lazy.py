@@ -10,10 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import Computed, Node, Stored, View
-from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine.compute import Evaluator
 from hf_zero_stream.engine.execute import execute_reads
 from hf_zero_stream.planning.plan import BatchPlan, Target, partition_range, plan_batch

@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.checkpoint.index import CheckpointIndex
-from hf_zero_stream.checkpoint.slices import checkpoint_slices
+from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
 from hf_zero_stream.checkpoint.nodes import HostTensor
-from hf_zero_stream.checkpoint.slices import checkpoint_slices
 from hf_zero_stream.engine.lookup import Lookup
 from hf_zero_stream.engine.verification import BLOCK, digest_of
 from hf_zero_stream.sources.local import LocalFiles

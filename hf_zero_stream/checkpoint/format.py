@@ -44,10 +44,9 @@ class Shard(SourceFile):
 
 
 class Format(Protocol):
-    """Finds the tensors in files; a module can be one. Calls come in this order, for each file:
+    """Finds the tensors in files; a module can be one.
 
-    1. :meth:`read_header`, on one rank.
-    2. :meth:`parse_header`, on every rank, of what that rank read.
+    For each file one rank calls :meth:`read_header`, and then every rank :meth:`parse_header` with what it read.
     """
 
     def read_header(self, source: ByteSource, path: str) -> ShardHeader:

@@ -1,19 +1,24 @@
-"""All tensors of a checkpoint: each one's file and bytes, whatever the files' format."""
+"""All tensors of a checkpoint, whatever its format: each one's file and bytes, and what stands for it unread."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from ..errors import CheckpointError
 from ..sources.local import LocalFiles
 from . import safetensors
 from .format import Format, Shard, ShardHeader, TensorEntry
+from .lazy import LazyTensor, Materialise
+from .nodes import FileTensor, HostTensor, Node
 from .untrusted_json import excerpt
 
 
-__all__ = ["CheckpointIndex"]
+__all__ = ["AbsentSlice", "CheckpointIndex", "CheckpointSlice", "checkpoint_slices"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,11 @@ class CheckpointIndex:
                 other = tensors.setdefault(found.name, found)
                 if other is not found:
                     repeated.setdefault(found.name, [other]).append(found)
-        files = _names_in_folder(shards, weight_map)
+        # Names in the checkpoint's folder, if the shards are those that `weight_map` names. Of paths and of names the
+        # smallest belong together: the folder is what they differ by.
+        smallest = min((shard.path for shard in shards), default="")
+        folder = smallest.removesuffix(min(weight_map.values())) if weight_map else ""
+        files = [shard.path.removeprefix(folder) for shard in shards]
         for name, copies in repeated.items():
             promised = [entry for entry in copies if files[entry.shard] == weight_map.get(name)]
             if not promised:
@@ -104,14 +113,50 @@ class CheckpointIndex:
         return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
 
 
-def _names_in_folder(shards: Sequence[Shard], weight_map: Mapping[str, str]) -> list[str]:
-    """The shards' paths relative to the checkpoint's folder, where the shards are those that `weight_map` names."""
-    paths = [shard.path for shard in shards]
-    # Of paths and of names the smallest belong together: the folder is what they differ by.
-    folder = min(paths).removesuffix(min(weight_map.values())) if paths and weight_map else ""
-    return [path.removeprefix(folder) for path in paths]
-
-
 def _some(names: Iterable[str]) -> str:
     first, *others = names
     return f"{1 + len(others)} tensors, among them {excerpt(first)}, are" if others else f"Tensor {excerpt(first)} is"
+
+
+class CheckpointSlice:
+    """One tensor, like ``safetensors.safe_open(...).get_slice``; indexing it gives a :class:`LazyTensor`."""
+
+    __slots__ = ("_materialise", "_node")
+
+    def __init__(self, node: Node, materialise: Materialise) -> None:
+        self._node = node
+        self._materialise = materialise
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = LazyTensor.whole(self._node, self._materialise)
+        return tensor if index is Ellipsis else tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._node.sizes)
+
+    def get_dtype(self) -> str:
+        return safetensors.dtype_name(self._node.dtype)
+
+
+class AbsentSlice(CheckpointSlice):
+    """A tensor that the checkpoint's index promises and no shard holds; `is_wanted` once somebody indexed it."""
+
+    def __init__(self) -> None:
+        super().__init__(HostTensor.of(torch.empty(0, dtype=torch.float32)), lambda view: torch.empty(0))
+        self.is_wanted = False
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.is_wanted = True
+        return super().__getitem__(...)  # empty: the load reports the missing tensor before the model is used
+
+
+def checkpoint_slices(
+    index: CheckpointIndex, materialise: Materialise, first_shard: int = 0
+) -> dict[str, CheckpointSlice]:
+    """A state dict of lazy slices of `index`, whose shards are numbered from `first_shard` on."""
+    slices: dict[str, CheckpointSlice] = {}
+    for name, entry in index.tensors.items():
+        if first_shard:
+            entry = entry._replace(shard=entry.shard + first_shard)
+        slices[name] = CheckpointSlice(FileTensor(entry.shape, entry.dtype, entry), materialise)
+    return slices

@@ -53,10 +53,7 @@ def read_index_text(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_index(path: str, text: bytes) -> dict[str, Any]:
-    """The fields of the index `text`, which was read from `path`; a CheckpointError names its first fault.
-
-    Checked are all of ``weight_map``, and that ``metadata`` is an object whose ``dtype``, if any, torch has.
-    """
+    """The fields of the index `text`, which was read from `path`; a CheckpointError names its first fault."""
     fields = parse_object(text, path)
     for fault in faults_of_index(path, fields):
         raise CheckpointError(f"{path}: {fault}")

@@ -11,30 +11,25 @@ real tensors. A load's report names each parameter for which this happened.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_iter, tree_map
 
+from ..errors import UnsupportedError
 from .no_memory import Address, NodeStorage, no_memory
 from .nodes import Blockwise, Copy, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
 
 
-__all__ = ["LazyTensor", "Materialise"]
+__all__ = ["LazyTensor", "Materialise", "lacks_values", "refuse_wrapped"]
 
 aten = torch.ops.aten
 
 Materialise = Callable[[View], torch.Tensor]
 """Reads the values of a view; only ops that need values immediately call it."""
-
-# Elementwise ops that IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
-# Transcendental functions are not among them: their vector and scalar versions differ.
-EXACT_POINTWISE = {
-    *(overload for op in (aten.add, aten.sub, aten.mul, aten.div) for overload in (op.Tensor, op.Scalar)),
-    *(op.default for op in (aten.neg, aten.abs, aten.reciprocal)),
-}
 
 
 class LazyTensor(torch.Tensor):
@@ -211,11 +206,10 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
-    tensors: Sequence[torch.Tensor] = args[0]
+    tensors: Sequence[Any] = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(tensor, LazyTensor) for tensor in tensors) or len({t.dtype for t in tensors}) != 1:
         return NotImplemented  # a mix with real tensors or with type promotion: rare, and torch knows the rules
-    first: LazyTensor = tensors[0]
     views = [tensor.view_of_node for tensor in tensors]
     if func is aten.stack.default:
         dim %= len(views[0].sizes) + 1
@@ -231,7 +225,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     expected = (views[0].sizes[:dim], views[0].sizes[dim + 1 :])
     if any((view.sizes[:dim], view.sizes[dim + 1 :]) != expected for view in views):
         return NotImplemented  # torch itself raises, with its own message
-    return LazyTensor.of(View.joined(tuple(views), dim), first._materialise)
+    return LazyTensor.of(View.joined(tuple(views), dim), tensors[0]._materialise)
 
 
 def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
@@ -276,9 +270,8 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     if any(amount < 0 for amount in pad):
         return NotImplemented
-    filler = LazyTensor.whole(
-        HostTensor.of(torch.full((1,) * source.dim(), value, dtype=source.dtype)), source._materialise
-    )
+    constant = HostTensor.of(torch.full((1,) * source.dim(), value, dtype=source.dtype))
+    filler = LazyTensor.whole(constant, source._materialise)
     result = _copy(func, (source,), {})
     for number, amounts in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
         dim = source.dim() - number
@@ -321,7 +314,10 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.index.Tensor: _index,
     aten.constant_pad_nd.default: _pad,
     aten.repeat.default: _repeat,
-    **dict.fromkeys(EXACT_POINTWISE, _pointwise),
+    # These IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
+    # Transcendental functions are not among them: their vector and scalar versions differ.
+    **{overload: _pointwise for op in (aten.add, aten.sub, aten.mul, aten.div) for overload in (op.Tensor, op.Scalar)},
+    **{op.default: _pointwise for op in (aten.neg, aten.abs, aten.reciprocal)},
 }
 
 
@@ -342,3 +338,24 @@ def _to_meta(value: Any) -> Any:
 
 def _to_view(value: Any) -> Any:
     return value.view_of_node if isinstance(value, LazyTensor) else value
+
+
+def lacks_values(tensor: torch.Tensor) -> bool:
+    """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
+    if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
+        return True
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
+    held = vars(tensor).values() if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    return any(lacks_values(value) for value in held if isinstance(value, torch.Tensor))
+
+
+def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, instead: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) for a wrapper tensor: its bytes are not its values."""
+    for name, tensor in tensors:
+        if hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, LazyTensor):
+            raise UnsupportedError(
+                f"{doing}: expected plain tensors or ZeRO partitions; {name} is a {type(tensor).__name__}, which "
+                f"holds other tensors in its place. {instead}"
+            )

@@ -28,7 +28,6 @@ from .untrusted_json import excerpt, parse_object
 
 
 __all__ = [
-    "DTYPES",
     "MAX_HEADER_BYTES",
     "NotedShard",
     "ShardToWrite",
@@ -49,30 +48,26 @@ MAX_DIMENSIONS = 64
 
 _INT64_END = 2**63  # sizes, strides and byte counts are int64 in torch
 
-# Names of dtypes in the format; a name whose torch dtype does not exist in this torch is an unknown dtype.
-_TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "C64": "complex64",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, torch_name) for name, torch_name in _TORCH_NAMES.items() if hasattr(torch, torch_name)
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
@@ -138,7 +133,10 @@ def _parse_entry(path: str, number: int, data_start: int, name: str, field: Any)
         raise _faulty(path, name, "expected exactly the fields dtype, shape and data_offsets")
     dtype, shape, offsets = field["dtype"], field["shape"], field["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _faulty(path, name, _unknown_dtype(dtype))
+        fault = f"unknown dtype {excerpt(dtype)}; known are {', '.join(DTYPES)}"
+        if isinstance(dtype, str) and dtype in _PACKED:
+            fault = f"dtype {dtype} packs several values into a byte, and is not streamed; load it without streaming()"
+        raise _faulty(path, name, fault)
     if not isinstance(shape, list) or not _are_sizes(shape):
         raise _faulty(path, name, f"shape: expected a list of sizes >= 0, found {excerpt(shape)}")
     if len(shape) > MAX_DIMENSIONS:
@@ -160,12 +158,6 @@ def _parse_entry(path: str, number: int, data_start: int, name: str, field: Any)
 
 def _faulty(path: str, name: str, text: str) -> CheckpointError:
     return CheckpointError(f"{path}: tensor {excerpt(name)}: {text}.")
-
-
-def _unknown_dtype(name: Any) -> str:
-    if isinstance(name, str) and name in _PACKED:
-        return f"dtype {name} packs several values into a byte, and is not streamed; load it without streaming()"
-    return f"unknown dtype {excerpt(name)}; known are {', '.join(DTYPES)}"
 
 
 def _are_sizes(values: list[Any]) -> bool:
@@ -229,8 +221,7 @@ def lay_out_shard(noted: NotedShard) -> ShardToWrite:
         if name == "__metadata__":
             continue
         tensor = noted.tensors[name]
-        is_lazy = isinstance(tensor, LazyTensor)
-        views[name] = tensor.view_of_node if is_lazy else View.whole(HostTensor.of(tensor))
+        views[name] = tensor.view_of_node if isinstance(tensor, LazyTensor) else View.whole(HostTensor.of(tensor))
         starts[name] = stop
         stop += tensor.nbytes
         field["shape"], field["data_offsets"] = list(tensor.shape), [starts[name], stop]

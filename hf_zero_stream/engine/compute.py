@@ -10,9 +10,8 @@ from math import ceil, floor, prod
 import torch
 
 from ..checkpoint.nodes import Blockwise, HostTensor, Opaque, Pointwise, View
-from ..planning.boxes import Axis, Placed, place
+from ..planning.boxes import Axis, Leaf, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
-from ..planning.regions import Leaf, box_of_view
 from ..sources.base import ByteSource
 from .execute import execute_reads
 from .workers import run_in_threads

@@ -13,8 +13,7 @@ from itertools import chain
 
 import torch
 
-from ..planning.plan import BatchPlan
-from ..planning.reads import Read
+from ..planning.plan import BatchPlan, Read
 from ..sources.base import ByteSource
 from ..sources.madvise import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 from .lanes import lane_class

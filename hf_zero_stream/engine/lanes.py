@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..planning.reads import Piece
+from ..planning.plan import Piece
 
 
 __all__ = ["Lane", "lane_class"]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..destinations.base import Batch, Item
+from ..planning.boxes import Leaf
 from ..planning.plan import LoadPlan, plan_batch
-from ..planning.regions import Leaf
 from ..reports.load import PhaseClock, Verification
 from ..reports.memory import AnonymousMemory
 from ..reports.progress import progress_bar

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.wrapped import refuse_wrapped
+from ..checkpoint.lazy import refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.deepspeed import original_experts
 from ..destinations.deepspeed.live import LiveModel

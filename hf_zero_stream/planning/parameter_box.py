@@ -53,7 +53,12 @@ class ParameterBox(NamedTuple):
         left = list(cls.whole(shape).intervals)
         for dim, parts, part, groups in cuts:
             chunks = (_chunk(_chunk(left[dim], groups, group), parts, part) for group in range(groups))
-            left[dim] = tuple(_joined(chain.from_iterable(chunks))) or ((0, 0),)
+            joined: list[Interval] = []
+            for start, stop in chain.from_iterable(chunks):
+                if joined and joined[-1][1] == start:
+                    start, _ = joined.pop()
+                joined.append((start, stop))
+            left[dim] = tuple(joined) or ((0, 0),)
         return cls(tuple(shape), tuple(left))
 
     @property
@@ -109,9 +114,8 @@ def _located(intervals: Iterable[Interval], index: int) -> Interval:
     raise IndexError(index)
 
 
-def _chunk(intervals: Iterable[Interval], parts: int, index: int) -> tuple[Interval, ...]:
+def _chunk(intervals: Sequence[Interval], parts: int, index: int) -> tuple[Interval, ...]:
     """Chunk `index` of `parts` of the indices in `intervals`, laid end to end."""
-    intervals = tuple(intervals)
     length = -(-sum(stop - start for start, stop in intervals) // parts)
     first, last = index * length, (index + 1) * length
     chunk: list[Interval] = []
@@ -122,12 +126,3 @@ def _chunk(intervals: Iterable[Interval], parts: int, index: int) -> tuple[Inter
             chunk.append((begin, end))
         position += stop - start
     return tuple(chunk)
-
-
-def _joined(intervals: Iterable[Interval]) -> list[Interval]:
-    joined: list[Interval] = []
-    for start, stop in intervals:
-        if joined and joined[-1][1] == start:
-            start, _ = joined.pop()
-        joined.append((start, stop))
-    return joined

@@ -6,9 +6,9 @@ A plan can be pickled, printed and compared. What is no data (functions, values 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -16,23 +16,29 @@ import torch
 
 from ..checkpoint.format import Shard
 from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View
-from .boxes import Box
+from .boxes import Box, Leaf, Region, regions_of_range
 from .parameter_box import ParameterBox
-from .reads import Piece, Read, merge_pieces, pieces_of_region
-from .regions import Leaf, Region, regions_of_range
 
 
-__all__ = ["BatchPlan", "LoadPlan", "Placement", "Target", "materialise_reason", "partition_range", "plan_batch"]
+__all__ = [
+    "BatchPlan",
+    "LoadPlan",
+    "Piece",
+    "Placement",
+    "Read",
+    "Target",
+    "materialise_reason",
+    "partition_range",
+    "plan_batch",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
     """Flat memory of `numel` elements that a rank fills from elements ``[start, stop)`` of a view, in row-major order.
 
-    Attributes:
-        name: the parameter's or buffer's name in the model.
-        numel: may be more than ``stop - start``, which may be 0: the rest is padding.
-        box: what of the parameter the view shows; None: all of it.
+    What `numel` is more than ``stop - start``, which may be 0, is padding. `box` is what of the parameter `name` the
+    view shows; None: all of it.
     """
 
     name: str
@@ -52,6 +58,43 @@ class Target:
         return cls(name, dtype, numel, 0, numel, box)
 
 
+class Piece(NamedTuple):
+    """One copy out of bytes ``[start, stop)`` of shard number `shard`, holes included, to target number `target`.
+
+    `box` has elements relative to `start`. They are of `dtype` in the file, and cast to each of `casts` in turn.
+    """
+
+    shard: int
+    start: int
+    stop: int
+    target: int
+    box: Box
+    dtype: torch.dtype
+    casts: tuple[torch.dtype, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.box.numel * self.dtype.itemsize
+
+    @property
+    def is_run(self) -> bool:
+        """Whether bytes can go to the destination as they come: contiguous at both ends and no cast."""
+        return self.box.is_run and not self.casts
+
+
+class Read(NamedTuple):
+    """One byte range ``[start, stop)`` of a shard and the pieces that are copied out of it."""
+
+    shard: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+
 class Placement(NamedTuple):
     """Copies to target number `target` of values in host memory, or of a function's result.
 
@@ -67,11 +110,8 @@ class Placement(NamedTuple):
 class PlanCost(NamedTuple):
     """What executing a plan costs this rank.
 
-    Attributes:
-        bytes_needed: bytes of shards that end up in a target or are inputs of a function.
-        bytes_read: bytes asked for, holes that are read through included.
-        seeks: reads that do not begin where the one before ended.
-        target_bytes: bytes of all targets, padding included.
+    `bytes_needed` end up in a target or are inputs of a function; `bytes_read` include the holes that are read
+    through. `seeks` counts reads that do not begin where the one before ended. `target_bytes` include padding.
     """
 
     bytes_needed: int
@@ -83,12 +123,9 @@ class PlanCost(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the targets of one batch are filled, which have memory at the same time.
+    """How the targets of one batch, which have memory at the same time, are filled: by `reads`, then by `placements`.
 
-    Attributes:
-        reads: byte ranges to read, in file order, with the copies out of each.
-        placements: copies from host memory and from functions, executed after the reads.
-        materialised: parameter -> why it could not be planned by ranges alone.
+    Reads are in file order. `materialised`: parameter -> why it could not be planned by ranges alone.
     """
 
     targets: tuple[Target, ...]
@@ -103,8 +140,6 @@ class LoadPlan:
     """Which bytes of which shard go where, for one rank; it is executed batch by batch.
 
     Iterating gives its reads, in file order within each batch. Reads and placements number the targets of their batch.
-
-    `world_size` ranks share the checkpoint.
     """
 
     rank: int
@@ -118,7 +153,6 @@ class LoadPlan:
 
     @property
     def materialised(self) -> dict[str, str]:
-        """Parameter -> why it could not be planned by ranges alone."""
         return {name: reason for batch in self.batches for name, reason in batch.materialised.items()}
 
     @property
@@ -153,14 +187,14 @@ def plan_batch(
         targets.append(target)
         for region in regions_of_range(view, target.start, target.stop, target.dtype):
             if isinstance(region.leaf, FileTensor):
-                pieces.extend(pieces_of_region(region, position, request_bytes, seek_bytes))
+                pieces.extend(_pieces_of_region(region, position, request_bytes, seek_bytes))
             else:
                 number = leaves.setdefault(region.leaf, len(leaves))
                 placements.append(Placement(position, number, region.box, region.casts))
                 bytes_of_functions += _source_bytes(region)
         if reason := materialise_reason(view.node):
             materialised[target.name] = reason
-    reads = tuple(merge_pieces(pieces, request_bytes, seek_bytes))
+    reads = tuple(_merge_pieces(pieces, request_bytes, seek_bytes))
     cost = PlanCost(
         bytes_needed=sum(piece.payload_bytes for piece in pieces) + bytes_of_functions,
         bytes_read=sum(read.length for read in reads) + bytes_of_functions,
@@ -169,6 +203,97 @@ def plan_batch(
         target_bytes=sum(target.nbytes for target in targets),
     )
     return BatchPlan(tuple(targets), reads, tuple(placements), materialised, cost), tuple(leaves)
+
+
+def _pieces_of_region(region: Region, target: int, request_bytes: int, seek_bytes: int) -> Iterator[Piece]:
+    """Cut a region of a shard into pieces of at most `request_bytes` without holes larger than `seek_bytes`.
+
+    A single element is never cut, so `request_bytes` must be at least one element's size.
+    """
+    leaf, box = region.leaf, region.box
+    assert isinstance(leaf, FileTensor)
+    itemsize = leaf.dtype.itemsize
+    limit = max(1, request_bytes // itemsize)
+    if box.at_strides == box.to_strides == (1,):
+        # A run, as nearly every region is: the general way gives the same and takes several times as long.
+        first = leaf.entry.start + box.at * itemsize
+        for begin in range(0, box.sizes[0], limit):
+            count = min(limit, box.sizes[0] - begin)
+            start, to = first + begin * itemsize, box.to + begin
+            run = Box((count,), 0, (1,), to, (1,))
+            yield Piece(leaf.entry.shard, start, start + count * itemsize, target, run, leaf.dtype, region.casts)
+        return
+    for part in _parts(box.outermost_first(), limit, seek_bytes // itemsize):
+        start = leaf.entry.start + part.at * itemsize
+        stop = start + part.at_extent * itemsize
+        yield Piece(leaf.entry.shard, start, stop, target, part._replace(at=0), leaf.dtype, region.casts)
+
+
+def _parts(box: Box, limit: int, hole: int) -> Iterator[Box]:
+    """Cut `box` (dimensions in falling order of `at_strides`) along its outermost dimension where it must be cut."""
+    if not box.sizes:
+        yield box
+        return
+    size, stride = box.sizes[0], box.at_strides[0]
+    row_extent = box.row(0).at_extent
+    count = size if stride == 0 else 1 + (limit - row_extent) // stride
+    if count <= 1 or row_extent > limit or _largest_hole(box) > hole:
+        for index in range(size):
+            yield from _parts(box.row(index), limit, hole)
+    else:
+        for begin in range(0, size, count):
+            yield box.narrowed(0, begin, min(size, begin + count))
+
+
+def _largest_hole(box: Box) -> int:
+    """Elements between two neighbours along one dimension of `box`, at most; cheaper to skip if there are many."""
+    rest, largest = box, 0
+    while rest.sizes:
+        stride, rest = rest.at_strides[0], rest.row(0)
+        largest = max(largest, stride - rest.at_extent)
+    return largest
+
+
+def _merge_pieces(pieces: Iterable[Piece], request_bytes: int, seek_bytes: int) -> Iterator[Read]:
+    """Group pieces into reads in file order: neighbours join while the read stays within `request_bytes`.
+
+    Holes between pieces are read through if they are at most `seek_bytes` long, smallest first, while all of them
+    together stay under 1/200 of the payload: small tensors must not make a rank read its neighbours' parts.
+    """
+    ordered = sorted(pieces, key=lambda piece: (piece.shard, piece.start, piece.stop))
+    hole = _affordable_hole(ordered, seek_bytes)
+    group: list[Piece] = []
+    shard = start = stop = 0
+    for piece in ordered:
+        fits = max(stop, piece.stop) - start <= request_bytes
+        if group and (piece.shard != shard or piece.start - stop > hole or not fits):
+            yield Read(shard, start, stop, tuple(group))
+            group = []
+        if not group:
+            shard, start, stop = piece.shard, piece.start, piece.stop
+        stop = max(stop, piece.stop)
+        group.append(piece)
+    if group:
+        yield Read(shard, start, stop, tuple(group))
+
+
+def _affordable_hole(ordered: Sequence[Piece], seek_bytes: int) -> int:
+    holes: list[int] = []
+    shard, stop = -1, 0
+    for piece in ordered:
+        if piece.shard != shard:
+            shard, stop = piece.shard, piece.start
+        if 0 < piece.start - stop <= seek_bytes:
+            holes.append(piece.start - stop)
+        stop = max(stop, piece.stop)
+    budget = sum(piece.payload_bytes for piece in ordered) // 200
+    affordable = 0
+    for size, alike in groupby(sorted(holes)):
+        budget -= sum(alike)
+        if budget < 0:
+            break
+        affordable = size
+    return affordable
 
 
 def materialise_reason(node: Node) -> str:

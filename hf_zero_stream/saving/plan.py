@@ -24,9 +24,8 @@ import torch
 
 from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View
 from ..checkpoint.safetensors import ShardToWrite
-from ..planning.boxes import Box, within
+from ..planning.boxes import Box, Region, regions_of_box, regions_of_range, within
 from ..planning.plan import materialise_reason
-from ..planning.regions import Region, regions_of_box, regions_of_range
 
 
 __all__ = ["CHUNK_BYTES", "Part", "Round", "SavePlan", "Segment", "Share", "Sources", "in_dtype", "make_save_plan"]

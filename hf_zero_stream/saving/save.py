@@ -18,8 +18,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..checkpoint.lazy import refuse_wrapped
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
-from ..checkpoint.wrapped import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.gathered import gathered, not_in_full
 from ..errors import ConfigError, SaveError, UnsupportedError
