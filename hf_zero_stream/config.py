@@ -25,11 +25,8 @@ __all__ = [
     "without_own_section",
 ]
 
-_SECTION = "hf_zero_stream"
-"""The top-level key of a DeepSpeed config that holds our settings."""
-
-_PREFIX = "HF_ZERO_STREAM_"
-"""Of environment variables; the field's name in capitals follows."""
+_SECTION = "hf_zero_stream"  # the top-level key of a DeepSpeed config that holds our settings
+_PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in capitals follows
 
 CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 """DeepSpeed's own name for `chunk_bytes`, in elements (DeepSpeed PR #8103)."""
@@ -37,8 +34,8 @@ CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 WriteFrom = Literal["auto", "all", "rank0"]
 WRITERS: tuple[str, ...] = get_args(WriteFrom)
 
+# Numbers that must not be 0; the others may, and none may be negative.
 _AT_LEAST_ONE = ("chunk_bytes", "staging_bytes", "peer_timeout_s")
-"""Numbers that must not be 0; the others may, and none may be negative."""
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):

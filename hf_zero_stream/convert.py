@@ -48,18 +48,13 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has written; bytes are without headers.
+    """What a conversion has written; bytes are without headers."""
 
-    Attributes:
-        files: the names of the shards.
-        anonymous_growth_peak: most anonymous host memory, in bytes over what it was before.
-    """
-
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # the names of the shards
     tensors: int
     bytes_read: int
     bytes_written: int
-    anonymous_growth_peak: int
+    anonymous_growth_peak: int  # most anonymous host memory, in bytes over what it was before
 
 
 def convert(
@@ -108,8 +103,8 @@ def convert(
             if layout == "same":
                 noted = _split(index, checkpoint, folder, dtype, max_shard_size)
             else:
-                how = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
-                noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, how)
+                how: dict[str, Any] = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
+                noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, **how)
             shards = [lay_out_shard(shard) for shard in noted]
             reserve(folder, shards)
             with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
@@ -136,8 +131,7 @@ def convert(
 def _refuse_quantised(source: Path, index: CheckpointIndex) -> None:
     config = source / "config.json"
     quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
-    dtypes = {name: entry.dtype for name, entry in index.tensors.items()}
-    small = [name for name, dtype in dtypes.items() if dtype.itemsize == 1 and dtype.is_floating_point]
+    small = [name for name, it in index.tensors.items() if it.dtype.itemsize == 1 and it.dtype.is_floating_point]
     if quantised or small:
         found = f"tensor {small[0]!r}" if small else "its config has a quantization_config"
         raise UnsupportedError(
@@ -173,19 +167,13 @@ def _split(
 
 
 def _laid_out(
-    source: Path,
-    checkpoint: OpenCheckpoint,
-    folder: Path,
-    dtype: torch.dtype | None,
-    trust_remote_code: bool,
-    how: dict[str, Any],
+    source: Path, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, trust_code: bool, **how: Any
 ) -> list[NotedShard]:
     """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
     from .loading.dry_load import lazily_loaded, load_of_layouts
 
     with closing(load_of_layouts(StreamingConfig())) as load:
-        arguments = {"trust_remote_code": trust_remote_code, "local_files_only": True}
-        model, missing, tied = lazily_loaded(str(source), load, **arguments)
+        model, missing, tied = lazily_loaded(str(source), load, trust_remote_code=trust_code, local_files_only=True)
     checkpoint.add(load.checkpoint.shards)
     if lost := sorted(missing - tied):
         raise UnsupportedError(

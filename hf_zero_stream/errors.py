@@ -68,18 +68,14 @@ class VersionError(HfZeroStreamError, ImportError):
 
 def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = "") -> None:
     """Raise a :class:`VersionError` if names are `missing` in the installed `package`; `purpose`: what needs them."""
-    if missing:
-        need = f", which {purpose} needs" if purpose else ""
-        raise VersionError(
-            f"{package} {metadata.version(package)} has no {', '.join(missing)}{need}; this version is not known to "
-            f"{PACKAGE}: install {_requirement(package)} or a newer {PACKAGE}."
-        )
-
-
-def _requirement(package: str) -> str:
-    """The requirement in this package's metadata; the bare name if this package is not installed."""
-    with suppress(metadata.PackageNotFoundError):
-        for required in map(Requirement, metadata.requires(PACKAGE) or []):
-            if required.name == package and not required.marker:
-                return f"{package}{required.specifier}"
-    return package
+    if not missing:
+        return
+    known = [package]
+    with suppress(metadata.PackageNotFoundError):  # this package may not be installed
+        requirements = map(Requirement, metadata.requires(PACKAGE) or [])
+        known = [f"{package}{it.specifier}" for it in requirements if it.name == package and not it.marker] or known
+    need = f", which {purpose} needs" if purpose else ""
+    raise VersionError(
+        f"{package} {metadata.version(package)} has no {', '.join(missing)}{need}; this version is not known to "
+        f"{PACKAGE}: install {known[0]} or a newer {PACKAGE}."
+    )

@@ -7,6 +7,7 @@ thousand tensors has some dozens of such kinds. Results are those of transformer
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,7 +21,6 @@ from .session import Original, Session, seam
 
 __all__ = ["RenamingChain"]
 
-_DIGITS = "0123456789"
 _GROUP_NAME = re.compile(r"\?P<\w+>")
 _RANGE_OF_DIGITS = re.compile(r"\[[^\]]*\d")
 
@@ -108,14 +108,13 @@ def _may_rename(transform: Any, key: str) -> bool:
 
 def _template_table(transforms: Sequence[Any]) -> bytes | None:
     """For ``bytes.translate``: maps the digits that no transform can tell apart to one of them."""
-    named: set[str] = set()
+    named = ""
     for transform in transforms:
         pattern = _GROUP_NAME.sub("", transform.compiled_sources.pattern)
         if "(?P=" in pattern or re.search(r"\\[1-9]", pattern) or _RANGE_OF_DIGITS.search(pattern):
             return None
-        literal = (pattern.replace(r"\d", ""), transform.scope_prefix, transform.base_model_prefix)
-        named.update(character for text in literal for character in text or "" if character in _DIGITS)
-    alike = "".join(digit for digit in _DIGITS if digit not in named).encode()
+        named += pattern.replace(r"\d", "") + (transform.scope_prefix or "") + (transform.base_model_prefix or "")
+    alike = "".join(digit for digit in string.digits if digit not in named).encode()
     return bytes.maketrans(alike, alike[:1] * len(alike))
 
 

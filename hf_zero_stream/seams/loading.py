@@ -199,15 +199,11 @@ def _finalize_model_loading(
     if session.model is not model:
         return original(model, load_config, loading_info)
     session.placing = partial(_place, session, model, load_config, loading_info)
-    clock = session.load.clock
-
-    def seconds_inside() -> float:
-        return sum(clock.seconds[phase] for phase in ("plan", "read", "convert", "copy"))
-
+    clock, inside = session.load.clock, ("plan", "read", "convert", "copy")
     with zero3_hidden(), clock("finalise"):
-        before = seconds_inside()
+        before = sum(clock.seconds[phase] for phase in inside)
         result = original(model, load_config, loading_info)
-        clock.add("finalise", before - seconds_inside())  # they are counted as themselves
+        clock.add("finalise", before - sum(clock.seconds[phase] for phase in inside))  # they count as themselves
         return result
 
 

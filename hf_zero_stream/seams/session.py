@@ -75,7 +75,6 @@ class Session:
         is_dry: ``from_pretrained`` is called for its lazy model only; :class:`Stopped` ends it there.
         inside: the session whose model is being built, if that model's ``__init__`` makes this ``from_pretrained``.
             Then this session's model stays lazy, and is placed as a part of the other.
-        strict: raise if the checkpoint does not fit the model exactly.
         has_nested: whether the model's ``__init__`` called ``from_pretrained``.
         stock_reason: why the load is left to stock; empty while it streams.
         building: whether transformers is building the model.
