@@ -97,7 +97,7 @@ def convert(
     checkpoint.add(index.shards)
     publication = Publication.begin(Path(destination))
     try:
-        with memory:
+        with closing(checkpoint), memory:
             folder = publication.temporary
             _copy_other_files(source, folder, dtype)
             if layout == "same":
@@ -117,8 +117,6 @@ def convert(
     except BaseException:
         publication.abandon()
         raise
-    finally:
-        checkpoint.close()
     return Converted(
         tuple(shard.name for shard in shards),
         sum(len(shard.views) for shard in shards),

@@ -1,8 +1,4 @@
-"""``streaming()``: turns ``from_pretrained`` into a streaming load (for saving see ``saving/hooks.py``).
-
-The first thread that enters :class:`streaming` puts the patches in, and the last one that leaves takes them out. They
-look at context variables, so a thread that did not enter sees stock behaviour.
-"""
+"""``streaming()``: turns ``from_pretrained`` into a streaming load (for saving see ``saving/hooks.py``)."""
 
 from __future__ import annotations
 
@@ -218,4 +214,4 @@ def _stock_from_pretrained(stock: Stock, kwargs: dict[str, Any], strict: bool) -
 
 _patches = Patches({(transformers.PreTrainedModel, "from_pretrained"): _from_pretrained, **REPLACEMENTS})
 _PATCHES = (_patches, calls.patches, hooks.patches)
-"""What is replaced while a thread is inside ``streaming()``."""
+"""What is replaced while any thread is inside ``streaming()``; to a thread that is not, each replacement is stock."""

@@ -134,8 +134,7 @@ def _get_checkpoint_shard_files(
 
 def _check_and_read_ahead(session: Session, files: Sequence[str]) -> None:
     check_files(files)
-    is_read = not session.is_dry and session.inside is None
-    if is_read and all(file.endswith(".safetensors") for file in files):
+    if not session.is_dry and session.inside is None and all(file.endswith(".safetensors") for file in files):
         session.load.checkpoint.read_ahead(files)
 
 

@@ -10,7 +10,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fractions import Fraction
 from typing import Any
 
@@ -39,10 +39,9 @@ def stays_quantised(hf_quantizer: Any) -> bool:
 
 def _optional(module: str, name: str) -> Any:
     """An attribute of one of transformers' integrations; None if the installed version lacks it."""
-    try:
+    with suppress(ImportError):
         return getattr(importlib.import_module(f"transformers.integrations.{module}"), name, None)
-    except ImportError:
-        return None
+    return None
 
 
 # -------------------------------------------------------------------------------------------------- gpt-oss's MXFP4
@@ -88,7 +87,9 @@ def _dequantize_one(original: Original, self: Any, quantized: Any, scales: Any, 
 
     def dequantise(origin: tuple[int, ...], values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         for dim, size in enumerate((values.shape[0], values.shape[1] * packing)):
-            scales = _repeated(scales, dim, origin[dim], size, block[dim])
+            if origin[dim] % block[dim] or size % block[dim]:  # else the op itself repeats those of whole blocks
+                index = torch.arange(origin[dim], origin[dim] + size) // block[dim]
+                scales = scales.index_select(dim, index - index[0])
         return original(self, values, scales, output_dtype=output_dtype)
 
     return LazyTensor.of_blocks(
@@ -114,14 +115,6 @@ def _block_of(size: int, count: int, configured: int) -> int:
     return configured if -(-size // configured) == count else 0
 
 
-def _repeated(scales: torch.Tensor, dim: int, begin: int, size: int, block: int) -> torch.Tensor:
-    """One scale for each of the `size` values from `begin` on, if these are not whole blocks."""
-    if begin % block == 0 and size % block == 0:
-        return scales  # the op itself repeats them
-    index = torch.arange(begin, begin + size) // block
-    return scales.index_select(dim, index - index[0])
-
-
 # ----------------------------------------------------------------------------------------------- compressed-tensors
 
 _COMPRESSED_FORMATS = ("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
@@ -136,19 +129,15 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
         return
     config = compressor.quantization_config
     used = {group.format or config.format for group in config.config_groups.values()}
-    unknown = sorted(used - {*_COMPRESSED_FORMATS})
-    if unknown:
+    if unknown := sorted(used - {*_COMPRESSED_FORMATS}):
         raise UnsupportedError(
             f"quantization_config: expected compressed-tensors in the formats {', '.join(_COMPRESSED_FORMATS)}; found "
             f"{', '.join(unknown)}, which hf_zero_stream cannot dequantise under ZeRO-3. Save the checkpoint "
             "dequantised first."
         )
     base = importlib.import_module("compressed_tensors.compressors.pack_quantized.base")
-    replacements: dict[tuple[Any, str], patching.Replacement] = {
-        (base, "unpack_from_int32"): _unpack_from_int32,
-        (base.PackedQuantizationCompressor, "decompress"): _decompress_packed,
-    }
-    with patching.Patches(replacements):
+    unpack, decompress = (base, "unpack_from_int32"), (base.PackedQuantizationCompressor, "decompress")
+    with patching.Patches({unpack: _unpack_from_int32, decompress: _decompress_packed}):
         yield
 
 

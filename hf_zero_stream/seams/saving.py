@@ -28,8 +28,7 @@ _noted: ContextVar[list[NotedShard] | None] = ContextVar("hf_zero_stream_noted_s
 
 
 def _save_file(original: Callable[..., Any], tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
-    noted = _noted.get()
-    if noted is None:
+    if (noted := _noted.get()) is None:
         return original(tensors, filename, metadata=metadata, **kwargs)
     noted.append(NotedShard(Path(filename).name, tensors, metadata or {}))
     return None
@@ -69,7 +68,6 @@ def lay_out_pretrained(
         num_parameters: number of elements of all parameters, for the index.
         dtype: written to the config as the dtype of the weights; default: the model's own.
         own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
-        kwargs: for ``save_pretrained``.
     """
     noted: list[NotedShard] = []
     methods = {

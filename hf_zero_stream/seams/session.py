@@ -77,7 +77,6 @@ class Session:
             Then this session's model stays lazy, and is placed as a part of the other.
         has_nested: whether the model's ``__init__`` called ``from_pretrained``.
         stock_reason: why the load is left to stock; empty while it streams.
-        building: whether transformers is building the model.
         model: the lazy model, once transformers loads its weights.
         placing: places the lazy model's values, once transformers knows which of them are missing.
         spares, chains: caches of :mod:`.keys`.
