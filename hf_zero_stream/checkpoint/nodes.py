@@ -28,6 +28,7 @@ __all__ = [
     "Copy",
     "FileTensor",
     "HostTensor",
+    "Leaf",
     "Node",
     "Opaque",
     "Pointwise",
@@ -199,3 +200,7 @@ class Opaque(Computed):
     @property
     def reason(self) -> str:
         return f"{self.function} needs whole tensors"
+
+
+Leaf = FileTensor | Stored | HostTensor | Computed
+"""Nodes that give elements of their own; the others only pass on those of their inputs."""

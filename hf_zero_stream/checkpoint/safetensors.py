@@ -174,9 +174,8 @@ def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterab
         if entry.start != covered:
             fault = "overlaps the tensor before it" if entry.start < covered else "leaves a hole before it"
             begin, expected = entry.start - data_start, covered - data_start
-            raise _faulty(
-                path, entry.name, f"data_offsets: expected to begin at {expected}, found {begin}, which {fault}"
-            )
+            text = f"data_offsets: expected to begin at {expected}, found {begin}, which {fault}"
+            raise _faulty(path, entry.name, text)
         covered = entry.stop
     if covered != size_bytes:
         fault = "is truncated" if covered > size_bytes else "has bytes that belong to no tensor"

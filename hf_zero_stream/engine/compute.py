@@ -9,8 +9,8 @@ from math import ceil, floor, prod
 
 import torch
 
-from ..checkpoint.nodes import Blockwise, HostTensor, Opaque, Pointwise, View
-from ..planning.boxes import Axis, Leaf, Placed, box_of_view, place
+from ..checkpoint.nodes import Blockwise, HostTensor, Leaf, Opaque, Pointwise, View
+from ..planning.boxes import Axis, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
 from ..sources.base import ByteSource
 from .execute import execute_reads

@@ -18,12 +18,11 @@ from torch import nn
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
 from ..checkpoint.lazy import lacks_values, refuse_wrapped
-from ..checkpoint.nodes import HostTensor
+from ..checkpoint.nodes import HostTensor, Leaf
 from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..footprint.memory import MemoryFootprint
-from ..planning.boxes import Leaf
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, PhaseClock, RankReport

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from ..checkpoint.nodes import Leaf
 from ..destinations.base import Batch, Item
-from ..planning.boxes import Leaf
 from ..planning.plan import LoadPlan, plan_batch
 from ..reports.load import PhaseClock, Verification
 from ..reports.memory import AnonymousMemory

@@ -16,21 +16,10 @@ from typing import NamedTuple
 
 import torch
 
-from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Node, Stored, View, row_major_strides
+from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Leaf, Node, Stored, View, row_major_strides
 
 
-__all__ = [
-    "Axis",
-    "Box",
-    "Leaf",
-    "Placed",
-    "Region",
-    "box_of_view",
-    "place",
-    "regions_of_box",
-    "regions_of_range",
-    "within",
-]
+__all__ = ["Axis", "Box", "Placed", "Region", "box_of_view", "place", "regions_of_box", "regions_of_range", "within"]
 
 
 class Box(NamedTuple):
@@ -209,9 +198,6 @@ def _cut(box: Box, position: int, begin: int, length: int, step: int) -> Iterato
 
 def _extent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-
-
-Leaf = FileTensor | Stored | HostTensor | Computed
 
 
 class Region(NamedTuple):

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from ..checkpoint.format import Shard
-from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Node, Opaque, View
-from .boxes import Box, Leaf, Region, regions_of_range
+from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Leaf, Node, Opaque, View
+from .boxes import Box, Region, regions_of_range
 from .parameter_box import ParameterBox
 
 
