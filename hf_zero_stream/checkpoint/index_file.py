@@ -34,7 +34,7 @@ def read_index_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_index_text(path: str | os.PathLike[str]) -> bytes:
-    """The unchecked text of the index at `path`; a ReadError, or, if too long or no regular file, a CheckpointError."""
+    """The unchecked text of the index at `path`; a ReadError; or a CheckpointError: too long, or no regular file."""
     name = os.fspath(path)
     try:
         with open(name, "rb", opener=open_nonblocking) as file:

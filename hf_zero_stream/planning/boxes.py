@@ -43,11 +43,11 @@ class Box(NamedTuple):
     @property
     def at_extent(self) -> int:
         """Elements of the buffer from the first to the last that the box touches; strides must not be negative."""
-        return _extent(self.sizes, self.at_strides)
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.at_strides, strict=True))
 
     @property
     def to_extent(self) -> int:
-        return _extent(self.sizes, self.to_strides)
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.sizes, self.to_strides, strict=True))
 
     def outermost_first(self) -> Box:
         """The same copies, in the order in which the dimensions lie in the buffer."""
@@ -194,10 +194,6 @@ def _cut(box: Box, position: int, begin: int, length: int, step: int) -> Iterato
         yield box.narrowed(position, 0, cut)
     if cut < size:
         yield box.narrowed(position, cut, size)
-
-
-def _extent(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 class Region(NamedTuple):

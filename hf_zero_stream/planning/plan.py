@@ -37,8 +37,8 @@ __all__ = [
 class Target:
     """Flat memory of `numel` elements that a rank fills from elements ``[start, stop)`` of a view, in row-major order.
 
-    What `numel` is more than ``stop - start``, which may be 0, is padding. `box` is what of the parameter `name` the
-    view shows; None: all of it.
+    If `numel` is more than ``stop - start``, which may be 0, the rest is padding. `box` is what of the parameter
+    `name` the view shows; None: all of it.
     """
 
     name: str
