@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -56,7 +56,8 @@ def test_ctrl_c_while_the_others_work() -> None:
     def work(items: Iterator[int]) -> None:
         if threading.current_thread() is threading.main_thread():
             return
-        _thread.interrupt_main()
+        # A real signal: interrupt_main() would not wake a thread that waits already.
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         for _ in items:
             time.sleep(0.001)
 
