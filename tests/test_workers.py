@@ -61,6 +61,10 @@ def test_ctrl_c_while_the_others_work() -> None:
         for _ in items:
             time.sleep(0.001)
 
-    with pytest.raises(KeyboardInterrupt):
-        run_in_threads(iter(int, 1), work, 2)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore Ctrl-C
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_in_threads(iter(int, 1), work, 2)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert helpers() == []
