@@ -12,6 +12,8 @@ COMPAT_TESTS ?= $(addprefix tests/test_,parity.py incomplete.py faults.py auto.p
 	upstream_conversions.py streaming.py)
 # Stock's own from_config fails under ZeRO-3 in transformers 5.1.
 COMPAT_TESTS += --deselect tests/test_streaming.py::test_from_config_is_stock
+# FP8 wants triton in transformers 5.1, which torch for CPUs does not bring.
+COMPAT_TESTS += --deselect tests/test_plan.py::test_a_plan_is_data
 FUZZ_RUNS ?= 1000000
 FUZZ_TARGETS ?= file header built index names
 SWEEP_ARGS ?= --worlds 2,3 --dtypes fp32,bf16,fp32-bf16 --stock --jobs 2 --markdown docs/models.md
