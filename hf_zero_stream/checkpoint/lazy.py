@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_map
 
 from ..errors import UnsupportedError
 from .no_memory import Address, NodeStorage, no_memory
@@ -327,7 +327,12 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _first_lazy(args: Any, kwargs: Any) -> LazyTensor:
-    return next(value for value in tree_iter((args, kwargs)) if isinstance(value, LazyTensor))
+    # Not by tree_iter, which takes longer than the view op that asks.
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, LazyTensor):
+                return item
+    raise AssertionError("dispatched to LazyTensor without one")
 
 
 def _to_meta(value: Any) -> Any:
