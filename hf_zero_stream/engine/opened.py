@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -32,6 +31,9 @@ __all__ = ["OpenCheckpoint", "choose_threads"]
 
 SAMPLES, SAMPLE_BYTES = 8, 4096
 """How many pieces of a file are compared with those of its copy on another host, and how large each is."""
+
+SAMPLING_THREADS = 8
+"""They wait for a disk or a network, and hardly compute."""
 
 
 class OpenCheckpoint:
@@ -108,8 +110,14 @@ class OpenCheckpoint:
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
         """For each file, a digest of some of its bytes, 8 bytes long; raises ReadError if one cannot be read."""
-        with ThreadPoolExecutor() as pool:
-            return list(pool.map(self._sample, paths))
+        found: dict[str, bytes] = {}
+
+        def work(pending: Iterator[str]) -> None:
+            for path in pending:
+                found[path] = self._sample(path)
+
+        run_in_threads(paths, work, SAMPLING_THREADS)  # which ends all once one has failed
+        return [found[path] for path in paths]
 
     def _sample(self, path: str) -> bytes:
         def sample() -> bytes:
