@@ -55,7 +55,7 @@ class Columns(Destination):
         return ParameterBox(shape, (*ParameterBox.whole(shape[:-1]).intervals, ((first, end),)))
 
     @classmethod
-    def holdings(cls, params: Mapping[str, Any], *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
+    def holdings(cls, model: Any, params: Mapping[str, Any], **ranks: Any) -> dict[str, Holding]:
         def holding(mine: Any) -> Holding:
             return Holding(mine.box, mine.dtype, 0, mine.numel(), lambda: nullcontext(mine.detach().view(-1)))
 

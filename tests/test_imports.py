@@ -72,6 +72,8 @@ PUBLIC = {
     "torch": (
         "torch",
         "torch.distributed",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
         "torch.nn",
         "torch.nn.parameter",
         "torch.overrides",
@@ -87,6 +89,8 @@ HOMES = {
     "transformers.integrations": ("hf_zero_stream.cli.bench_rank", "hf_zero_stream.loading.choice"),
     "torch.multiprocessing.reductions": ("hf_zero_stream.destinations.deepspeed.flat.layout",),  # StorageWeakRef
     "torch.distributed.distributed_c10d": ("hf_zero_stream.ranks.presence",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": ("hf_zero_stream.destinations.fsdp",),
+    "torch.distributed.tensor._dtensor_spec": ("hf_zero_stream.destinations.fsdp",),
 }
 """Other modules, or names, and who may import them; besides, ``seams`` may import anything of transformers."""
 

@@ -5,7 +5,6 @@ What must not happen is a model that holds no values, or a save of what one rank
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from hf_zero_stream.checkpoint.lazy import LazyTensor, lacks_values
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
 from hf_zero_stream.errors import LoadError, UnsupportedError
 from tests.cluster import run_ranks
-from tests.loading import Messages
 from tests.odd_models import Odd, OddConfig
 from tests.parity import ds_config, unequal
 
@@ -32,69 +30,12 @@ from tests.parity import ds_config, unequal
 Checkpoint = Callable[..., Path]
 
 
-# ------------------------------------------------------------------------------------------------- sharded models
-
-SHARDING: dict[str, Callable[[], dict[str, Any]]] = {
-    "fsdp": lambda: {"distributed_config": DistributedConfig(fsdp_size=2)},
-    "dict": lambda: {"distributed_config": {"fsdp_size": 2}},
-    "hsdp": lambda: {"distributed_config": DistributedConfig(dp_replicate_size=2)},
-    "tp": lambda: {"distributed_config": DistributedConfig(tp_size=2)},
-    "dict of a plan": lambda: {"distributed_config": {"tp_plan": "auto"}},
-    "pp": lambda: {"distributed_config": DistributedConfig(pp_size=2)},
-    "tp_plan": lambda: {"tp_plan": "auto"},
-    "tp_size": lambda: {"tp_size": 2},
-}
-EXPERTS: dict[str, Callable[[], dict[str, Any]]] = {
-    "ep": lambda: {"distributed_config": DistributedConfig(fsdp_size=2, ep_size=2)},
-}
-
-
-def local_values(model: nn.Module) -> dict[str, Any]:
-    return {
-        name: (type(param).__name__, param.to_local() if isinstance(param, DTensor) else param.detach())
-        for name, param in model.named_parameters()
-    }
-
-
-def same_values(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return ours.keys() == theirs.keys() and all(
-        kind == ours[name][0] and torch.equal(ours[name][1], value) for name, (kind, value) in theirs.items()
-    )
-
-
-def load_sharded(folder: Path, names: list[str]) -> dict[str, Any]:
-    """What differs from stock's load of the same arguments, and the warnings of ours."""
-    warnings.simplefilter("ignore")
-    messages = Messages()
-    transformers.utils.logging.get_logger("hf_zero_stream").addHandler(messages)
-    found: dict[str, Any] = {}
-    for name in names:
-        kwargs = (SHARDING | EXPERTS)[name]
-        stock = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs())
-        before = len(messages.found)
-        with hf_zero_stream.streaming():
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs())
-        assert not any(map(lacks_values, model.parameters())), name
-        found[name] = {
-            "same": same_values(local_values(model), local_values(stock)),
-            "sharded": sum(isinstance(param, DTensor) for param in model.parameters()),
-            "messages": messages.found[before:],
-        }
-    return found
-
-
-def test_sharded_models_are_left_to_stock(cluster: None, zoo_checkpoint: Checkpoint) -> None:
-    """With stock's shards on each rank; the reason is said once, on the main process."""
-    runs = [
-        run_ranks(2, load_sharded, zoo_checkpoint("llama"), list(SHARDING)),
-        run_ranks(2, load_sharded, zoo_checkpoint("deepseek_v3"), list(EXPERTS)),
-    ]
-    for run in runs:
-        for rank, found in enumerate(run):
-            for name, of_name in found.items():
-                assert of_name["same"] and (of_name["sharded"] or name == "pp"), (name, of_name)
-                assert len(of_name["messages"]) == (rank == 0), of_name
-                assert all("shards the model" in text for text in of_name["messages"])
+def error_of(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except (UnsupportedError, LoadError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def load_with_sizes_of_one(folder: Path, in_zero3: bool) -> dict[str, Any]:
@@ -113,46 +54,6 @@ def test_sizes_of_one(cluster: None, zoo_checkpoint: Checkpoint, world_size: int
     for in_zero3 in (False, True):
         for found in run_ranks(world_size, load_with_sizes_of_one, zoo_checkpoint("llama"), in_zero3):
             assert found == {"different": [], "streamed": in_zero3 or world_size > 1}
-
-
-def error_of(work: Callable[[], Any]) -> str:
-    try:
-        work()
-    except (UnsupportedError, LoadError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
-def use_sharded(folder: Path, output: Path) -> dict[str, Any]:
-    """Save a sharded model by stock, inside streaming() and by ours; load into it; plan for it."""
-    plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    sharded = {"distributed_config": DistributedConfig(fsdp_size=2)}
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **sharded)
-    before = local_values(model)
-    model.save_pretrained(output / "stock")
-    with hf_zero_stream.streaming():
-        model.save_pretrained(output / "inside")
-    errors = [
-        error_of(lambda: hf_zero_stream.save_pretrained(model, output / "ours")),
-        error_of(lambda: hf_zero_stream.load_into(model, str(folder))),
-        error_of(lambda: hf_zero_stream.load_into(plain, str(folder), **sharded)),
-        error_of(lambda: hf_zero_stream.plan(str(folder), world_size=2, **sharded)),
-    ]
-    return {"errors": errors, "unchanged": same_values(local_values(model), before)}
-
-
-def test_using_sharded_models(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    expected = ["save_pretrained: ", "load_into(model): ", "distributed_config= shards", "distributed_config= shards"]
-    for found in run_ranks(2, use_sharded, zoo_checkpoint("llama"), tmp_path):
-        assert found["unchanged"]
-        for text, error in zip(expected, found["errors"], strict=True):
-            assert error.startswith("UnsupportedError") and text in error
-    stock = {path.name: path.read_bytes() for path in (tmp_path / "stock").glob("*.safetensors")}
-    assert stock and stock == {path.name: path.read_bytes() for path in (tmp_path / "inside").glob("*.safetensors")}
-    assert not (tmp_path / "ours").exists()
-
-
-# --------------------------------------------------------------------------------------------------- other arguments
 
 
 def load_elsewhere(folder: Path, in_zero3: bool) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class Destination(Protocol):
 
     A load calls, in this order:
 
-    1. :meth:`dtype`, before transformers makes the model's parameters lazy.
+    1. :meth:`observe` and :meth:`dtype`, before transformers makes the model's parameters lazy.
     2. :meth:`batches` (all ranks), with the lazy model. Each rank then plans its batches.
     3. :meth:`footprint`; :meth:`check`, with the plan. Then the ranks agree that all have got so far, and that they
        are about to load the same.
@@ -115,8 +115,9 @@ class Destination(Protocol):
        ranks agree before ``finish`` that all have read (all ranks).
     6. The ranks agree that all have come to the end. Then :meth:`finish` (all ranks).
     7. :meth:`initialise` (all ranks), for each module, if transformers initialises what the checkpoint lacks.
+    8. :meth:`complete`, when transformers has tied what is to be tied.
 
-    ``plan()`` calls :meth:`dtype`, :meth:`batches` and :meth:`footprint`, on one rank, and nothing else.
+    ``plan()`` calls :meth:`observe`, :meth:`dtype`, :meth:`batches` and :meth:`footprint`, on one rank.
 
     A save calls :meth:`holdings` of each class in ``destinations/kinds.py``, and nothing else: the model may have been
     loaded in another way.
@@ -131,6 +132,9 @@ class Destination(Protocol):
     hides_zero3: bool = False
     """Whether transformers must not act on an active ZeRO-3 config itself, because this destination partitions."""
 
+    takes_dtensors: bool = False
+    """Whether transformers may shard the model before it is loaded, so that parameters are DTensors."""
+
     fills_missing: bool = False
     """Whether parameters that no checkpoint fills get their memory here; if not, transformers makes it."""
 
@@ -139,6 +143,10 @@ class Destination(Protocol):
 
     recast: Sequence[str] = ()
     """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""
+
+    def observe(self, model: nn.Module) -> None:
+        """Look at the empty `model`, whose parameters show by whom and how they were sharded."""
+        return
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         """The dtype of all floating-point parameters if `wanted` was asked for; None if each has its own.
@@ -183,16 +191,20 @@ class Destination(Protocol):
         """
         initialise()
 
+    def complete(self, model: nn.Module) -> None:
+        """Called with the model that the user gets."""
+        return
+
     @classmethod
     def holdings(
-        cls, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
     ) -> Mapping[str, Holding]:
         """What this rank holds of those of `params` that lie in memory of this kind, by name.
 
         The same names on all ranks, also where a rank holds no element. Parameters of other kinds are left out.
 
         Args:
-            params: parameters of one model, each once.
+            params: parameters of `model`, each once.
             masters: the fp32 values that an optimizer trains, where there are any, in place of the model's own.
 
         Raises:

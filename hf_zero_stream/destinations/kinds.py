@@ -7,12 +7,13 @@ from torch import nn
 from .base import Destination, Holding
 from .deepspeed.live import LiveModel
 from .deepspeed.partitioned import Partitioned
+from .dtensor import DTensors
 from .replicated import Replicated
 
 
 __all__ = ["KINDS", "holdings"]
 
-KINDS: list[type[Destination]] = [LiveModel, Partitioned, Replicated]
+KINDS: list[type[Destination]] = [LiveModel, Partitioned, DTensors, Replicated]
 """In the order in which they are asked: the first that knows a parameter says what is held of it."""
 
 
@@ -24,7 +25,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
     left = dict(model.named_parameters())
     found: dict[str, Holding] = {}
     for kind in KINDS:
-        of_kind = kind.holdings(left, masters=masters, rank=rank, world_size=world_size)
+        of_kind = kind.holdings(model, left, masters=masters, rank=rank, world_size=world_size)
         found.update(of_kind)
         left = {name: param for name, param in left.items() if name not in of_kind}
     return {name: found[name] for name, _ in model.named_parameters()}

@@ -170,7 +170,7 @@ class Replicated(Destination):
 
     @classmethod
     def holdings(
-        cls, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
     ) -> dict[str, Holding]:
         """All of each parameter, of which each rank gives 1/N."""
 

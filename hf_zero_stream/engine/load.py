@@ -208,6 +208,7 @@ class Load:
 
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures, log them on the main process and return the report (all ranks)."""
+        self.destination.complete(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         unfilled = [name for name, tensor in tensors if lacks_values(tensor)]
         if unfilled:

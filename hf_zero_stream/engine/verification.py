@@ -140,7 +140,8 @@ class Verifier:
             self._elements += stop - start
             self.parts[target.name] = (self.parts[target.name] + digest) % _WORD
             # A buffer, which every rank has whole, counts once.
-            if self._rank == 0 or target.box or target.stop - target.start < view.numel:
+            counts = self._rank == 0 or target.box or target.stop - target.start < view.numel
+            if counts and not target.is_copy:
                 self._digest = (self._digest + (_number(target.name) | 1) * digest) % _WORD
 
 

@@ -18,6 +18,7 @@ from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
 from ..ranks.topology import announces_zero3, announces_zero3_init
+from ..seams.sharding import distributed_config_of, init_distributed, is_known
 
 
 __all__ = ["Choice", "choose", "refuse_sharding", "settings_for", "warn_of_open_dtype"]
@@ -43,7 +44,7 @@ class Choice(NamedTuple):
 def choose(
     cls: Any, path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None, *, is_zero3: bool
 ) -> Choice | None:
-    """The load into partitions under ZeRO-3, or into whole models whose ranks share the reading; None for stock.
+    """The load into shards, ZeRO-3's partitions, or whole models whose ranks share the reading; None for stock.
 
     `found` is the DeepSpeed config, of whatever stage, and empty if there is none; the other arguments are those of
     ``from_pretrained``.
@@ -54,6 +55,11 @@ def choose(
         zero3.init_distributed()
         return Choice(LOAD, "", partial(_into_partitions, found, strict))
     _warn_if_zero3_comes_too_late()
+    with expected_at(LOAD):
+        sharding = distributed_config_of(kwargs) if is_known() else None
+        if sharding is not None:
+            _refuse_pipelines(sharding)
+            return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed()))
     if _ranks_load_the_same(kwargs):
         with expected_at(SHARED_LOAD):
             settings = settings_for(found, strict)
@@ -79,6 +85,20 @@ def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Co
     if (sections := zero3.undecided(found)) and coordinator.is_main:
         warn_of_open_dtype(sections, 'Set "enabled" to true or false.')
     return load
+
+
+def _refuse_pipelines(distributed_config: Any) -> None:
+    if getattr(distributed_config, "pp_size", 1) not in (None, 1):
+        raise UnsupportedError(
+            f"distributed_config: expected pp_size 1; got {distributed_config.pp_size}. With pipeline parallelism "
+            "ranks hold different models, which are not streamed. Load without streaming()."
+        )
+
+
+def _into_shards(found: dict[str, Any], strict: bool | None, device: torch.device, coordinator: Coordinator) -> Load:
+    from ..destinations.dtensor import DTensors  # imports torch's FSDP2
+
+    return Load(settings_for(found, strict), completed(found), coordinator, DTensors(coordinator, device))
 
 
 def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,8 +154,6 @@ def _load(
 
 def _streamed(load: Load, stock: Stock, path: Any, kwargs: dict[str, Any]) -> Any:
     """Call stock's `from_pretrained` with our seams, which make it stream."""
-    from ..destinations.deepspeed.zero3 import outside_zero_init  # imports deepspeed, which takes seconds
-
     finish_saves_into(path, load.config.read_from, load.coordinator)
     # A context with the host as torch's default device would slow every function of torch.
     on_the_host = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
@@ -162,7 +161,7 @@ def _streamed(load: Load, stock: Stock, path: Any, kwargs: dict[str, Any]) -> An
     with (
         closing(load),
         _patches,  # another thread may leave streaming() while this one loads
-        outside_zero_init(),
+        _outside_zero_init(),
         Session(load, strict=load.config.strict) as session,
         load.memory,
         load.clock("total"),
@@ -177,6 +176,14 @@ def _streamed(load: Load, stock: Stock, path: Any, kwargs: dict[str, Any]) -> An
         model = _model_of(result)
         model.streaming_report = load.finish(model, logger)
     return result
+
+
+def _outside_zero_init() -> AbstractContextManager[None]:
+    if "deepspeed" not in sys.modules:  # its import takes seconds
+        return nullcontext()
+    from ..destinations.deepspeed.zero3 import outside_zero_init
+
+    return outside_zero_init()
 
 
 def _model_of(result: Any) -> Any:

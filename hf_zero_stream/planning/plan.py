@@ -38,7 +38,7 @@ class Target:
     """Flat memory of `numel` elements that a rank fills from elements ``[start, stop)`` of a view, in row-major order.
 
     If `numel` is more than ``stop - start``, which may be 0, the rest is padding. `box` is what of the parameter
-    `name` the view shows; None: all of it.
+    `name` the view shows; None: all of it. `is_copy`: another rank fills the same elements, and they count there.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Target:
     start: int
     stop: int
     box: ParameterBox | None = None
+    is_copy: bool = False
 
     @property
     def nbytes(self) -> int:

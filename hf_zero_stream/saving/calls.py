@@ -29,6 +29,7 @@ from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..scope import active_configs
 from ..seams.saving import is_noting
+from ..seams.sharding import is_dtensor
 from ..seams.wrappers import unwrapped
 from .plan import CHUNK_BYTES
 
@@ -132,7 +133,7 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     state_dict = arguments.get("state_dict")
     if state_dict is not None:
         return any(isinstance(value, LazyTensor) for value in state_dict.values())
-    return any(map(has_partition, arguments["self"].parameters()))
+    return any(has_partition(param) or is_dtensor(param) for param in arguments["self"].parameters())
 
 
 patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrained})

@@ -32,6 +32,7 @@ from ..reports.save import PHASES, SaveReport, SavingRank
 from ..scope import current_config
 from ..seams import found_config
 from ..seams.saving import index_name, lay_out_pretrained
+from ..seams.sharding import is_dtensor
 from ..seams.wrappers import unwrapped
 from .files import Comparison, Publication, ShardWriter, reserve
 from .parameters import Parameters, state_dict_without_values
@@ -101,7 +102,8 @@ class Save:
                 "A PEFT model saves its adapters itself, and they are not large."
             )
         advice = "Save it with model.save_pretrained, which gathers such tensors."
-        refuse_wrapped(inner.named_parameters(), "save_pretrained", advice)
+        plain = [named for named in inner.named_parameters() if not is_dtensor(named[1])]
+        refuse_wrapped(plain, "save_pretrained", advice)
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
         self._write_from, self._verify = write_from, verify

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from ..errors import refuse_unknown_version
-from . import keys, loading, quantised  # noqa: F401 - they fill REPLACEMENTS
+from . import keys, loading, quantised, sharding  # noqa: F401 - they fill REPLACEMENTS
 from .ds_config import ModelsConfig, found_config
 from .loading import raise_if_misfit
 from .session import REPLACEMENTS, LazyModel, Session, Stopped, missing_names

@@ -83,10 +83,11 @@ def _load_pretrained_model(
             )
     if session.model is not None or session.stock_reason:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
-    refuse_wrapped(
-        model.named_parameters(), f"from_pretrained of {type(model).__name__}", "Load it without streaming()."
-    )
+    if not load.destination.takes_dtensors:
+        whose = f"from_pretrained of {type(model).__name__}"
+        refuse_wrapped(model.named_parameters(), whose, "Load it without streaming().")
     session.model = model
+    load.destination.observe(model)
     slices = _open(session, state_dict, checkpoint_files, load_config)
     with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer), keeping_groups(model):
         # Of a model inside another the dtype does not count: that of the outer one does.

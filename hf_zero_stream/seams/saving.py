@@ -73,6 +73,9 @@ def lay_out_pretrained(
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
         "should_save_on_this_rank": lambda *_: True,  # transformers asks since 5.15
+        # Of a sharded model: the lazy tensors are whole, and ranks come together later.
+        "gather_sharded_state_dict_for_save": lambda model, state_dict, *_, **__: state_dict,
+        "barrier_after_gathered_checkpoint_save": lambda *_: None,
         "get_parameter": lambda name: (
             parameters[name] if name in parameters else type(model).get_parameter(model, name)
         ),

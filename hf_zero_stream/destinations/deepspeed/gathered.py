@@ -1,10 +1,4 @@
-"""ZeRO-3 parameters in full: those that a user's ``GatheredParameters`` holds, and those that initialisation touches.
-
-A model's own initialisation code must meet real values. But it runs over every module and leaves loaded parameters
-alone, so that gathering all of them would move the whole model over the wire for nothing. So a module is first tried
-with its parameters as they are. The first touch of one that is partitioned stops the attempt; that parameter and the
-module's own are gathered, and the module is run again from the start, with the same random numbers.
-"""
+"""ZeRO-3 parameters in full: those that a ``GatheredParameters`` holds, and those that initialisation touches."""
 
 from __future__ import annotations
 
@@ -17,18 +11,14 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+
+from ..initialise import run_with_what_is_touched
 
 
 __all__ = ["gathered", "not_in_full", "run_gathering_what_is_touched"]
 
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
-
-# Properties that say the same of a partitioned parameter as of a full one.
-_HARMLESS_NAMES = ("dtype", "device", "requires_grad", "is_meta", "is_leaf", "grad_fn")
-_HARMLESS = {getattr(torch.Tensor, name).__get__ for name in _HARMLESS_NAMES}
 
 
 def gathered(params: Iterable[Any]) -> list[Any]:
@@ -51,34 +41,7 @@ def not_in_full(model: nn.Module) -> list[str]:
 
 def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module) -> None:
     """Call `initialise` for `module`, with what it touches gathered; all ranks get what it writes (all ranks)."""
-    cpu_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    needed: list[Any] = []
-    while True:
-        try:
-            with _gathering(needed), _TouchGuard():
-                initialise()
-            return
-        except _Touched as touched:
-            # Its other uninitialised parameters will be touched next; fetching them now saves an attempt.
-            own = [p for p in module.parameters(recurse=False) if not getattr(p, "_is_hf_initialized", False)]
-            needed = [*needed, *filter(_is_partitioned, own), *touched.args]
-            torch.set_rng_state(cpu_state)
-            if cuda_state is not None:
-                torch.cuda.set_rng_state(cuda_state)
-
-
-class _Touched(BaseException):
-    """Initialisation code used partitioned parameters; a BaseException, so that no model's `except` hides it."""
-
-
-class _TouchGuard(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _HARMLESS:
-            touched = [value for value in tree_leaves((args, kwargs)) if _is_partitioned(value)]
-            if touched:
-                raise _Touched(*touched)
-        return func(*args, **(kwargs or {}))
+    run_with_what_is_touched(initialise, module, _is_partitioned, _gathering)
 
 
 def _is_partitioned(value: Any) -> bool:

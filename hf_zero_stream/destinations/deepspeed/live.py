@@ -144,7 +144,7 @@ class LiveModel(Destination):
 
     @classmethod
     def holdings(
-        cls, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
     ) -> dict[str, Holding]:
         """What optimizers train in place of parameters, if that is what is wanted."""
         if not masters:

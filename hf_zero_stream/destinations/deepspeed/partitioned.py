@@ -103,7 +103,7 @@ class Partitioned(Destination):
 
     @classmethod
     def holdings(
-        cls, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
     ) -> dict[str, Holding]:
         """Partitions, or the full values of parameters that a ``GatheredParameters`` holds."""
         in_context = set(map(id, gathered(params.values())))

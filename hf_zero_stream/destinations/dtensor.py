@@ -1,0 +1,118 @@
+"""Parameters that DTensor shards: FSDP2, HSDP, tensor and expert parallelism. Each rank reads its own local shards.
+
+Ranks that hold the same shard (replicas) each read it. That is simpler than an exchange, and where they share a host
+the page cache serves all but the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..checkpoint.lazy import LazyTensor
+from ..planning.parameter_box import ParameterBox
+from ..planning.plan import Target, partition_range
+from ..ranks.coordinator import Coordinator
+from . import fsdp
+from .base import Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
+from .replicated import open_flat
+from .shards import Shard, local_of, shard_of
+from .whole import WholeParameters
+
+
+__all__ = ["DTensors"]
+
+
+class DTensors(Destination):
+    """The local shards of a model that was sharded on the meta device.
+
+    Parameters that are not sharded, and buffers, are whole on every rank.
+    """
+
+    takes_dtensors = fills_missing = True
+
+    def __init__(self, coordinator: Coordinator, device: torch.device) -> None:
+        self.device = device
+        self._coordinator = coordinator
+        self._sharded: dict[str, DTensor] = {}
+        self._managed: dict[str, fsdp.Managed] = {}
+        self._whole: WholeParameters | None = None
+
+    def observe(self, model: nn.Module) -> None:
+        named = model.named_parameters(remove_duplicate=False)
+        self._sharded = {name: param for name, param in named if isinstance(param, DTensor)}
+        self._managed = fsdp.managed_params(model)
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        shards: dict[str, Shard] = {}
+
+        def parameter(name: str, old: torch.Tensor) -> nn.Parameter | None:
+            if not isinstance(old, LazyTensor) and not old.is_meta:
+                return None
+            sharded = self._sharded.get(name)
+            if sharded is None:
+                shards[name] = Shard(
+                    ParameterBox.whole(old.shape), self._coordinator.rank, self._coordinator.world_size
+                )
+            else:
+                shards[name] = shard_of(name, sharded, self._managed.get(name))
+            nbytes = shards[name].box.numel * old.dtype.itemsize
+            device = torch.device("meta") if only_planned else self.device
+            with allocating(name, nbytes, device, self._coordinator.rank):
+                return self._new(name, sharded, shards[name].box, old, device)
+
+        def buffer(old: torch.Tensor) -> torch.Tensor:
+            if not isinstance(old, LazyTensor) and not old.is_meta:
+                return old.to(self.device)
+            return torch.empty(old.shape, dtype=old.dtype, device="meta" if only_planned else self.device)
+
+        parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        items: list[Item] = []
+        for name, (param, view) in parameters.items():
+            local, shard = local_of(param), shards[name]
+            box = None if shard.box.is_whole else shard.box
+            target = Target(name, local.dtype, local.numel(), 0, local.numel(), box, is_copy=shard.copy > 0)
+            items.append(item_of(target, narrowed(view, shard.box), local.view(-1)))
+        self._whole = WholeParameters(model, shards, missing, self._coordinator)
+        return [Batch([*items, *flat_items(buffers)])]
+
+    def _new(
+        self, name: str, sharded: Any, box: ParameterBox, old: torch.Tensor, device: torch.device
+    ) -> nn.Parameter:
+        if sharded is not None and name in self._managed and not device.type == "meta":
+            return fsdp.new_shard(self._managed[name], old.dtype, requires_grad=old.requires_grad)
+        local = torch.empty(box.sizes, dtype=old.dtype, device=device)
+        if sharded is None:
+            return nn.Parameter(local, requires_grad=old.requires_grad)
+        return fsdp.with_local(sharded, local, requires_grad=old.requires_grad)
+
+    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        assert self._whole is not None
+        self._whole.initialise(initialise, module)
+
+    def complete(self, model: nn.Module) -> None:
+        self._whole = None
+        fsdp.adopt_ties(model)
+
+    @classmethod
+    def holdings(
+        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+    ) -> dict[str, Holding]:
+        managed = fsdp.managed_params(model)
+
+        def holding(name: str, param: Any) -> Holding:
+            record = managed.get(name)
+            # FSDP2 may have put gathered parameters in place of its own.
+            mine = record if record is not None and record.sharded_param is param else None
+            box, copy, copies = shard_of(name, param, mine)
+            _, start, stop = partition_range(box.numel, copy, copies)
+            return Holding(box, param.dtype, start, stop, partial(open_flat, local_of(param)), is_whole=copies > 1)
+
+        return {name: holding(name, param) for name, param in params.items() if isinstance(param, DTensor)}

@@ -1,0 +1,117 @@
+"""What FSDP2 keeps of a parameter that it shards; the only module that touches FSDP2's private classes.
+
+``fully_shard`` cuts what it is given, a whole parameter or the local shard of tensor or expert parallelism, into
+chunks along one dimension, and pads them to equal sizes. It all-gathers from a flat storage that includes the padding.
+``FSDPParam.reset_sharded_param`` takes a parameter as it is if the parameter lies in that storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from ..errors import refuse_unknown_version
+from ..planning.parameter_box import Cut
+
+
+__all__ = ["Managed", "adopt_ties", "chunk_of", "inner_spec", "managed_params", "new_shard", "reshard", "with_local"]
+
+Managed = Any
+"""FSDP2's record of a parameter that it shards, an ``FSDPParam``."""
+
+_RELIED_ON = ("reset_sharded_param", "to_sharded_dtensor", "_init_sharded_param")
+_missing = [f"FSDPParam.{name}" for name in _RELIED_ON if not hasattr(FSDPParam, name)]
+if not hasattr(FSDPModule, "_get_fsdp_state"):
+    _missing.append("FSDPModule._get_fsdp_state")
+refuse_unknown_version("torch", _missing)
+
+
+def managed_params(model: nn.Module) -> dict[str, Managed]:
+    """FSDP2's records of the parameters of `model`, by all names of each."""
+    by_place: dict[tuple[int, str], Managed] = {}
+    for managed in _records(model):
+        info = managed._module_info
+        modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
+        for module, name in zip(modules, names, strict=True):
+            by_place[id(module), name] = managed
+    found = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name in module._parameters:
+            if (id(module), name) in by_place:
+                found[f"{prefix}.{name}" if prefix else name] = by_place[id(module), name]
+    return found
+
+
+def _records(model: nn.Module) -> Iterator[Managed]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            # Versions of torch without `_fsdp_param_groups` have one group for each module.
+            groups = getattr(state, "_fsdp_param_groups", None)
+            for group in [state._fsdp_param_group] if groups is None else groups:
+                yield from () if group is None else group.fsdp_params
+
+
+def chunk_of(managed: Managed) -> Cut | None:
+    """FSDP2's own cut; None if it only replicates."""
+    mesh: Any = managed.mesh_info
+    if not hasattr(mesh, "shard_mesh_size"):
+        return None
+    return Cut(managed.fsdp_placement.dim, mesh.shard_mesh_size, mesh.shard_mesh_rank)
+
+
+def inner_spec(managed: Managed) -> Any:
+    """The spec of the DTensor that ``fully_shard`` was given; None if that was a plain tensor."""
+    return managed._unsharded_dtensor_spec
+
+
+def new_shard(managed: Managed, dtype: torch.dtype, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter with new memory, in a storage that FSDP2 will own: not initialised, its padding zero."""
+    device = torch.device("cpu") if managed.offload_to_cpu else managed.device
+    padded = torch.empty(managed.padded_sharded_param_size, dtype=dtype, device=device, pin_memory=managed.pin_memory)
+    dim = managed.fsdp_placement.dim
+    length = managed.sharded_size[dim] if managed.sharded_size.numel() else 0
+    padded.narrow(dim, length, padded.shape[dim] - length).zero_()
+    new = with_local(managed.sharded_param, padded.narrow(dim, 0, length), requires_grad=requires_grad)
+    _take(managed, new, padded.view(-1))
+    return new
+
+
+def with_local(like: Any, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter that is sharded as the DTensor `like` is, of `local` values and their dtype."""
+    old = like._spec
+    spec = DTensorSpec(old.mesh, old.placements, tensor_meta=TensorMeta(old.shape, old.stride, local.dtype))
+    return nn.Parameter(DTensor(local, spec, requires_grad=False), requires_grad=requires_grad)
+
+
+def _take(managed: Managed, param: Any, storage: torch.Tensor) -> None:
+    managed.sharded_param, managed._sharded_param_data, managed._sharding_spec = param, storage, param._spec
+
+
+def adopt_ties(model: nn.Module) -> None:
+    """Have FSDP2's records of tied names use the memory of the parameter that is there now.
+
+    A tied name that a module of its own shards has a record of its own, still of a meta tensor. FSDP2 would pad the
+    shard a second time for it, in new memory, which would end the tie.
+    """
+    records = managed_params(model)
+    owners: dict[int, Managed] = {id(managed.sharded_param): managed for managed in records.values()}
+    for name, managed in records.items():
+        param = model.get_parameter(name)
+        owner = owners.get(id(param))
+        if owner is not None and owner is not managed:
+            _take(managed, param, owner._sharded_param_data)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free the gathered parameters that FSDP2 keeps after a forward pass."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

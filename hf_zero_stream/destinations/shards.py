@@ -1,0 +1,89 @@
+"""What this rank holds of a parameter that is a DTensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from ..errors import UnsupportedError
+from ..planning.parameter_box import Cut, ParameterBox
+from . import fsdp
+
+
+__all__ = ["Shard", "is_sharded", "local_of", "shard_of"]
+
+
+class Shard(NamedTuple):
+    """What this rank holds of a parameter, as number `copy` of the `copies` ranks that hold the same."""
+
+    box: ParameterBox
+    copy: int
+    copies: int
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter of `model` is a DTensor."""
+    return any(isinstance(param, DTensor) for param in model.parameters())
+
+
+def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> Shard:
+    """What this rank holds of `param`; `managed` is FSDP2's record of it, if there is one.
+
+    FSDP2 cuts last, although its placement comes first. Where tensor parallelism cuts a fused weight along the same
+    dimension, the placements alone do not say what FSDP2 all-gathers; its record does.
+
+    Raises:
+        UnsupportedError: a placement is a partial sum, whose values no rank holds.
+    """
+    placed = list(_placed(name, param))
+    copy, copies = 0, 1
+    for placement, size, coordinate in placed:
+        if isinstance(placement, Replicate):
+            copy, copies = copy * size + coordinate, copies * size
+    if managed is None:
+        return Shard(ParameterBox.of_cuts(param.shape, _cuts(placed)), copy, copies)
+    inner, chunk = fsdp.inner_spec(managed), fsdp.chunk_of(managed)
+    cuts = [] if inner is None else list(_cuts(list(_placed(name, inner))))
+    return Shard(ParameterBox.of_cuts(param.shape, cuts if chunk is None else [*cuts, chunk]), copy, copies)
+
+
+_Placed = tuple[Any, int, int]
+"""A placement, the number of ranks along its dimension of the mesh, and this rank's coordinate there."""
+
+
+def _placed(name: str, sharded: Any) -> Iterator[_Placed]:
+    """The placements of a DTensor or of a spec."""
+    mesh = sharded.device_mesh
+    coordinates = mesh.get_coordinate()
+    for number, placement in enumerate(sharded.placements):
+        if isinstance(placement, Partial):
+            raise UnsupportedError(
+                f"{name}: its placement is {placement}, a partial sum, whose values no rank holds. Redistribute it to "
+                "Shard or Replicate first."
+            )
+        yield placement, mesh.size(number), coordinates[number]
+
+
+def _cuts(placed: Sequence[_Placed]) -> Iterator[Cut]:
+    """The cuts in the order in which they were made: one whose groups are those of the cuts behind it came last."""
+    last: list[Cut] = []
+    for number, (placement, size, coordinate) in enumerate(placed):
+        if isinstance(placement, Replicate):
+            continue
+        groups = getattr(placement, "split_factor", 1)
+        behind = [size for other, size, _ in placed[number + 1 :] if getattr(other, "dim", None) == placement.dim]
+        if behind and groups == prod(behind):
+            last.insert(0, Cut(placement.dim, size, coordinate))
+        else:
+            yield Cut(placement.dim, size, coordinate, groups)
+    yield from last
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    """The memory of `param`, or of its local shard."""
+    return (param._local_tensor if isinstance(param, DTensor) else param).detach()

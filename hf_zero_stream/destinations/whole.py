@@ -1,0 +1,102 @@
+"""Shards made whole for a while, for a model's own initialisation code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..planning.parameter_box import ParameterBox
+from ..ranks.coordinator import Coordinator, collective_device
+from .initialise import random_state, run_with_what_is_touched, set_random_state
+from .shards import Shard, local_of
+
+
+__all__ = ["WholeParameters"]
+
+
+class WholeParameters:
+    """Makes parameters whole for a model's own initialisation code, with rank 0's random numbers on all ranks.
+
+    So shards never repeat rows, and replicas never differ: all is as if rank 0 had initialised the whole model.
+
+    Args:
+        missing: names of the parameters that have no values yet.
+    """
+
+    def __init__(
+        self, model: nn.Module, shards: Mapping[str, Shard], missing: Iterable[str], coordinator: Coordinator
+    ) -> None:
+        self._model, self._shards, self._missing = model, shards, set(missing)
+        self._coordinator = coordinator
+        self._names: dict[int, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if isinstance(param, DTensor):
+                self._names.setdefault(id(param), []).append(name)
+        self._rank_0s: Any = None
+
+    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        mine = random_state()
+        if self._rank_0s is None:
+            self._rank_0s = self._coordinator.broadcast(random_state)
+            self._is_rank_0s = _equal(mine, self._rank_0s)
+        if not self._is_rank_0s:
+            set_random_state(self._rank_0s)
+        try:
+            run_with_what_is_touched(initialise, module, lambda value: id(value) in self._names, self._present)
+        finally:
+            if not self._is_rank_0s:
+                self._rank_0s = random_state()
+                set_random_state(mine)
+
+    @contextmanager
+    def _present(self, params: Sequence[Any]) -> Iterator[None]:
+        """Inside, whole parameters stand in the places of `params`; what is written to them is kept."""
+        whole = {names[0]: self._made_whole(names[0], param) for param in params if (names := self._names[id(param)])}
+        originals = {name: self._model.get_parameter(name) for name in whole}
+        for name, values in whole.items():
+            self._put(self._names[id(originals[name])], values)
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                self._put(self._names[id(original)], original)
+        for name, original in originals.items():
+            values = whole[name].detach()
+            for block, within in self._shards[name].box.blocks():
+                local_of(original)[_slices(within)].copy_(values[_slices(block)])
+            self._missing.difference_update(self._names[id(original)])
+
+    def _put(self, names: Iterable[str], param: nn.Parameter) -> None:
+        for name in names:
+            path, _, key = name.rpartition(".")
+            self._model.get_submodule(path)._parameters[key] = param
+
+    def _made_whole(self, name: str, param: Any) -> nn.Parameter:
+        local, shard = local_of(param), self._shards[name]
+        is_new = name in self._missing
+        values = torch.zeros(param.shape, dtype=param.dtype, device=local.device if is_new else collective_device())
+        if not is_new:
+            if shard.copy == 0:
+                for block, within in shard.box.blocks():
+                    values[_slices(block)].copy_(local[_slices(within)])
+            # Each byte comes from one rank, so that sums of bytes lose nothing.
+            self._coordinator.wait(dist.all_reduce(values.view(-1).view(torch.uint8), async_op=True))
+            values = values.to(local.device)
+        whole = nn.Parameter(values, requires_grad=param.requires_grad)
+        whole._is_hf_initialized = getattr(param, "_is_hf_initialized", False)
+        return whole
+
+
+def _slices(block: ParameterBox) -> tuple[slice, ...]:
+    """The indices of a box of one interval along each dimension."""
+    return tuple(slice(*intervals[0]) for intervals in block.intervals)
+
+
+def _equal(mine: Any, theirs: Any) -> bool:
+    return all(one is other is None or torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))

@@ -1,0 +1,68 @@
+"""The seams of ``from_pretrained(distributed_config=...)``, by which transformers shards a model before it loads it.
+
+transformers slices the tensors of the checkpoint as the parameters that they end in are sharded, and converts the
+slices, which is wrong for conversions that split or permute what was cut. While a load streams, whole lazy tensors go
+through the conversions, as in a load that is not sharded, and our destination takes its shards of the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from transformers import core_model_loading, modeling_utils
+from transformers.distributed import DistributedConfig, utils
+
+from ..ranks.topology import announced_local_rank
+from .session import Original, Session, seam
+
+
+__all__ = ["distributed_config_of", "init_distributed", "is_dtensor", "is_known"]
+
+_SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
+
+
+def is_known() -> bool:
+    """Whether this version of transformers shards models in the way that the seams here know."""
+    return hasattr(core_model_loading, "is_dtensor")
+
+
+def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
+    """How these arguments of ``from_pretrained`` shard the model; None if they do not.
+
+    Raises what transformers raises if they contradict each other.
+    """
+    config = kwargs.get("distributed_config")
+    if config is None:
+        of_its_own = {name: kwargs[name] for name in ("tp_plan", "tp_size") if kwargs.get(name) is not None}
+        config = DistributedConfig(**of_its_own) if of_its_own else None
+    elif isinstance(config, Mapping):
+        config = DistributedConfig.from_dict(dict(config))
+    shards = config is not None and any(getattr(config, size, None) not in (None, 1) for size in _SIZES)
+    return config if shards else None
+
+
+def init_distributed() -> torch.device:
+    """Make the process group that transformers would make later, and return the device that it gives this rank."""
+    utils._ensure_torch_distributed()
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type == "mps":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, announced_local_rank())
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+@seam(core_model_loading, "is_dtensor", since="5.17")
+def _is_dtensor(session: Session, original: Original, tensor: Any) -> bool:
+    """Have whole tensors converted, and put in place of sharded parameters."""
+    return False
+
+
+@seam(modeling_utils, "caching_allocator_warmup")
+def _caching_allocator_warmup(session: Session, original: Original, *args: Any, **kwargs: Any) -> None:
+    """Leave the device's memory to the shards."""

@@ -1,0 +1,109 @@
+"""What ranks run to compare a model that transformers shards while it loads with a plain one, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from hf_zero_stream.destinations import fsdp
+from hf_zero_stream.destinations.shards import shard_of
+from tests.parity import _named, _same_bits, _ties
+
+
+Sizes = dict[str, Any]
+"""Arguments of a DistributedConfig."""
+
+
+def sharded_differences(sharded: nn.Module, plain: nn.Module) -> list[str]:
+    """Every way in which a sharded model differs from a plain one; each rank looks at what it holds."""
+    found: list[str] = []
+    ours, theirs, managed = dict(_named(sharded)), dict(_named(plain)), fsdp.managed_params(sharded)
+    if ours.keys() != theirs.keys():
+        found.append(f"names: {sorted(ours.keys() ^ theirs.keys())}")
+    for name in sorted(ours.keys() & theirs.keys()):
+        mine, expected = ours[name], theirs[name]
+        kind = "parameter" if isinstance(expected, nn.Parameter) else "buffer"
+        if mine.requires_grad != expected.requires_grad:
+            found.append(f"{name}: requires_grad {mine.requires_grad}, expected {expected.requires_grad}")
+        if mine.shape != expected.shape:
+            found.append(f"{kind} {name}: shape {tuple(mine.shape)}, expected {tuple(expected.shape)}")
+        elif not _same_bits(*_cut(name, mine, expected, managed.get(name))):
+            found.append(f"{kind} {name}: {tuple(mine.shape)} {mine.dtype}, expected {expected.dtype}")
+    if _ties(sharded) != _ties(plain):
+        found.append(f"ties: {_ties(sharded)}, expected {_ties(plain)}")
+    if sharded.training != plain.training:
+        found.append(f"training: {sharded.training}, expected {plain.training}")
+    return found + _moved(sharded)
+
+
+def _cut(name: str, mine: torch.Tensor, expected: torch.Tensor, record: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What this rank holds of a parameter, and the same part of the whole one, cut by torch's own ``chunk``."""
+    if not isinstance(mine, DTensor):
+        return mine.detach(), expected.detach()
+    if record is None:
+        local, whole = mine.to_local(), mine.full_tensor()
+        assert torch.equal(whole, expected) or whole.isnan().any(), f"{name}: gathered by torch"
+        box = shard_of(name, mine, None).box
+        for dim, intervals in enumerate(box.intervals):
+            expected = torch.cat([expected.narrow(dim, start, stop - start) for start, stop in intervals], dim)
+        return local.detach(), expected.detach()
+    inner = fsdp.inner_spec(record)
+    if inner is not None:
+        box = shard_of(name, inner, None).box
+        for dim, intervals in enumerate(box.intervals):
+            expected = torch.cat([expected.narrow(dim, start, stop - start) for start, stop in intervals], dim)
+    dim, parts, part, _ = fsdp.chunk_of(record)
+    chunks = expected.detach().chunk(parts, dim)
+    chunk = chunks[part] if part < len(chunks) else expected.detach().narrow(dim, 0, 0)
+    return mine.to_local().detach(), chunk
+
+
+def _moved(model: nn.Module) -> list[str]:
+    """Parameters that FSDP2 would copy into memory of its own when training begins."""
+    found = []
+    for name, record in fsdp.managed_params(model).items():
+        before = record.sharded_param._local_tensor.data_ptr()
+        record.reset_sharded_param()
+        if record.sharded_param._local_tensor.data_ptr() != before:
+            found.append(f"{name}: moved by FSDP2")
+    return found
+
+
+def load_sharded(model_class: Any, folder: Path, sizes: Sizes, **kwargs: Any) -> Any:
+    """Streamed, with rank 0's random numbers as those of a plain load that starts from seed 0."""
+    import hf_zero_stream
+
+    torch.manual_seed(dist.get_rank())
+    with hf_zero_stream.streaming():
+        return model_class.from_pretrained(folder, distributed_config=DistributedConfig(**sizes), **kwargs)
+
+
+def compare_sharded(auto_class: str, folder: Path, of_sizes: list[Sizes], **kwargs: Any) -> list[dict[str, Any]]:
+    """Load plain, and sharded in each of `of_sizes`: what differs, and this rank's report."""
+    model_class = getattr(transformers, auto_class)
+    found = []
+    for sizes in of_sizes:
+        torch.manual_seed(0)
+        plain, plain_info = model_class.from_pretrained(folder, output_loading_info=True, **kwargs)
+        model, info = load_sharded(model_class, folder, sizes, output_loading_info=True, **kwargs)
+        differing = sharded_differences(model, plain)
+        if info != plain_info:
+            differing.append(f"info: {info}, expected {plain_info}")
+        report = model.streaming_report
+        found.append(
+            {
+                "sizes": sizes,
+                "differences": differing,
+                "sharded": sum(isinstance(param, DTensor) for param in model.parameters()),
+                "report": report.ranks[dist.get_rank()],
+                "digest": report.digest,
+            }
+        )
+    return found
