@@ -258,13 +258,17 @@ def medium_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_moe_checkpoint(tmp_path_factory.mktemp("medium"), 1.6e8, num_layers=4, num_experts=16)
 
 
+def give_back_what_is_freed() -> None:
+    """Return freed memory to the system at once, and do not keep it for the next allocation (M_MMAP_THRESHOLD)."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)
+    torch.backends.mkldnn.set_flags(False)  # which keeps memory of its own for each shape of a product in bf16
+
+
 def start_and_step(folder: Path, tiny: Path, config: dict[str, Any]) -> dict[str, Any]:
     """Load, initialise and take one step; memory is counted from before the load."""
     import deepspeed
 
-    # What is freed goes back to the system at once, and is not kept for the next allocation (M_MMAP_THRESHOLD).
-    ctypes.CDLL(None).mallopt(-3, 2**16)
-    torch.backends.mkldnn.set_flags(False)  # which keeps memory of its own for each shape of a product in bf16
+    give_back_what_is_freed()
 
     def initialise(model: Any) -> Any:
         return deepspeed.initialize(model=model, config=config)[0]

@@ -68,15 +68,18 @@ def _spans(plan: LoadPlan, shard: int, near: int) -> list[tuple[int, int]]:
 
 
 def _draw_memory(axes: Any, footprint: MemoryFootprint, device: str) -> None:
-    phases = ["load", "deepspeed.\ninitialize", "training"]
-    parts: dict[str, dict[str, Mapping[str, int]]] = {
-        "peak": {phases[0]: footprint.load_peak, phases[1]: footprint.start_peak},
-        "partitions": {phases[2]: footprint.partitions},
-        "fp32 copies": {phases[2]: footprint.master},
-        "gradients": {phases[2]: footprint.gradients},
-        "reduce bucket": {phases[2]: footprint.reduce_bucket},
-        "optimizer states": {phases[2]: footprint.optimizer_states},
-        "largest gather": {phases[2]: {device: footprint.largest_gather}},
+    peaks = {"load": footprint.load_peak}
+    if footprint.engine == "deepspeed":
+        peaks["deepspeed.\ninitialize"] = footprint.start_peak
+    phases = [*peaks, "training"]
+    parts: dict[str, Mapping[str, Mapping[str, int]]] = {
+        "peak": peaks,
+        "partitions": {"training": footprint.partitions},
+        "fp32 copies": {"training": footprint.master},
+        "gradients": {"training": footprint.gradients},
+        "reduce bucket": {"training": footprint.reduce_bucket},
+        "optimizer states": {"training": footprint.optimizer_states},
+        "largest gather": {"training": {device: footprint.largest_gather}},
     }
     places = list(dict.fromkeys((device, HOST, DISK)))
     width = 0.8 / len(places)

@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.lazy import LazyTensor
+from ..footprint.memory import MemoryFootprint
+from ..footprint.sharded import HeldShard, sharded_footprint
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target, partition_range
 from ..ranks.coordinator import Coordinator
@@ -32,12 +34,16 @@ class DTensors(Destination):
     """The local shards of a model that was sharded on the meta device.
 
     Parameters that are not sharded, and buffers, are whole on every rank.
+
+    Args:
+        trains_on: the type of the device that training will use, for :meth:`footprint`; default: that of `device`.
     """
 
     takes_dtensors = fills_missing = True
 
-    def __init__(self, coordinator: Coordinator, device: torch.device) -> None:
+    def __init__(self, coordinator: Coordinator, device: torch.device, *, trains_on: str | None = None) -> None:
         self.device = device
+        self._trains_on = trains_on or device.type
         self._coordinator = coordinator
         self._sharded: dict[str, DTensor] = {}
         self._managed: dict[str, fsdp.Managed] = {}
@@ -92,6 +98,21 @@ class DTensors(Destination):
         if sharded is None:
             return nn.Parameter(local, requires_grad=old.requires_grad)
         return fsdp.with_local(sharded, local, requires_grad=old.requires_grad)
+
+    def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
+        def held(name: str, param: nn.Parameter) -> HeldShard:
+            if name in self._managed:
+                return fsdp.held_shard(self._managed[name], param, self._trains_on)
+            return HeldShard(local_of(param).nbytes, self._trains_on, param.requires_grad)
+
+        named = ((name, param) for name, param in model.named_parameters() if name not in tied)
+        return sharded_footprint(
+            (held(name, param) for name, param in named),
+            fsdp.gathers(model),
+            device=self._trains_on,
+            buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
+            staging_bytes=staging_bytes,
+        )
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         assert self._whole is not None

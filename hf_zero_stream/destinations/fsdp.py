@@ -18,10 +18,23 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..errors import refuse_unknown_version
+from ..footprint.memory import HOST
+from ..footprint.sharded import HeldShard
 from ..planning.parameter_box import Cut
 
 
-__all__ = ["Managed", "adopt_ties", "chunk_of", "inner_spec", "managed_params", "new_shard", "reshard", "with_local"]
+__all__ = [
+    "Managed",
+    "adopt_ties",
+    "chunk_of",
+    "gathers",
+    "held_shard",
+    "inner_spec",
+    "managed_params",
+    "new_shard",
+    "reshard",
+    "with_local",
+]
 
 Managed = Any
 """FSDP2's record of a parameter that it shards, an ``FSDPParam``."""
@@ -50,13 +63,22 @@ def managed_params(model: nn.Module) -> dict[str, Managed]:
 
 
 def _records(model: nn.Module) -> Iterator[Managed]:
+    for group in _groups(model):
+        yield from group.fsdp_params
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters that are gathered together, each once."""
+    seen = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             # Versions of torch without `_fsdp_param_groups` have one group for each module.
             groups = getattr(state, "_fsdp_param_groups", None)
             for group in [state._fsdp_param_group] if groups is None else groups:
-                yield from () if group is None else group.fsdp_params
+                if group is not None and id(group) not in seen:
+                    seen.add(id(group))
+                    yield group
 
 
 def chunk_of(managed: Managed) -> Cut | None:
@@ -65,6 +87,26 @@ def chunk_of(managed: Managed) -> Cut | None:
     if not hasattr(mesh, "shard_mesh_size"):
         return None
     return Cut(managed.fsdp_placement.dim, mesh.shard_mesh_size, mesh.shard_mesh_rank)
+
+
+def held_shard(managed: Managed, param: torch.Tensor, device: str) -> HeldShard:
+    """What this rank holds of `param` where `device` trains."""
+    nbytes = managed.padded_sharded_param_size.numel() * param.dtype.itemsize
+    return HeldShard(nbytes, HOST if managed.offload_to_cpu else device, param.requires_grad)
+
+
+def gathers(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Name and bytes of each group of parameters that FSDP2 gathers, with the copies that mixed precision casts."""
+    names = {id(module): name or "the root module" for name, module in model.named_modules()}
+    for group in _groups(model):
+        nbytes = 0
+        for managed in group.fsdp_params:
+            info, chunk = managed._module_info, chunk_of(managed)
+            dtype = getattr(info.module, info.param_name).dtype
+            cast = managed.mp_policy.param_dtype if dtype.is_floating_point else None
+            copies = (1 if chunk is None else chunk.parts) + (cast not in (None, dtype))
+            nbytes += managed.padded_sharded_param_size.numel() * copies * (cast or dtype).itemsize
+        yield ", ".join(names[id(module)] for module in group.modules), nbytes
 
 
 def inner_spec(managed: Managed) -> Any:

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -107,19 +107,23 @@ class MemoryFootprint:
     A mapping has "cpu", the device's type ("cuda") and "nvme", as far as bytes are there. On the host, memory counts
     once it is written, which `reduce_bucket` is at the first backward pass. The peaks know this.
 
+    Of a model that DTensor shards (see :mod:`.sharded`), `partitions` are the local shards, `gradients` come with the
+    first backward pass, `largest_gather` is that of an FSDP2 group, and nothing is added before the training begins.
+
     `largest_gather` is a floor for the device's peak in training. DeepSpeed gathers into one buffer and, if the piece
     has more than one parameter, copies each out of it, so that for a moment there is twice as much. It may keep more
     than this: up to ``stage3_max_live_parameters`` elements. A tied parameter counts also where its other end is
     gathered already.
 
     Attributes:
+        engine: "deepspeed", or "torch" for a model that DTensor shards.
         partitions: this rank's partitions of all parameters, padding included, also of those that no checkpoint fills.
         buffers: the model's buffers (not parameters), which every rank holds whole.
         staging: bound of the host memory through which the load reads.
         swap_buffers: DeepSpeed's host memory for the traffic with NVMe.
         largest_gather: the most that the forward pass gathers at once: a module's own parameters, or a leaf module's.
         master: fp32 copies that ``deepspeed.initialize`` makes of all trainable partitions, also of fp32 ones.
-        gradients: partitions of the gradients that ``deepspeed.initialize`` allocates.
+        gradients: partitions of the gradients, which ``deepspeed.initialize`` allocates.
         reduce_bucket: the buffer for gradients on their way that ``deepspeed.initialize`` allocates.
         secondary: the second partitions of hpZ; ``deepspeed.initialize`` and later gathers make them.
         optimizer_states: what the first step makes.
@@ -142,10 +146,13 @@ class MemoryFootprint:
     load_peak: Mapping[str, int]
     start_peak: Mapping[str, int]
     held: Mapping[str, int]
+    engine: Literal["deepspeed", "torch"] = "deepspeed"
 
     @property
     def started(self) -> dict[str, Mapping[str, int]]:
         """What ``deepspeed.initialize`` adds and keeps, by the name that people read; nothing that is empty."""
+        if self.engine != "deepspeed":
+            return {}
         parts = {
             "fp32 copies": self.master,
             "gradients": self.gradients,
@@ -189,8 +196,9 @@ def memory_footprint(
     for group in groups:
         ledger.hold("optimizer_states", group.place, group.numel * settings.state_bytes)
     gather, gather_of = _largest_gather(parameters, leaf_modules)
+    parts: dict[str, Any] = {part: ledger.taken[part] for part in _PARTS}
     return MemoryFootprint(
-        **{part: ledger.taken[part] for part in _PARTS},
+        **parts,
         swap_buffers=ledger.taken["swap_buffers"].get(HOST, 0),
         staging=staging_bytes,
         largest_gather=gather,

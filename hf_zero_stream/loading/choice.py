@@ -21,7 +21,7 @@ from ..ranks.topology import announces_zero3, announces_zero3_init
 from ..seams.sharding import distributed_config_of, init_distributed, is_known
 
 
-__all__ = ["Choice", "choose", "refuse_sharding", "settings_for", "warn_of_open_dtype"]
+__all__ = ["Choice", "choose", "refuse_pipelines", "refuse_sharding", "settings_for", "warn_of_open_dtype"]
 
 logger = logging.get_logger(__name__)
 
@@ -58,7 +58,7 @@ def choose(
     with expected_at(LOAD):
         sharding = distributed_config_of(kwargs) if is_known() else None
         if sharding is not None:
-            _refuse_pipelines(sharding)
+            refuse_pipelines(sharding)
             return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed()))
     if _ranks_load_the_same(kwargs):
         with expected_at(SHARED_LOAD):
@@ -87,7 +87,8 @@ def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Co
     return load
 
 
-def _refuse_pipelines(distributed_config: Any) -> None:
+def refuse_pipelines(distributed_config: Any) -> None:
+    """Raise an UnsupportedError if ranks would hold different models."""
     if getattr(distributed_config, "pp_size", 1) not in (None, 1):
         raise UnsupportedError(
             f"distributed_config: expected pp_size 1; got {distributed_config.pp_size}. With pipeline parallelism "

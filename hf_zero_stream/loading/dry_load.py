@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import LazyModel, Session, Stopped
 from ..seams.ds_config import zero3_hidden
-from .choice import refuse_sharding, warn_of_open_dtype
+from ..seams.sharding import distributed_config_of, is_known
+from .choice import refuse_pipelines, refuse_sharding, warn_of_open_dtype
 from .integration import streaming
 
 
@@ -41,6 +43,7 @@ def plan(
     world_size: int,
     rank: int = 0,
     ds_config: Mapping[str, Any] | str | None = None,
+    distributed_config: Any = None,
     dtype: torch.dtype | str | None = None,
     device: str | None = None,
     **kwargs: Any,
@@ -56,6 +59,8 @@ def plan(
         rank: the rank to plan for.
         ds_config: a DeepSpeed config (dict or path), for the dtype that DeepSpeed gives to parameters, for the memory
             that its engine needs and for our settings.
+        distributed_config: transformers' ``DistributedConfig`` (or a dict of its fields), for a model that is sharded
+            by FSDP2, tensor or expert parallelism in place of ZeRO-3.
         dtype: dtype of the parameters where `ds_config` is not given, or leaves it open (``"bf16": {"enabled":
             "auto"}``, which accelerate and the Trainer fill in); default: the checkpoint's own, and where `ds_config`
             leaves it open fp32, with a warning.
@@ -63,30 +68,75 @@ def plan(
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
-        ConfigError: `rank` is not below `world_size`, or the stage of `ds_config` is not 3.
+        ConfigError: `rank` is not below `world_size`, the stage of `ds_config` is not 3, or the sizes in
+            `distributed_config` do not make up `world_size`.
         HfZeroStreamError: the checkpoint is not sound.
         RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
 
     Example:
         >>> forecast = hf_zero_stream.plan("Qwen/Qwen3-30B-A3B", world_size=64, rank=37)
         >>> forecast.load.cost.bytes_read, forecast.memory.held
+        >>> forecast = hf_zero_stream.plan(
+        ...     "deepseek-ai/DeepSeek-V3", world_size=512, rank=37, distributed_config={"fsdp_size": 64, "tp_size": 8}
+        ... )
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
+    coordinator = Coordinator(rank, world_size, alone=True)
+    if distributed_config is not None:
+        kwargs["distributed_config"] = distributed_config
+    _check_tp_plan(kwargs)
+    if is_known() and (sharding := distributed_config_of(kwargs)) is not None:
+        refuse_pipelines(sharding)
+        _check_world(sharding, world_size)
+        if ds_config is not None:
+            raise ConfigError("plan(): expected ds_config or distributed_config; got both")
+        return _plan_of_shards(path, coordinator, device, {"dtype": "auto" if dtype is None else dtype, **kwargs})
+    refuse_sharding(path, kwargs)
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
     found = {} if ds_config is None else _with_dtype(buildable(ds_config), dtype)
     if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
     config = completed(found) if found else {}
-    coordinator = Coordinator(rank, world_size, alone=True)
     destination = Partitioned(config, coordinator, trains_on=device)
     load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
+    return _forecast(path, load, {"dtype": "auto" if dtype is None else dtype, **kwargs})
+
+
+def _forecast(path: str, load: Load, arguments: Mapping[str, Any]) -> Forecast:
     with closing(load), collector_paused():
-        lazy = lazily_loaded(path, load, dtype="auto" if dtype is None else dtype, **kwargs)
-        load.make_plan(*lazy, only_planned=True)
+        load.make_plan(*lazily_loaded(path, load, **arguments), only_planned=True)
     assert load.plan is not None and load.footprint is not None
     return Forecast(load.plan, load.footprint)
+
+
+def _plan_of_shards(path: str, coordinator: Coordinator, device: str | None, arguments: Mapping[str, Any]) -> Forecast:
+    from ..destinations.dtensor import DTensors  # imports torch's FSDP2
+    from ..ranks.stand_in import stand_in_group
+
+    load = Load(
+        StreamingConfig.resolve(None, {}),
+        {},
+        coordinator,
+        DTensors(coordinator, torch.device("cpu"), trains_on=device),
+    )
+    with stand_in_group(coordinator.rank, coordinator.world_size):
+        return _forecast(path, load, arguments)
+
+
+def _check_tp_plan(kwargs: Mapping[str, Any]) -> None:
+    config = kwargs.get("distributed_config")
+    for given in (kwargs, config if isinstance(config, Mapping) else {}):
+        if given.get("tp_plan") is not None and given.get("tp_size") is None:
+            raise ConfigError("plan(tp_plan=...): expected tp_size too, which a launcher would announce; got none")
+
+
+def _check_world(sharding: Any, world_size: int) -> None:
+    sizes = {name: getattr(sharding, name, None) or 1 for name in ("dp_replicate_size", "fsdp_size", "tp_size")}
+    if prod(sizes.values()) != world_size:
+        product = " * ".join(f"{name} {size}" for name, size in sizes.items())
+        raise ConfigError(f"world_size: expected {prod(sizes.values())}, which is {product}; got {world_size}")
 
 
 def _with_dtype(ds_config: dict[str, Any], dtype: torch.dtype | str | None) -> dict[str, Any]:
@@ -121,10 +171,9 @@ def load_of_layouts(config: StreamingConfig) -> Load:
 def lazily_loaded(path: str, load: Load, model_class: Any = None, **kwargs: Any) -> LazyModel:
     """The lazy model of the checkpoint at `path`, for :meth:`Load.place`; `load` gives the lazy tensors.
 
-    Its class is `model_class`, or the one that the checkpoint was saved from. Raises an UnsupportedError if
-    transformers would shard the model, or the load would be left to stock.
+    Its class is `model_class`, or the one that the checkpoint was saved from. Raises an UnsupportedError if the load
+    would be left to stock.
     """
-    refuse_sharding(path, kwargs)
     cls = model_class or model_class_of(path, kwargs)
     session = Session(load, is_dry=True, strict=load.config.strict)
     try:

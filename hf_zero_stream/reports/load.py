@@ -222,13 +222,16 @@ def _footprint_lines(report: LoadReport) -> list[str]:
         return []
     # Padding makes ranks alike; only settings such as `staging_bytes` can differ.
     most = max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging))
-    added = "; ".join(f"{name} {_places_text(places)}" for name, places in most.started.items())
+    if most.engine == "deepspeed":
+        added = "; ".join(f"{name} {_places_text(places)}" for name, places in most.started.items())
+        starting = [("deepspeed.initialize adds", added or "nothing"), ("and peaks at", _places_text(most.start_peak))]
+    else:
+        starting = [("the first backward adds", f"gradients {_places_text(most.gradients) or 'none'}")]
     rows = [
         ("partitions", _places_text(most.partitions)),
         ("peak of the load", f"{_places_text(most.load_peak)} (staging up to {bytes_text(most.staging)})"),
-        ("largest gather", f"{bytes_text(most.largest_gather)} ({most.largest_gather_of})"),
-        ("deepspeed.initialize adds", added or "nothing"),
-        ("and peaks at", _places_text(most.start_peak)),
+        ("largest gather", f"{bytes_text(most.largest_gather)} ({most.largest_gather_of or 'nothing'})"),
+        *starting,
         ("the first step adds", f"optimizer states {_places_text(most.optimizer_states) or 'none'}"),
         ("held in training", f"{_places_text(most.held)}, activations and gathers not counted"),
     ]
