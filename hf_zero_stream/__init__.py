@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from .reports.load import LoadReport as LoadReport
     from .reports.save import SaveReport as SaveReport
     from .saving.calls import save_pretrained as save_pretrained
+    from .state.load import Resumed as Resumed
+    from .state.load import load_state as load_state
+    from .state.save import save_state as save_state
 
 __version__ = "0.1.0"
 
@@ -24,11 +27,14 @@ _HOMES = {
     "Forecast": ".loading.dry_load",
     "LoadPlan": ".planning.plan",
     "LoadReport": ".reports.load",
+    "Resumed": ".state.load",
     "SaveReport": ".reports.save",
     "StreamingConfig": ".config",
     "load_into": ".loading.into",
+    "load_state": ".state.load",
     "plan": ".loading.dry_load",
     "save_pretrained": ".saving.calls",
+    "save_state": ".state.save",
     "streaming": ".loading.integration",
 }
 

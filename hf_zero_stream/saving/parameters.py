@@ -30,9 +30,13 @@ from ..sources.local import LocalFiles
 from .plan import Share, Sources, in_dtype
 
 
-__all__ = ["Parameters", "Values", "cover", "opened", "state_dict_without_values"]
+__all__ = ["Held", "Parameters", "Values", "cover", "opened", "state_dict_without_values"]
 
 logger = logging.get_logger(__name__)
+
+
+Held = Callable[[], Mapping[str, Holding]]
+"""What this rank holds of something that a training has for parameters, by their names."""
 
 
 class _Held(NamedTuple):
@@ -48,14 +52,22 @@ class _Held(NamedTuple):
 class Parameters:
     """All parameters of a model, as ranks hold them between them, saved in `dtype` or as they are held (all ranks).
 
-    A `single_writer` is rank 0, which gives what every rank holds; otherwise `threads` compare it.
+    A `single_writer` is rank 0, which gives what every rank holds; otherwise `threads` compare it. What is `held` in
+    place of some of the parameters' values, if it is given, is saved under their names, and nothing else.
     """
 
     def __init__(
-        self, model: nn.Module, coordinator: Coordinator, dtype: torch.dtype | None, single_writer: bool, threads: int
+        self,
+        model: nn.Module,
+        coordinator: Coordinator,
+        dtype: torch.dtype | None,
+        single_writer: bool,
+        threads: int,
+        held: Held | None = None,
     ) -> None:
         self._coordinator = coordinator
-        self._lazy = coordinator.run_on_all(functools.partial(_LazyParameters, model, coordinator, dtype, self.gather))
+        lazy = functools.partial(_LazyParameters, model, coordinator, dtype, self.gather, held)
+        self._lazy = coordinator.run_on_all(lazy)
         self.numel = sum(prod(holding.box.shape) for holding in self._lazy.holdings.values())
         self.holdings: dict[str, Holding] = {}  # this rank's, by source
         self.sources = Sources()
@@ -195,17 +207,28 @@ class _LazyParameters:
     """Lazy tensors in place of a model's parameters and buffers, those of floating point in `dtype`."""
 
     def __init__(
-        self, model: nn.Module, coordinator: Coordinator, dtype: torch.dtype | None, materialise: Materialise
+        self,
+        model: nn.Module,
+        coordinator: Coordinator,
+        dtype: torch.dtype | None,
+        materialise: Materialise,
+        held: Held | None = None,
     ) -> None:
         self._model, self._dtype, self._materialise = model, dtype, materialise
+        self._has_buffers = held is None
         rank, world_size = coordinator.rank, coordinator.world_size
-        self.holdings = kinds.holdings(model, masters=dtype == torch.float32, rank=rank, world_size=world_size)
+        if held is None:
+            self.holdings = kinds.holdings(model, masters=dtype == torch.float32, rank=rank, world_size=world_size)
+        else:
+            of_names = held()
+            self.holdings = {name: of_names[name] for name, _ in model.named_parameters() if name in of_names}
         # Names of one parameter have one and the same tensor: transformers must see that they are tied.
         lazy: dict[int, torch.Tensor] = {}
-        for name, param in model.named_parameters():
-            holding = self.holdings[name]
-            lazy[id(param)] = self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
-        self.by_name = {name: lazy[id(param)] for name, param in model.named_parameters(remove_duplicate=False)}
+        params = dict(model.named_parameters())
+        for name, holding in self.holdings.items():
+            lazy[id(params[name])] = self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
+        named = model.named_parameters(remove_duplicate=False)
+        self.by_name = {name: lazy[id(param)] for name, param in named if id(param) in lazy}
 
     def _lazy(self, view: View) -> Any:
         return in_dtype(LazyTensor.of(view, self._materialise), self._dtype)
@@ -225,6 +248,8 @@ class _LazyParameters:
             return View(memories[key], tuple(buffer.shape), buffer.stride(), int(buffer.storage_offset()))
 
         entries = self._model.state_dict()
+        if not self._has_buffers:
+            entries = {name: entries[name] for name in entries if name in self.by_name}
         for name, value in entries.items():
             if name in self.by_name:
                 entries[name] = self.by_name[name]

@@ -35,7 +35,7 @@ from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.sharding import is_dtensor
 from ..seams.wrappers import unwrapped
 from .files import Comparison, Publication, ShardWriter, reserve
-from .parameters import Parameters, state_dict_without_values
+from .parameters import Held, Parameters, state_dict_without_values
 from .plan import CHUNK_BYTES, SavePlan, make_save_plan
 from .write import execute_save
 
@@ -62,6 +62,7 @@ class Save:
     Args:
         state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
         coordinator: the ranks, if they have come together already.
+        held: what to save under the names of parameters in place of their values; default: the values.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Save:
         progress: bool = True,
         state_dict: Mapping[str, Any] | None = None,
         coordinator: Coordinator | None = None,
+        held: Held | None = None,
         **kwargs: Any,
     ) -> None:
         if write_from is not None and write_from not in WRITERS:
@@ -106,7 +108,7 @@ class Save:
         refuse_wrapped(plain, "save_pretrained", advice)
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
-        self._write_from, self._verify = write_from, verify
+        self._write_from, self._verify, self._held = write_from, verify, held
         self._chunk_bytes, self._progress = chunk_bytes, progress
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
@@ -116,13 +118,14 @@ class Save:
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
 
-        def lay_out(folder: Path, parameters: Parameters) -> list[NotedShard]:
-            entries, numel, dtype = parameters.entries(self._state_dict), parameters.numel, self._dtype
-            return lay_out_pretrained(
-                self.model, folder, dict(entries), entries, numel, dtype, own_code=False, **self._kwargs
-            )
+        return self.run(self.lay_out_pretrained, index_name(self._kwargs.get("variant")))
 
-        return self.run(lay_out, index_name(self._kwargs.get("variant")))
+    def lay_out_pretrained(self, folder: Path, parameters: Parameters) -> list[NotedShard]:
+        """The :data:`LayOut` of transformers' ``save_pretrained``."""
+        entries, numel, dtype = parameters.entries(self._state_dict), parameters.numel, self._dtype
+        return lay_out_pretrained(
+            self.model, folder, dict(entries), entries, numel, dtype, own_code=False, **self._kwargs
+        )
 
     def call_own_code(self) -> None:
         """Call the ``save_pretrained`` of the model's own class, with a lazy state dict if it takes one."""
@@ -191,7 +194,7 @@ class Save:
     ) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
         """What to write; on rank 0 everything but the weights gets into `folder`."""
         coordinator = self._coordinator
-        parameters = Parameters(self.model, coordinator, self._dtype, single_writer, self._threads())
+        parameters = Parameters(self.model, coordinator, self._dtype, single_writer, self._threads(), self._held)
 
         def planned() -> tuple[list[ShardToWrite], SavePlan]:
             with tempfile.TemporaryDirectory() as elsewhere, _quiet(coordinator.is_main):

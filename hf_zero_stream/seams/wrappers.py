@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import extract_model_from_parallel
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -22,6 +23,7 @@ __all__ = [
     "shares_its_model",
     "trainer_replacements",
     "unwrapped",
+    "unwrapped_optimizer",
 ]
 
 
@@ -36,6 +38,11 @@ def unwrapped(model: Any) -> Any:
     """The model inside any nesting of engines, DistributedDataParallel and what ``torch.compile`` returns."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     return inner if inner is model else unwrapped(inner)
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The optimizer inside what ``accelerator.prepare`` made of it."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def shares_its_model(engine: Any) -> bool:

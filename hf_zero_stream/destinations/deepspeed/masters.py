@@ -27,7 +27,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ...errors import UnsupportedError, refuse_unknown_version
 
 
-__all__ = ["ZENFLOW", "Master", "masters_of"]
+__all__ = ["ZENFLOW", "Master", "fragments_of", "masters_of"]
 
 ZENFLOW = (
     "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before deepspeed.initialize, or "
@@ -76,10 +76,18 @@ def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
 
 def _masters(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, Master | None]]:
     """Each parameter that an optimizer trains, with what this rank trains of it; `groups`: :data:`_ATTRIBUTES`."""
+    is_shared = not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
+    for param, part, first, start, stop in _fragments(optimizer, groups):
+        values = part.detach().view(-1)[first : first + stop - start]
+        yield param, Master(values, start, stop, is_whole=not is_shared) if start < stop else None
+
+
+def _fragments(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
+    """(parameter, what this rank trains of its group, first element there, first and last of the parameter)."""
     parts: Iterable[Any] = zip(*groups, strict=True)
     if isinstance(optimizer, FP16_UnfusedOptimizer):  # each parameter is like a group of its own
         pairs = chain.from_iterable(zip(*group, strict=True) for group in parts)
-        parts = (([param], None, master.view(-1)) for param, master in pairs)
+        parts = (([param], None, master) for param, master in pairs)
     for params, flat, part, *shared_by in parts:
         rank = dist.get_rank(*shared_by) if shared_by else 0
         following = 0
@@ -91,10 +99,24 @@ def _masters(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, Maste
             else:  # a step copies to each parameter, wherever it lies, what comes next
                 offset, following = following, following + param.numel()
             start = max(0, rank * part.numel() - offset)
-            stop = min(param.numel(), (rank + 1) * part.numel() - offset)
-            first = offset + start - rank * part.numel()
-            values = part.detach()[first : first + stop - start]
-            yield param, Master(values, start, stop, is_whole=not shared_by) if start < stop else None
+            stop = max(start, min(param.numel(), (rank + 1) * part.numel() - offset))
+            yield param, part, offset + start - rank * part.numel(), start, stop
+
+
+def fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
+    """Where the parameters that a DeepSpeed optimizer of stages 0 to 2 trains lie in the tensors that it trains.
+
+    Each is (parameter, tensor that is trained here, first element in it, first element of the parameter, one past the
+    last); without elements where another rank trains it.
+
+    Raises:
+        UnsupportedError: masters cannot be reached.
+        KeyError: the class of the optimizer is not known.
+    """
+    names = dict(_with_subclasses(_ATTRIBUTES))[type(optimizer)]
+    refuse_unknown_version("deepspeed", [name for name in names if not hasattr(optimizer, name)])
+    _refuse_unreachable(optimizer)
+    yield from _fragments(optimizer, [getattr(optimizer, name) for name in names])
 
 
 def _optimizers_of(trained: set[int]) -> Iterator[tuple[Any, list[Any]]]:

@@ -1,0 +1,149 @@
+"""What trains the model of a DeepSpeed engine, at any ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import nn
+
+from ...errors import UnsupportedError, refuse_unknown_version
+from ...planning.parameter_box import ParameterBox
+from ...planning.plan import partition_range
+from ...ranks.coordinator import Coordinator
+from ..slots import Member, Slot, slots_of_parameters
+from ..training import Training
+from . import zero3
+from .masters import ZENFLOW, fragments_of
+
+
+__all__ = ["is_engine", "training_of_engine"]
+
+_RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+
+
+def is_engine(trained: Any) -> bool:
+    return isinstance(trained, DeepSpeedEngine)
+
+
+def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinator: Coordinator) -> Training:
+    """What trains `model`, which is inside `engine`; its scheduler is `scheduler`, or the engine's own.
+
+    Raises:
+        UnsupportedError: its state cannot be reached, or is not known.
+    """
+    wrapper = engine.optimizer
+    if wrapper is None:
+        raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
+    optimizer = getattr(wrapper, "optimizer", wrapper)
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        slots = list(_stage_3(model, wrapper))
+    elif wrapper is optimizer:
+        slots = slots_of_parameters(model, optimizer, rank=coordinator.rank, world_size=coordinator.world_size)
+    else:
+        slots = _stages_0_to_2(model, wrapper, coordinator)
+    return Training(
+        model=model,
+        live=engine,
+        optimizer=optimizer,
+        slots=slots,
+        scheduler=engine.lr_scheduler if scheduler is None else scheduler,
+        scaler_state=_scaler_state(wrapper),
+        set_scaler_state=partial(_set_scaler_state, wrapper),
+        counters={name: getattr(engine, name) for name in _COUNTERS},
+        set_counters=partial(_set_counters, engine),
+        is_between_steps=engine.micro_steps % engine.gradient_accumulation_steps() == 0,
+        changing=partial(_changing, wrapper),
+        batch_size=engine.train_batch_size(),
+        device=zero3.local_device(),
+    )
+
+
+def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:
+    for name in _COUNTERS:
+        setattr(engine, name, counters[name])
+
+
+def _scaler_state(wrapper: Any) -> dict[str, Any] | None:
+    """The numbers of DeepSpeed's loss scaler."""
+    scaler = getattr(wrapper, "loss_scaler", None)
+    if not hasattr(scaler, "cur_scale"):
+        return None
+    return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float, type(None)))}
+
+
+def _set_scaler_state(wrapper: Any, state: Mapping[str, Any]) -> None:
+    vars(wrapper.loss_scaler).update(state)
+
+
+@contextmanager
+def _changing(wrapper: Any) -> Iterator[None]:
+    """Inside, no parameter is gathered, and what is gathered afterwards are the new values."""
+    for name in ("checkpoint_event_prologue", "checkpoint_event_epilogue"):
+        if hasattr(wrapper, name):
+            getattr(wrapper, name)()
+        if name.endswith("prologue"):
+            yield
+
+
+def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
+    """DeepSpeed trains sub-groups of a group's partitions, each as a flat buffer."""
+    missing = [f"{type(wrapper).__name__}.{name}" for name in _RELIED_ON if not hasattr(wrapper, name)]
+    refuse_unknown_version("deepspeed", missing)
+    if getattr(wrapper, "zenflow", False):
+        raise UnsupportedError(ZENFLOW)
+    names = {id(param): name for name, param in model.named_parameters()}
+    sub_groups = zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
+    for number, (params, flat) in enumerate(sub_groups):
+        members = []
+        for param in params:
+            _, first, _ = wrapper.grad_position[wrapper.get_param_id(param)]
+            _, start, stop = zero3.own_range(param)
+            members.append(Member(names[id(param)], zero3.box_of(param), first, start, stop))
+        is_swapped = wrapper._swappable_optimizer_subgroup(number)
+        yield Slot(
+            wrapper.sub_group_to_group_id[number],
+            flat,
+            wrapper.optimizer.state[flat],
+            members,
+            is_apart=True,
+            is_swapped=is_swapped,
+            **({"opened": partial(_swapped_in, wrapper, number)} if is_swapped else {}),
+        )
+
+
+@contextmanager
+def _swapped_in(wrapper: Any, number: int) -> Iterator[None]:
+    """Inside, the sub-group's masters and states are in memory; changes go to the swap file."""
+    wrapper._optimizer_states_and_gradient_swap_in(number)
+    try:
+        yield
+    finally:
+        wrapper._optimizer_states_and_gradient_swap_out(number)
+
+
+def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> list[Slot]:
+    """DeepSpeed trains this rank's part of each group's flat buffer, or at stage 0 all of it."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    groups = {id(part): number for number, part in enumerate(_trained(wrapper.optimizer))}
+    members: dict[int, tuple[Any, list[Member]]] = {}
+    for param, part, first, start, stop in fragments_of(wrapper):
+        is_whole = part.numel() >= param.numel() and not hasattr(wrapper, "real_dp_process_group")
+        if is_whole:
+            _, start, stop = partition_range(param.numel(), coordinator.rank, coordinator.world_size)
+        member = Member(names[id(param)], ParameterBox.whole(param.shape), first, start, stop, is_whole)
+        members.setdefault(id(part), (part, []))[1].append(member)
+    return [
+        Slot(groups[key], part, wrapper.optimizer.state[part], of_part, is_apart=True)
+        for key, (part, of_part) in members.items()
+    ]
+
+
+def _trained(optimizer: Any) -> Sequence[Any]:
+    """The only tensor of each group."""
+    return [group["params"][0] for group in optimizer.param_groups]

@@ -1,0 +1,224 @@
+"""What an optimizer keeps of the parameters that it trains: fp32 copies (*masters*), moments, steps.
+
+An optimizer of torch has an entry of state for each tensor that it trains. That tensor is a parameter, the local shard
+of one, or a flat buffer in which parts of many parameters lie: a *slot*. What is kept for each element, such as Adam's
+moments, is laid out as the slot is. So where an element of a parameter lies in a slot says where its moments are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import LoadError, UnsupportedError
+from ..planning.parameter_box import ParameterBox
+from ..planning.plan import Target, partition_range
+from . import fsdp
+from .base import Batch, Destination, Holding, Item, narrowed, source_of
+from .shards import local_of, shard_of
+
+
+__all__ = [
+    "MASTER",
+    "Member",
+    "Slot",
+    "SlotMemory",
+    "elementwise_keys",
+    "holdings_of",
+    "make_entries",
+    "slots_of_parameters",
+]
+
+MASTER = "fp32"
+"""The name of the masters among the states of a slot."""
+
+
+class Member(NamedTuple):
+    """Elements ``[start, stop)`` of `box` of the parameter `name`, which lie in a slot from element `first` on.
+
+    `is_whole`: this rank holds all of the box, as others do, and gives these elements when they are saved.
+    """
+
+    name: str
+    box: ParameterBox
+    first: int
+    start: int
+    stop: int
+    is_whole: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A tensor that an optimizer trains.
+
+    Attributes:
+        group: number of the optimizer's group.
+        values: what is trained.
+        entries: the optimizer's own entry of state for it: elementwise tensors, `step`, other numbers; may be empty.
+        members: parts of parameters that lie in it; on each rank the same parameters, some without elements.
+        is_apart: `values` are masters of parameters in 16 bit.
+        is_swapped: the tensors are in memory inside :attr:`opened` only.
+    """
+
+    group: int
+    values: torch.Tensor
+    entries: dict[str, Any]
+    members: Sequence[Member]
+    is_apart: bool = False
+    is_swapped: bool = False
+    opened: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
+
+    def flat(self, key: str) -> torch.Tensor:
+        """The elementwise state `key`, or the masters, as a flat tensor; zeros, if no step has made it yet."""
+        value = self.values if key == MASTER else self.entries.get(key)
+        return torch.zeros_like(local_of(self.values).view(-1)) if value is None else local_of(value).view(-1)
+
+
+def slots_of_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, world_size: int
+) -> list[Slot]:
+    """The slots of an optimizer that trains the parameters of `model` themselves, sharded by DTensor or whole."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    records = fsdp.managed_params(model)
+    slots = []
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            name = names.get(id(param))
+            if name is None:
+                raise UnsupportedError(
+                    f"The optimizer's group {number} trains a parameter of shape {tuple(param.shape)} that is none of "
+                    f"the {type(model).__name__}'s. Give the model that it trains."
+                )
+            if not param.requires_grad:
+                continue
+            if isinstance(param, DTensor):
+                box, copy, copies = shard_of(name, param, records.get(name))
+            else:
+                box, copy, copies = ParameterBox.whole(param.shape), rank, world_size
+            _, start, stop = partition_range(box.numel, copy, copies)
+            members = [Member(name, box, 0, start, stop, is_whole=copies > 1)]
+            slots.append(Slot(number, param, optimizer.state[param], members))
+    return slots
+
+
+def elementwise_keys(slots: Iterable[Slot]) -> list[str]:
+    """The names of the elementwise states, masters last where there are any.
+
+    Raises:
+        UnsupportedError: a slot keeps something that is neither elementwise nor a number.
+    """
+    keys: dict[str, None] = {}
+    has_masters = False
+    for slot in slots:
+        has_masters = has_masters or slot.is_apart
+        for key, value in slot.entries.items():
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                continue
+            if local_of(value).numel() != local_of(slot.values).numel() or not value.is_floating_point():
+                raise UnsupportedError(
+                    f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}, of "
+                    f"shape {tuple(slot.values.shape)}. Only state that has one floating-point number for an element "
+                    "can be cut for another number of ranks. Use an optimizer like AdamW, or DeepSpeed's checkpoints."
+                )
+            keys[key] = None
+    return [*keys, *([MASTER] if has_masters else [])]
+
+
+def _names(slot: Slot) -> str:
+    first, *others = (member.name for member in slot.members)
+    return f"{first} and {len(others)} others" if others else first
+
+
+def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
+    """What this rank holds of the state `key` of each parameter that is trained, by the parameter's name."""
+
+    @contextmanager
+    def opened(slot: Slot, member: Member) -> Iterator[torch.Tensor]:
+        with slot.opened():
+            count = member.box.numel if member.is_whole else member.stop - member.start
+            yield slot.flat(key)[member.first : member.first + count]
+
+    found = {}
+    for slot in slots:
+        for member in slot.members:
+            found[member.name] = Holding(
+                member.box,
+                torch.float32 if slot.is_swapped or key not in slot.entries else slot.entries[key].dtype,
+                member.start,
+                member.stop,
+                partial(opened, slot, member),
+                is_whole=member.is_whole,
+                is_swapped=slot.is_swapped,
+            )
+    return found
+
+
+def make_entries(slots: Iterable[Slot], keys: Sequence[str]) -> None:
+    """Make the elementwise states `keys` of zeros where an optimizer, which has made no step yet, has none."""
+    for slot in slots:
+        with slot.opened():
+            for key in keys:
+                if key != MASTER and key not in slot.entries:
+                    slot.entries[key] = torch.zeros_like(slot.values, memory_format=torch.preserve_format)
+
+
+class SlotMemory(Destination):
+    """The elementwise state `key` of slots, which a checkpoint of the same parameters fills."""
+
+    def __init__(self, slots: Sequence[Slot], key: str, device: torch.device, *, hides_zero3: bool) -> None:
+        self.device, self.hides_zero3 = device, hides_zero3
+        self._slots, self._key = slots, key
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        """Those that fill the slots; the lazy `model` says what with, and stays as it is."""
+        views = {name: source_of(param) for name, param in model.named_parameters() if name not in missing}
+        trained = [member.name for slot in self._slots for member in slot.members]
+        lacking = sorted({name for name in trained if views.get(name) is None})
+        if lacking:
+            raise LoadError(
+                f"load_state: the saved {self._key} lacks {len(lacking)} parameters that are trained: "
+                f"{', '.join(lacking[:8])}. Train the same parameters as when the state was saved."
+            )
+        in_memory = [slot for slot in self._slots if not slot.is_swapped]
+        batches = [Batch([item for slot in in_memory for item in self._items(slot, views)])]
+        for slot in self._slots:
+            if slot.is_swapped:
+                batches.append(_batch_inside(slot, list(self._items(slot, views))))
+        return batches
+
+    def _items(self, slot: Slot, views: Mapping[str, Any]) -> Iterator[Item]:
+        for member in slot.members:
+            start, stop = (0, member.box.numel) if member.is_whole else (member.start, member.stop)
+            target = Target(
+                member.name,
+                torch.float32 if slot.is_swapped else slot.flat(self._key).dtype,
+                stop - start,
+                start,
+                stop,
+                None if member.box.is_whole else member.box,
+                is_copy=member.is_whole and member.start > 0,
+            )
+            memory = partial(self._memory, slot, member, stop - start)
+            yield Item(target, narrowed(views[member.name], member.box), memory)
+
+    def _memory(self, slot: Slot, member: Member, numel: int) -> torch.Tensor:
+        return slot.flat(self._key)[member.first : member.first + numel]
+
+
+def _batch_inside(slot: Slot, items: Sequence[Item]) -> Batch:
+    """A batch whose memory is there while the slot is opened."""
+    context = slot.opened()
+
+    def close() -> None:
+        context.__exit__(None, None, None)
+
+    return Batch(items, context.__enter__, close, is_temporary=True)

@@ -1,0 +1,69 @@
+"""What trains a model: an optimizer and its slots, a scheduler, a loss scaler, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..ranks.coordinator import Coordinator
+from .slots import Slot, slots_of_parameters
+
+
+__all__ = ["Training", "training_of_model"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A model, and what trains it.
+
+    Attributes:
+        live: what :func:`..loading.into.load_into` takes for the model.
+        optimizer: has the groups, and the state of the `slots`.
+        scheduler: None if there is none.
+        scaler_state: what the loss scaler keeps; None if there is none.
+        set_scaler_state: puts another in its place.
+        counters: numbers of steps, samples, ..., by name.
+        set_counters: puts other numbers in their place.
+        is_between_steps: False in the middle of accumulating gradients.
+        changing: a context in which the state may be replaced (all ranks).
+        batch_size: samples in a step of all ranks; None if it is not known.
+        device: where this rank trains.
+    """
+
+    model: nn.Module
+    live: Any
+    optimizer: torch.optim.Optimizer
+    slots: Sequence[Slot]
+    scheduler: Any = None
+    scaler_state: Mapping[str, Any] | None = None
+    set_scaler_state: Callable[[Mapping[str, Any]], object] = lambda state: None
+    counters: Mapping[str, int] = field(default_factory=dict)
+    set_counters: Callable[[Mapping[str, int]], None] = lambda counters: None
+    is_between_steps: bool = True
+    changing: Callable[[], AbstractContextManager[object]] = nullcontext
+    batch_size: int | None = None
+    device: torch.device = torch.device("cpu")
+
+
+def training_of_model(
+    model: Any, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, coordinator: Coordinator
+) -> Training:
+    """That of an optimizer that trains the parameters of `model` themselves: FSDP2, tensor parallelism, one rank."""
+    ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
+    slots = slots_of_parameters(model, optimizer, **ranks)
+    device = next((slot.values.device for slot in slots), torch.device("cpu"))
+    return Training(
+        model=model,
+        live=model,
+        optimizer=optimizer,
+        slots=slots,
+        scheduler=scheduler,
+        scaler_state=None if scaler is None else scaler.state_dict(),
+        set_scaler_state=lambda state: scaler.load_state_dict(dict(state)),
+        device=device,
+    )

@@ -1,0 +1,223 @@
+"""``load_state()``: go on with a training that :func:`.save.save_state` saved, at any number of ranks."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from ..config import StreamingConfig
+from ..destinations.deepspeed.marks import has_partition
+from ..destinations.slots import MASTER, Slot, SlotMemory, make_entries
+from ..destinations.training import Training
+from ..engine.load import Load
+from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..loading.dry_load import lazily_loaded
+from ..loading.integration import finish_saves_into
+from ..loading.into import load_into
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.rendezvous import LOAD
+from ..reports.memory import collector_paused
+from .record import FILE, LATEST, GroupRecord, StateRecord, restored
+from .rng import FILE as RNG_FILE
+from .rng import restore_rank
+from .trained import training_of
+
+
+__all__ = ["Resumed", "load_state"]
+
+logger = logging.get_logger(__name__)
+
+_ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
+"""They keep the same."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What a training goes on from.
+
+    Attributes:
+        tag: the name of the state.
+        data: what the user gave to ``save_state``.
+        counters: numbers of steps, samples, ...
+        world_size: of the ranks that saved it.
+    """
+
+    tag: str
+    data: Any
+    counters: Mapping[str, int]
+    world_size: int
+
+
+def load_state(
+    trained: Any,
+    folder: str | os.PathLike[str],
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    tag: str | None = None,
+    config: StreamingConfig | None = None,
+) -> Resumed:
+    """Go on from a training state, at any number of ranks and any ZeRO stage, and between ZeRO and FSDP2 (all ranks).
+
+    Weights, masters, moments, steps, the options of each group, scheduler, loss scaler, counters and, for ranks that
+    were there, random numbers become those that were saved. Every rank reads the bytes of its own shards.
+
+    Args:
+        trained, optimizer, scheduler, scaler: what is going to train, as for :func:`hf_zero_stream.save_state`; made
+            as for a new training, of the same model with the same groups.
+        folder: what ``save_state`` wrote.
+        tag: the name of the state; default: what `latest` says.
+        config: our settings; default: from the environment.
+
+    Raises:
+        CheckpointError: on all ranks: `folder` has no such state, or it is not sound.
+        ConfigError: on all ranks: the state is that of another optimizer, or of other groups.
+        HfZeroStreamError: on all ranks, in the middle of reading: some values are new; load again.
+    """
+    folder = Path(folder)
+    coordinator = Coordinator.of_default_group()
+    with expected_at(LOAD):
+        settings = StreamingConfig.resolve(config, {})
+        training = training_of(trained, optimizer, scheduler, scaler, coordinator)
+        if not training.is_between_steps:
+            raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
+    with coordinator.watched(LOAD), coordinator.reporting():
+        finish_saves_into(folder, settings.read_from, coordinator)
+        place, record = coordinator.broadcast(partial(_found, folder, tag))
+        coordinator.run_on_all(partial(_refuse_other_training, training, record, place))
+    with training.changing():
+        make_entries(training.slots, [key for key in record.keys if key != MASTER])
+        _load_weights(training, folder, place, record, config)
+        for key in record.keys:
+            if key != MASTER:
+                _load_key(training, place, key, settings, coordinator)
+        _set_rest(training, record)
+        for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the learning rate
+            of_group = [slot for slot in training.slots if slot.group == number]
+            _set_group(training.optimizer, number, recorded, of_group)
+    if not restore_rank(place / RNG_FILE, coordinator.rank):
+        logger.warning_once(
+            f"{place}: rank {coordinator.rank} was not there when the state was saved ({record.world_size} ranks), so "
+            "its random numbers are new."
+        )
+    _say_what_follows(training, record, coordinator)
+    return Resumed(place.name, restored(record.data), dict(record.counters), record.world_size)
+
+
+def _found(folder: Path, tag: str | None) -> tuple[Path, StateRecord]:
+    if tag is None:
+        try:
+            tag = (folder / LATEST).read_text(encoding="utf-8").strip()
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder / LATEST}: expected the name of a training state; it cannot be read: {error}. Give a folder "
+                "that save_state wrote, or a tag."
+            ) from error
+    if not tag or Path(tag).name != tag:
+        raise CheckpointError(f"{folder / LATEST}: expected the name of a folder; found {tag!r}")
+    return folder / tag, StateRecord.read(folder / tag / FILE)
+
+
+def _refuse_other_training(training: Training, record: StateRecord, place: Path) -> None:
+    """Raise a ConfigError if the optimizer keeps something else, or trains other parameters in its groups."""
+    kind = type(training.optimizer).__name__
+    if kind != record.optimizer and not {kind, record.optimizer} <= _ADAMS:
+        raise ConfigError(f"{place}: the state of {record.optimizer} cannot go on in {kind}. Use the same optimizer.")
+    groups = training.optimizer.param_groups
+    if len(groups) != len(record.groups):
+        raise ConfigError(
+            f"{place}: the optimizer had {len(record.groups)} groups, and has {len(groups)} now. Make the same groups."
+        )
+    for number, recorded in enumerate(record.groups):
+        mine = {member.name for slot in training.slots if slot.group == number for member in slot.members}
+        different = sorted(mine ^ set(recorded.parameters))
+        if different:
+            raise ConfigError(
+                f"{place}: group {number} of the optimizer trained {len(recorded.parameters)} parameters, and trains "
+                f"{len(mine)} now. Only one of the two has {', '.join(different[:8])}. Make the same groups."
+            )
+
+
+def _load_weights(
+    training: Training, folder: Path, place: Path, record: StateRecord, config: StreamingConfig | None
+) -> None:
+    """Masters and weights; from the weights' own files what has no master."""
+    trained = {name for group in record.groups for name in group.parameters}
+    has_masters = MASTER in record.keys
+    others = any(name not in trained for name, _ in training.model.named_parameters())
+    if not has_masters or others or any(True for _ in training.model.buffers()):
+        load_into(training.live, str(folder), config=config)
+    if has_masters:
+        load_into(training.live, str(place), config=config, strict=False, variant=MASTER)
+
+
+def _load_key(training: Training, place: Path, key: str, settings: StreamingConfig, coordinator: Coordinator) -> None:
+    hides_zero3 = any(map(has_partition, training.model.parameters()))
+    with coordinator.watched(LOAD), coordinator.reporting():
+        destination = SlotMemory(training.slots, key, training.device, hides_zero3=hides_zero3)
+        load = Load(settings, {}, coordinator, destination)
+        arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
+        with closing(load), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
+            load.place(*lazily_loaded(str(place), load, type(training.model), **arguments))
+
+
+def _set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequence[Slot]) -> None:
+    group = optimizer.param_groups[number]
+    for name, value in restored(recorded.options).items():
+        if name not in group:
+            continue
+        if isinstance(group[name], torch.Tensor):
+            group[name].fill_(value)
+        else:
+            group[name] = tuple(value) if isinstance(group[name], tuple) else value
+    positions = {name: position for position, name in enumerate(recorded.parameters)}
+    for slot in slots:
+        for key, values in recorded.numbers.items():
+            of_slot = [values[positions[it.name]] if isinstance(values, list) else values for it in slot.members]
+            if any(value != of_slot[0] for value in of_slot):
+                raise ConfigError(
+                    f"group {number} of the optimizer: {key} differs between {slot.members[0].name} and others, which "
+                    "are trained as one tensor now. Go on in the kind of training that saved the state."
+                )
+            if of_slot[0] is None:  # it had never been trained
+                slot.entries.clear()
+                break
+            slot.entries[key] = _number_like(slot.entries.get(key), of_slot[0], optimizer, group, slot)
+
+
+def _number_like(old: Any, value: Any, optimizer: Any, group: Any, slot: Slot) -> Any:
+    """`value` as the optimizer keeps such a number; a new tensor for each slot."""
+    if isinstance(old, torch.Tensor):
+        return torch.full_like(old, value)
+    if old is not None or not type(optimizer).__module__.startswith("torch.optim"):
+        return type(value)(value) if old is None else type(old)(value)
+    on_device = group.get("capturable") or group.get("fused")
+    return torch.tensor(float(value), dtype=torch.float32, device=slot.values.device if on_device else None)
+
+
+def _set_rest(training: Training, record: StateRecord) -> None:
+    if training.scheduler is not None and record.scheduler is not None:
+        training.scheduler.load_state_dict(restored(record.scheduler))
+    if training.scaler_state is not None and record.scaler is not None:
+        training.set_scaler_state(restored(record.scaler))
+    training.set_counters(record.counters)
+
+
+def _say_what_follows(training: Training, record: StateRecord, coordinator: Coordinator) -> None:
+    if not coordinator.is_main or record.batch_size in (None, training.batch_size) or training.batch_size is None:
+        return
+    logger.warning(
+        f"load_state: a step had {record.batch_size} samples on {record.world_size} ranks, and has "
+        f"{training.batch_size} now. Steps that are skipped to come to the same place in the data are other samples: "
+        "keep the global batch the same, or give save_state the position in the data."
+    )

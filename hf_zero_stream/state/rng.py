@@ -1,0 +1,81 @@
+"""The random numbers of every rank: Python's, NumPy's, torch's on the CPU and on its device."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..errors import CheckpointError
+from ..ranks.coordinator import Coordinator
+
+
+__all__ = ["FILE", "RandomStates", "restore_rank"]
+
+FILE = "rng.safetensors"
+
+Arrays = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class RandomStates:
+    """The states of all ranks, in order of rank."""
+
+    of_ranks: Sequence[Arrays]
+
+    @classmethod
+    def gathered(cls, coordinator: Coordinator) -> RandomStates:
+        """Those of all ranks now (all ranks)."""
+        return cls(coordinator.all_gather(_here()))
+
+    def write(self, path: Path) -> None:
+        named = ((rank, name, array) for rank, arrays in enumerate(self.of_ranks) for name, array in arrays.items())
+        save_file({f"{rank}.{name}": array for rank, name, array in named}, path)
+
+
+def restore_rank(path: Path, rank: int) -> bool:
+    """Go on with the random numbers of `rank`; returns False if no such rank was there.
+
+    Raises:
+        CheckpointError: the file is not one of :class:`RandomStates`.
+    """
+    prefix = f"{rank}."
+    try:
+        with safe_open(path, "pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]
+            found = {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: the random numbers of the ranks cannot be read: {error}") from error
+    if not found:
+        return False
+    try:
+        version, *numbers, index = found["python"].tolist()
+        random.setstate((version, (*numbers, index), None))
+        keys, position = found["numpy"][:-1], int(found["numpy"][-1])
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, 0, 0.0))
+        torch.set_rng_state(found["torch"])
+        if "cuda" in found and torch.cuda.is_available():
+            torch.cuda.set_rng_state(found["cuda"])
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        what = f"the random numbers of rank {rank} are not what save_state writes"
+        raise CheckpointError(f"{path}: {what}: {error}") from error
+    return True
+
+
+def _here() -> Arrays:
+    version, numbers, gauss = random.getstate()
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    arrays = {
+        "python": torch.tensor([version, *numbers], dtype=torch.int64),
+        "numpy": torch.tensor([*map(int, keys), int(position)], dtype=torch.int64),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        arrays["cuda"] = torch.cuda.get_rng_state()
+    return arrays

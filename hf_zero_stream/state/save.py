@@ -1,0 +1,177 @@
+"""``save_state()``: weights, and everything else that training needs to go on, by all ranks; nothing is gathered.
+
+The folder is a checkpoint for ``from_pretrained``, as ``save_pretrained`` writes it, with two more entries::
+
+    latest                                  the name of the folder below, in one line
+    global_step12/training_state.json       see record.py
+    global_step12/model.fp32-*.safetensors, model.exp_avg-*.safetensors, ...
+    global_step12/rng.safetensors
+
+States have the names, shapes and shards that the weights have. `latest` gets its new content last. Until then a resume
+finds the state that was there before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.safetensors import NotedShard
+from ..destinations.slots import elementwise_keys, holdings_of
+from ..destinations.training import Training
+from ..errors import ConfigError, UnsupportedError
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.rendezvous import SAVE
+from ..reports.save import SaveReport
+from ..saving.save import Save
+from ..seams.saving import index_name, lay_out_pretrained
+from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain
+from .rng import FILE as RNG_FILE
+from .rng import RandomStates
+from .trained import training_of
+
+
+__all__ = ["save_state"]
+
+
+def save_state(
+    trained: Any,
+    folder: str | os.PathLike[str],
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    tag: str | None = None,
+    data: Any = None,
+    **kwargs: Any,
+) -> SaveReport:
+    """Save the weights and the training state of a model, such that any number of ranks can go on (all ranks).
+
+    Every rank writes the bytes that it holds. Nothing is pickled.
+
+    Args:
+        trained: a DeepSpeed engine, at any ZeRO stage; or a transformers model, whole or sharded by DTensor (FSDP2,
+            tensor parallelism), which `optimizer` trains.
+        folder: where to save. `latest` there names the newest state; older ones stay.
+        optimizer, scheduler, scaler: what trains a model that is not in an engine; an engine has its own.
+        tag: the name of the state's folder; default: ``global_step`` and the number of steps.
+        data: anything that JSON can hold and that you will need, such as the position in the data.
+        kwargs: as for :func:`hf_zero_stream.save_pretrained`: ``write_from``, ``max_shard_size``, ``verify``, ...
+
+    Returns:
+        What every rank did when it saved the weights.
+
+    Raises:
+        UnsupportedError: the optimizer's state is not elementwise, or gradients are being accumulated.
+        SaveError: on all ranks, if a file cannot be written on any.
+
+    Example:
+        >>> hf_zero_stream.save_state(engine, "checkpoints", data={"epoch": 3, "batch": 1200})
+    """
+    folder = Path(folder)
+    coordinator = Coordinator.of_default_group()
+    with expected_at(SAVE):
+        training = training_of(trained, optimizer, scheduler, scaler, coordinator)
+        if not training.is_between_steps:
+            raise UnsupportedError(
+                "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
+            )
+        keys = elementwise_keys(training.slots)
+        record = _record(training, keys, plain(data, "data"), coordinator.world_size)
+        tag = tag or f"global_step{training.counters.get('global_steps', _steps(record))}"
+        if Path(tag).name != tag:
+            raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
+    with coordinator.watched(SAVE), coordinator.reporting():
+        place = folder / coordinator.broadcast(partial(_free_name, folder, tag))
+    for key in keys:
+        held = partial(holdings_of, training.slots, key)
+        save = Save(training.model, place, held=held, **kwargs)
+        save.run(partial(_lay_out_state, training.model, key, kwargs), index_name(key))
+    with coordinator.watched(SAVE), coordinator.reporting():
+        states = RandomStates.gathered(coordinator)
+        coordinator.run_on_main(partial(_write_record, place, record, states))
+    return _save_weights(training, folder, place.name, coordinator, kwargs)
+
+
+def _record(training: Training, keys: list[str], data: Any, world_size: int) -> StateRecord:
+    groups = []
+    for number, group in enumerate(training.optimizer.param_groups):
+        slots = [slot for slot in training.slots if slot.group == number]
+        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+        names = [member.name for slot in slots for member in slot.members]
+        groups.append(GroupRecord(plain(options, f"group {number} of the optimizer"), names, numbers_of(slots)))
+    scheduler = training.scheduler
+    return StateRecord(
+        optimizer=type(training.optimizer).__name__,
+        keys=keys,
+        groups=groups,
+        scheduler=None if scheduler is None else plain(scheduler.state_dict(), "scheduler"),
+        scaler=None if training.scaler_state is None else plain(training.scaler_state, "loss scaler"),
+        counters=dict(training.counters),
+        world_size=world_size,
+        batch_size=training.batch_size,
+        data=data,
+    )
+
+
+def _steps(record: StateRecord) -> int:
+    steps = [group.numbers.get("step", 0) for group in record.groups]
+    return max((int(max(step) if isinstance(step, list) else step) for step in steps), default=0)
+
+
+def _free_name(folder: Path, tag: str) -> str:
+    """`tag`, or that with a number if a state has this name: it must stay complete until there is another."""
+    names = [tag, *(f"{tag}.{number}" for number in range(1, 1000))]
+    for name in names:
+        if not (folder / name / FILE).exists():
+            shutil.rmtree(folder / name, ignore_errors=True)  # an incomplete one
+            return name
+    raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
+
+
+def _lay_out_state(model: Any, key: str, kwargs: Mapping[str, Any], folder: Path, parameters: Any) -> list[NotedShard]:
+    entries = parameters.entries()
+    noted = lay_out_pretrained(
+        model,
+        folder,
+        dict(entries),
+        entries,
+        parameters.numel,
+        None,
+        own_code=False,
+        variant=key,
+        max_shard_size=kwargs.get("max_shard_size", "5GB"),
+    )
+    for path in folder.iterdir():  # the config, which is beside the weights
+        if path.name != index_name(key):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return noted
+
+
+def _write_record(place: Path, record: StateRecord, states: RandomStates) -> None:
+    place.mkdir(parents=True, exist_ok=True)  # of an optimizer without elementwise states
+    states.write(place / RNG_FILE)
+    draft = place / f"{FILE}.draft"
+    draft.write_text(record.to_json(), encoding="utf-8")
+    with open(draft, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(draft, place / FILE)
+
+
+def _save_weights(
+    training: Training, folder: Path, tag: str, coordinator: Coordinator, kwargs: Mapping[str, Any]
+) -> SaveReport:
+    """Save the weights, and with them the name of the state that they belong to."""
+    save = Save(training.model, folder, **kwargs)
+    lay_out: Callable[..., list[NotedShard]] = save.lay_out_pretrained
+
+    def with_name(temporary: Path, parameters: Any) -> list[NotedShard]:
+        noted = lay_out(temporary, parameters)
+        (temporary / LATEST).write_text(tag, encoding="utf-8")
+        return noted
+
+    return save.run(with_name, index_name(kwargs.get("variant")))

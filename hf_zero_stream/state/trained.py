@@ -1,0 +1,33 @@
+"""What ``save_state`` and ``load_state`` are given, as a :class:`..destinations.training.Training`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..destinations.training import Training, training_of_model
+from ..errors import ConfigError
+from ..ranks.coordinator import Coordinator
+from ..seams.wrappers import unwrapped, unwrapped_optimizer
+
+
+__all__ = ["training_of"]
+
+
+def training_of(trained: Any, optimizer: Any, scheduler: Any, scaler: Any, coordinator: Coordinator) -> Training:
+    """For the arguments see :func:`.save.save_state`; raises a ConfigError if they do not fit together."""
+    model = unwrapped(trained)
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"expected a transformers model or an engine around one; got {type(trained).__name__}")
+    if "deepspeed" in sys.modules:
+        from ..destinations.deepspeed.engine_training import is_engine, training_of_engine
+
+        if is_engine(trained):
+            if optimizer is not None or scaler is not None:
+                raise ConfigError("optimizer, scaler: an engine has its own; leave them out")
+            return training_of_engine(trained, model, scheduler, coordinator)
+    if optimizer is None:
+        raise ConfigError(f"optimizer: expected what trains the {type(model).__name__}; got None")
+    return training_of_model(model, unwrapped_optimizer(optimizer), scheduler, scaler, coordinator)

@@ -1,0 +1,111 @@
+"""What ranks run to train, save the state, and go on, by DeepSpeed's own checkpoints and by ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.parity import ds_config
+from tests.zoo import VOCAB
+
+
+Prepare = Callable[[Any], list[dict[str, Any]]]
+"""Freezes what is to be frozen in a model, and returns the groups of its optimizer."""
+
+
+def state_config(stage: int, dtype: torch.dtype = torch.bfloat16, **zero: Any) -> dict[str, Any]:
+    """A DeepSpeed config with a scheduler and gradient clipping."""
+    return {
+        **ds_config(dtype),
+        "zero_optimization": {"stage": stage, **zero},
+        "gradient_clipping": 1.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": 20, "warmup_num_steps": 4, "warmup_max_lr": 1e-3},
+        },
+    }
+
+
+def all_in_one_group(model: Any) -> list[dict[str, Any]]:
+    return [{"params": [param for param in model.parameters() if param.requires_grad]}]
+
+
+def two_groups(model: Any) -> list[dict[str, Any]]:
+    """Norms without weight decay."""
+    params = list(model.parameters())
+    norms = [param for param in params if getattr(param, "ds_shape", param.shape).numel() < 100]
+    others = [param for param in params if not any(param is norm for norm in norms)]
+    return [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
+
+
+def frozen_embeddings(model: Any) -> list[dict[str, Any]]:
+    model.get_input_embeddings().weight.requires_grad_(False)
+    return all_in_one_group(model)
+
+
+def engine_of(folder: Path, config: dict[str, Any], prepare: Prepare) -> Any:
+    import deepspeed
+
+    import hf_zero_stream
+
+    dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
+    with hf_zero_stream.streaming():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, ds_config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=prepare(model))
+    return engine
+
+
+def train(engine: Any, steps: Sequence[int]) -> list[float]:
+    """The losses of these steps, each of which has its own tokens, the same on every rank."""
+    engine.train()
+    losses = []
+    for step in steps:
+        tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_and_save(folder: Path, target: Path, configs: list[dict[str, Any]], prepares: list[Prepare]) -> Any:
+    """Three steps; save by ours and by DeepSpeed; the losses of two more."""
+    import hf_zero_stream
+
+    losses = []
+    for number, (config, prepare) in enumerate(zip(configs, prepares, strict=True)):
+        engine = engine_of(folder, config, prepare)
+        train(engine, range(3))
+        hf_zero_stream.save_state(engine, target / f"ours {number}", data={"position": 7})
+        engine.save_checkpoint(str(target / f"stock {number}"))
+        losses.append(train(engine, (3, 4)))
+    return losses
+
+
+def resume(folder: Path, source: Path, config: dict[str, Any], prepare: Prepare, how: str) -> list[float]:
+    """The losses of two steps, from what :func:`train_and_save` saved; `how`: "ours" or "stock"."""
+    import hf_zero_stream
+
+    engine = engine_of(folder, config, prepare)
+    if how == "ours":
+        resumed = hf_zero_stream.load_state(engine, source)
+        assert resumed.data == {"position": 7} and resumed.tag == "global_step3"
+        assert engine.global_steps == 3
+    else:
+        engine.load_checkpoint(str(source))
+    return train(engine, (3, 4))
+
+
+def resume_all(
+    folder: Path, target: Path, configs: list[dict[str, Any]], prepares: list[Prepare], hows: Sequence[str]
+) -> Any:
+    return [
+        {how: resume(folder, target / f"{how} {number}", config, prepare, how) for how in hows}
+        for number, (config, prepare) in enumerate(zip(configs, prepares, strict=True))
+    ]
