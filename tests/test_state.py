@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.cluster import run_ranks
@@ -34,7 +33,7 @@ HOMES: dict[str, tuple[dict[str, Any], Prepare]] = {
     "two groups, stage 2": (state_config(2), two_groups),
     "frozen": (state_config(3), frozen_embeddings),
     "frozen, stage 1": (state_config(1), frozen_embeddings),
-    "offload": (state_config(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}), all_in_one_group),
+    "offload": (state_config(3, **CPU_ADAM, offload_param={"device": "cpu"}), all_in_one_group),
     "hpz": (state_config(3, zero_hpz_partition_size=2), all_in_one_group),
 }
 
