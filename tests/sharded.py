@@ -21,6 +21,30 @@ Sizes = dict[str, Any]
 """Arguments of a DistributedConfig."""
 
 
+def even_model(name: str) -> Any:
+    """A tiny model of sizes that 2 and 4 divide: only such ones compute under tensor and expert parallelism."""
+    sizes = dict(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(5)
+    if name == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    experts = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, experts_implementation="eager")
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **experts))
+
+
+def even_inputs() -> dict[str, torch.Tensor]:
+    tokens = torch.arange(2, 18).reshape(2, 8)
+    return {"input_ids": tokens, "labels": tokens}
+
+
 def sharded_differences(sharded: nn.Module, plain: nn.Module) -> list[str]:
     """Every way in which a sharded model differs from a plain one; each rank looks at what it holds."""
     found: list[str] = []

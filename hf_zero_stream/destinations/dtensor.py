@@ -18,7 +18,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..footprint.memory import MemoryFootprint
 from ..footprint.sharded import HeldShard, sharded_footprint
 from ..planning.parameter_box import ParameterBox
-from ..planning.plan import Target, partition_range
+from ..planning.plan import partition_range
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
@@ -83,9 +83,7 @@ class DTensors(Destination):
         items: list[Item] = []
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
-            box = None if shard.box.is_whole else shard.box
-            target = Target(name, local.dtype, local.numel(), 0, local.numel(), box, is_copy=shard.copy > 0)
-            items.append(item_of(target, narrowed(view, shard.box), local.view(-1)))
+            items.append(item_of(shard.target(name, local), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
         return [Batch([*items, *flat_items(buffers)])]
 

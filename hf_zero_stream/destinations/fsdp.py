@@ -32,6 +32,7 @@ __all__ = [
     "inner_spec",
     "managed_params",
     "new_shard",
+    "original_class",
     "reshard",
     "with_local",
 ]
@@ -150,6 +151,11 @@ def adopt_ties(model: nn.Module) -> None:
         owner = owners.get(id(param))
         if owner is not None and owner is not managed:
             _take(managed, param, owner._sharded_param_data)
+
+
+def original_class(model: nn.Module) -> type[nn.Module]:
+    """The class of `model` before ``fully_shard`` put another in its place."""
+    return next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
 
 
 def reshard(model: nn.Module) -> None:

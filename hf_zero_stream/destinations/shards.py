@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..errors import UnsupportedError
 from ..planning.parameter_box import Cut, ParameterBox
+from ..planning.plan import Target
 from . import fsdp
 
 
@@ -24,6 +25,11 @@ class Shard(NamedTuple):
     box: ParameterBox
     copy: int
     copies: int
+
+    def target(self, name: str, memory: torch.Tensor) -> Target:
+        """The target that fills all of `memory`, this rank's part of parameter `name`."""
+        box = None if self.box.is_whole else self.box
+        return Target(name, memory.dtype, memory.numel(), 0, memory.numel(), box, is_copy=self.copy > 0)
 
 
 def is_sharded(model: nn.Module) -> bool:

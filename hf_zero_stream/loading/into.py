@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -14,14 +15,18 @@ from transformers.utils import logging
 
 from ..checkpoint.lazy import refuse_wrapped
 from ..config import StreamingConfig
+from ..destinations import fsdp
+from ..destinations.base import Destination
 from ..destinations.deepspeed import original_experts
-from ..destinations.deepspeed.live import LiveModel
+from ..destinations.live_shards import LiveShards
+from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
+from ..seams.buffers import computed_buffers
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded
 from .integration import finish_saves_into
@@ -37,10 +42,14 @@ def load_into(
 ) -> LoadReport:
     """Stream the checkpoint at `path` into `model`. All ranks must call it together, between steps.
 
-    Every rank reads only the bytes of its partitions, straight into them. Where a DeepSpeed optimizer trains fp32
-    values in place of the model's own, at any ZeRO stage, these get the checkpoint's values too, without rounding. The
-    optimizer's other states stay as they are. Refresh afterwards what hf_zero_stream does not know: averages of
-    weights, and master copies that another optimizer keeps.
+    Every rank reads only the bytes of its partitions or DTensor shards, straight into their memory. Where a DeepSpeed
+    optimizer trains fp32 values in place of the model's own, at any ZeRO stage, these get the checkpoint's values too,
+    without rounding. The optimizer's other states stay as they are. Refresh afterwards what hf_zero_stream does not
+    know: averages of weights, and master copies that another optimizer keeps.
+
+    A sharded model (FSDP2, HSDP, tensor and expert parallelism) may come from anywhere; built on the meta device, it
+    needs ``model.to_empty(device=...)`` before. Its buffers that are in no checkpoint get the values that transformers
+    computes for them when it loads.
 
     Args:
         model: a transformers model, or what is around one: a DeepSpeed engine, DistributedDataParallel, the result
@@ -55,7 +64,7 @@ def load_into(
 
     Raises:
         ConfigError: `model` is not one of transformers' (a PEFT model: pass ``get_base_model()``).
-        UnsupportedError: its parameters are sharded (DTensor) or quantised tensors, or `kwargs` would shard them.
+        UnsupportedError: its parameters are quantised tensors, or `kwargs` would shard them.
         UnsupportedError: the values that an optimizer trains cannot be reached; the message says what to do.
         HfZeroStreamError: on all ranks. Before anything is read: the checkpoint is not sound or does not fit, and
             `model` is as it was. In the middle of reading: some of its weights are new; load again.
@@ -72,27 +81,54 @@ def load_into(
                 "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load "
                 "it anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
             )
+        fsdp.reshard(live_model)  # after a forward pass, FSDP2 may have gathered parameters in place of its own
         refuse_wrapped(
-            [*live_model.named_parameters(), *live_model.named_buffers()],
+            [*((name, local_of(param)) for name, param in live_model.named_parameters()), *live_model.named_buffers()],
             "load_into(model)",
-            "Load it anew with from_pretrained(..., distributed_config=...).",
+            "Load it anew with from_pretrained.",
         )
         refuse_sharding(path, kwargs)
         coordinator = Coordinator.of_default_group()
         with coordinator.watched(LOAD), coordinator.reporting():
             finish_saves_into(path, config.read_from, coordinator)
-            destination = LiveModel(live_model, coordinator, config.staging_bytes)
+            destination, dtype = _memory_of(live_model, coordinator, config)
             load = Load(config, {}, coordinator, destination)
-            arguments = {
-                # fp32 values that are trained must not be rounded to the model's own dtype on the way.
-                "dtype": torch.float32 if destination.masters else live_model.dtype,
-                "config": copy.deepcopy(live_model.config),
-                **kwargs,
-            }
+            arguments = {"dtype": dtype, "config": _plain_config(live_model), **kwargs}
             with closing(load), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
                 # transformers makes a lazy model of the same class, whose values are placed into the live one.
-                load.place(*lazily_loaded(path, load, type(live_model), **arguments))
+                lazy = lazily_loaded(path, load, fsdp.original_class(live_model), **arguments)
+                computed = computed_buffers(lazy[0]) if isinstance(destination, LiveShards) else {}
+                load.place(*lazy)
+                _copy_buffers(live_model, computed)
             return load.finish(live_model, logger)
+
+
+def _memory_of(
+    model: PreTrainedModel, coordinator: Coordinator, config: StreamingConfig
+) -> tuple[Destination, torch.dtype]:
+    """Where the values of `model` are, and the dtype to load them in, so that none is rounded on the way."""
+    if is_sharded(model):
+        shards = LiveShards(model, coordinator)
+        return shards, shards.widest_dtype
+    from ..destinations.deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
+
+    live = LiveModel(model, coordinator, config.staging_bytes)
+    return live, torch.float32 if live.masters else model.dtype
+
+
+def _plain_config(model: PreTrainedModel) -> Any:
+    """A copy of the config of `model`, by which transformers would shard nothing."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("distributed_config", None)
+    return config
+
+
+def _copy_buffers(model: PreTrainedModel, computed: Mapping[str, torch.Tensor]) -> None:
+    """Give buffers that no checkpoint has their values, where they have memory for them."""
+    buffers = dict(model.named_buffers())
+    for name, values in computed.items():
+        if name in buffers and buffers[name].shape == values.shape:
+            buffers[name].copy_(values)
 
 
 def _inside(model: Any) -> PreTrainedModel:

@@ -18,7 +18,8 @@ from ...errors import LoadError, UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_of, source_of
+from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_of
+from ..live_sources import live_sources
 from ..replicated import exchange_batches
 from . import nvme, zero3
 from .gathered import gathered
@@ -60,7 +61,12 @@ class LiveModel(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
-        parameters, buffers = self._sources(model, missing)
+        parameters, buffers, repeated = live_sources(self._model, model, missing)
+        if repeated:
+            raise LoadError(
+                f"load_into: the checkpoint has values for {', '.join(repeated)} too, which the model has tied to "
+                "parameters of other names. Save the checkpoint without them."
+            )
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
         swapped: list[nvme.Swap] = []
@@ -115,32 +121,6 @@ class LiveModel(Destination):
     def finish(self) -> None:
         if self._in_context:  # what a GatheredParameters around the load holds
             self._in_context[0].all_gather(param_list=self._in_context)
-
-    def _sources(self, model: nn.Module, missing: set[str]) -> tuple[dict[str, Sourced], dict[str, Sourced]]:
-        named = [*self._model.named_buffers(), *self._model.named_parameters()]
-        # By their names before PEFT put an adapter around a module, or beside it.
-        live: dict[str, Any] = {
-            name.replace(".base_layer.", ".").replace(".original_module.", "."): tensor for name, tensor in named
-        }
-        of_parameters: dict[str, Sourced] = {}
-        of_buffers: dict[str, Sourced] = {}
-        for name, lazy in [*model.named_parameters(), *model.named_buffers()]:
-            view = None if name in missing else source_of(lazy)
-            if view is None:
-                continue
-            found: Any = live.get(name)
-            shape = torch.Size(found.ds_shape) if is_zero_param(found) else getattr(found, "shape", None)
-            if shape != lazy.shape:
-                described = "no such tensor" if shape is None else tuple(shape)
-                raise LoadError(
-                    f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {described}. "
-                    "Load a checkpoint of the same architecture and sizes."
-                )
-            if isinstance(found, nn.Parameter):
-                of_parameters[name] = (found, view)
-            else:
-                of_buffers[name] = (found.view(-1), view)
-        return of_parameters, of_buffers
 
     @classmethod
     def holdings(

@@ -1,0 +1,89 @@
+"""A model in use that DTensor shards: FSDP2, HSDP, tensor and expert parallelism, loaded or sharded by anybody.
+
+Each rank reads its own local shards into the memory that they have, so that optimizers and FSDP2 keep theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial, reduce
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import LoadError
+from ..planning.parameter_box import ParameterBox
+from ..ranks.coordinator import Coordinator
+from . import fsdp
+from .base import Batch, Destination, Item, Sourced, flat_items, item_of, narrowed
+from .live_sources import live_sources
+from .shards import Shard, local_of, shard_of
+
+
+__all__ = ["LiveShards"]
+
+
+class LiveShards(Destination):
+    """The memory of a sharded model in use; parameters that are not sharded, and buffers, are whole on every rank."""
+
+    def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
+        self._model = model
+        self._coordinator = coordinator
+        self.device = next(local_of(param).device for param in model.parameters())
+        dtypes = {param.dtype for param in model.parameters() if param.is_floating_point()}
+        self.widest_dtype = reduce(torch.promote_types, dtypes, next(iter(dtypes)))
+        """In which values can be loaded so that no parameter is rounded twice."""
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
+        sources = live_sources(self._model, model, missing)
+        records = fsdp.managed_params(self._model)
+        managed = {id(self._model.get_parameter(name)): record for name, record in records.items()}
+        items: list[Item] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), where the memory is not in one piece
+        for name, (param, view) in sources.parameters.items():
+            shard, local = self._shard(name, param, managed), local_of(param)
+            if local.is_contiguous():
+                flat = local.view(-1)
+            else:
+                flat = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
+                copies.append((local, flat.view(local.shape)))
+            items.append(item_of(shard.target(name, local), narrowed(view, shard.box), flat))
+
+        def copy_all() -> None:
+            for to, values in copies:
+                to.copy_(values)
+
+        again = [self._comparison(name, sourced, managed) for name, sourced in sources.repeated.items()]
+        return [Batch([*items, *flat_items(sources.buffers)], finish=copy_all), *again]
+
+    def _shard(self, name: str, param: Any, managed: Mapping[int, fsdp.Managed]) -> Shard:
+        if isinstance(param, DTensor):
+            return shard_of(name, param, managed.get(id(param)))
+        return Shard(ParameterBox.whole(param.shape), self._coordinator.rank, self._coordinator.world_size)
+
+    def _comparison(self, name: str, sourced: Sourced, managed: Mapping[int, fsdp.Managed]) -> Batch:
+        """Reads the other end of a tie into memory of its own, and compares it with what the parameter has by then."""
+        param, view = sourced
+        shard, local = self._shard(name, param, managed), local_of(param)
+        values: list[torch.Tensor] = []
+
+        def compare() -> None:
+            if not torch.equal(values.pop().view(torch.uint8), local.contiguous().view(-1).view(torch.uint8)):
+                raise LoadError(
+                    f"load_into: the model has {name} tied to another parameter, and the checkpoint has other values "
+                    "for each. Load it anew with from_pretrained, or untie them (tie_word_embeddings=False)."
+                )
+
+        target, part = replace(shard.target(f"{name} (tied)", local), is_copy=True), narrowed(view, shard.box)
+        begin = partial(_append_memory, values, local)
+        return Batch([Item(target, part, lambda: values[-1])], begin=begin, finish=compare, is_temporary=True)
+
+
+def _append_memory(values: list[torch.Tensor], like: torch.Tensor) -> None:
+    values.append(torch.empty(like.numel(), dtype=like.dtype, device=like.device))
