@@ -99,6 +99,8 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--ds-config", "nowhere.json"], "nowhere.json"),
         (["plan", ".", "--world-size", "2", "--plot", "plan.doc"], "plan.doc"),
         (["plan", ".", "--world-size", "2", "--plot", "nowhere/plan.png"], "nowhere"),
+        (["plan", ".", "--world-size", "64", "--fsdp", "16", "--tp", "2"], "--world-size: expected 32"),
+        (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
         (["verify", ".", "--sums", "nowhere.txt"], "nowhere.txt"),
         (["bench", ".", "--nproc", "0"], "nproc"),
         (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
@@ -249,6 +251,24 @@ def test_plan_is_the_librarys(tiny_moe: str, tmp_path: Path) -> None:
     assert found["memory"]["largest_gather_of"] == "model.layers.0.mlp" and found["fits"] is None
     text = run("plan", tiny_moe, *options).stdout
     assert text.startswith("Rank 3 of 5: ") and "largest gather of the forward pass" in text
+
+
+def test_plan_of_a_sharded_model(tiny_moe: str, tmp_path: Path) -> None:
+    options = ["--world-size", "16", "--rank", "5", "--fsdp", "4", "--tp", "2", "--ep", "4", "--replicate", "2"]
+    sizes = {"fsdp_size": 4, "tp_size": 2, "ep_size": 4, "dp_replicate_size": 2}
+    found = run_json("plan", tiny_moe, *options, "--dtype", "fp32")
+    expected = hf_zero_stream.plan(
+        tiny_moe, world_size=16, rank=5, distributed_config=sizes, dtype="float32", device="cuda"
+    )
+    assert found["load"] == expected.load.cost._asdict() and found["memory"] == asdict(expected.memory)
+    assert found["sharding"] == sizes and found["stock"] is None and found["fits"] is None
+    assert found["needs"]["device"] == expected.memory.held["cuda"] + expected.memory.largest_gather
+    text = run("plan", tiny_moe, *options).stdout
+    assert text.startswith("Rank 5 of 16, fsdp_size 4, tp_size 2, ep_size 4, dp_replicate_size 2: ")
+    assert "first backward pass adds gradients" in text and "deepspeed" not in text and "ZeRO" not in text
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config()))
+    both = run("plan", tiny_moe, *options, "--ds-config", str(tmp_path / "ds.json"), code=USAGE)
+    assert "expected ZeRO-3 alone" in re.sub(r"\s+", " ", both.stderr)
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])

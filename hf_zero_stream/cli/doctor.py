@@ -18,7 +18,7 @@ import typer
 from ..config import StreamingConfig, without_own_section
 from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
 from ..ranks.topology import announces_zero3, announces_zero3_init
-from ..reports.text import count_text
+from ..reports.text import count_text, folded_names
 from ..sources.base import SourceFile
 from ..sources.local import LocalFiles, is_on_network, kind_of_file_system
 from . import frame
@@ -55,7 +55,8 @@ def run(
 ) -> None:
     """Look at versions, DeepSpeed's ops, storage and settings; exit code 1 if anything is a problem.
 
-    With PATH the largest file there is read for its speed, at most 256 MiB of it.
+    With PATH the largest file there is read for its speed, at most 256 MiB of it. If PATH is a checkpoint, parameters
+    are named that stock transformers would load wrongly with distributed_config.
     """
     with frame.quiet():
         from ..destinations.deepspeed.zero3 import compatible_ops
@@ -65,6 +66,7 @@ def run(
             "versions": list(_check_versions()),
             "features": list(_check_features(ops)),
             "storage": [] if path is None else list(_check_storage(path)),
+            "checkpoint": [] if path is None else list(_check_stock_shards(Path(path))),
             "settings": list(_check_launcher(accelerate_config)),
         }
         if ds_config is not None:
@@ -79,7 +81,13 @@ def run(
 
 
 def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems: int) -> Iterator[str]:
-    titles = {"versions": "Versions", "features": "What works here", "storage": "Storage", "settings": "Settings"}
+    titles = {
+        "versions": "Versions",
+        "features": "What works here",
+        "storage": "Storage",
+        "checkpoint": "Checkpoint",
+        "settings": "Settings",
+    }
     for name, group in found.items():
         if group:
             yield frame.table((titles[name], "", ""), group, left=3)
@@ -170,6 +178,33 @@ def _check_storage(path: str) -> Iterator[Check]:
         seconds = max(time.perf_counter() - start, 1e-9)
     text = f"{wanted / seconds / 1e6:.0f} MB/s: {wanted / 1e6:.1f} MB of {largest.name}, one thread"
     yield Check("speed", "ok", f"{text}, past the page cache where the file system can")
+
+
+def _check_stock_shards(folder: Path) -> Iterator[Check]:
+    """What stock transformers makes of the checkpoint in `folder` where ``distributed_config`` shards it."""
+    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        return
+    from ..loading.stock_shards import stock_shards
+    from .models import transformers_errors
+
+    what = "distributed_config"
+    try:
+        with transformers_errors(str(folder)):
+            found = stock_shards(str(folder))
+    except HfZeroStreamError as error:
+        yield Check(what, "no", str(error))
+        return
+    kinds = {
+        "refused": "stock transformers cannot load these under FSDP2",
+        "wrong": "stock transformers gives ranks wrong values of these, without an error, under FSDP2",
+        "unknown": "these are computed from whole tensors: whether stock transformers shards them rightly is unknown",
+    }
+    kind = next((kind for kind in kinds if getattr(found, kind)), None)  # where stock refuses, nothing else matters
+    if kind is None:
+        yield Check(what, "ok", "stock transformers gives each rank its own values under FSDP2")
+    else:
+        names = ", ".join(folded_names(getattr(found, kind)))
+        yield Check(what, "note", f"{kinds[kind]}: {names}. Load inside streaming().")
 
 
 def _check_launcher(config_file: str | None) -> Iterator[Check]:

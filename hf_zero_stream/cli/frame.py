@@ -78,6 +78,11 @@ def zero3_config(given: Mapping[str, Any] | None, dtype: str | None) -> dict[str
     return without if dtype == "fp32" else {**without, dtype: {"enabled": True}}
 
 
+def torch_dtype(option: str | None) -> str | None:
+    """torch's name of a dtype given by ``--dtype``."""
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", None: None}[option]
+
+
 def emit(data: Mapping[str, Any], blocks: Iterable[str], form: Literal["table", "json"], *, ok: bool = True) -> None:
     """Write `data` as JSON, or `blocks` with an empty line between two of them; exit with code 1 if not `ok`."""
     if form == "json":

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,11 +46,19 @@ def _memory_option(of: str) -> Any:
     return typer.Option(metavar="SIZE", parser=frame.size, help=f"Memory of a {of}; exit code 1 if it is too little.")
 
 
+def _size_option(what: str) -> Any:
+    return typer.Option(min=1, help=f"Number of ranks {what}; in place of ZeRO-3.")
+
+
 def run(
     path: frame.CheckpointArgument,
     world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")],
     ds_config: frame.DsConfigOption = None,
     dtype: frame.DtypeOption = None,
+    fsdp: Annotated[int | None, _size_option("that FSDP2 shards over")] = None,
+    tp: Annotated[int | None, _size_option("of tensor parallelism")] = None,
+    ep: Annotated[int | None, _size_option("of expert parallelism, out of those of --fsdp and --tp")] = None,
+    replicate: Annotated[int | None, _size_option("that hold the same shards (HSDP)")] = None,
     rank: Annotated[int, typer.Option(min=0, help="The rank to plan for; rank 0 has as much as any.")] = 0,
     device: Annotated[str, typer.Option(help="Type of the device that will train: cuda, cpu, ...")] = "cuda",
     device_memory: Annotated[int | None, _memory_option("device")] = None,
@@ -68,6 +77,7 @@ def run(
 ) -> None:
     """Compute what a load under ZeRO-3 reads and what memory it and training need, beside stock's.
 
+    With --fsdp, --tp, --ep or --replicate, the load is that of transformers' distributed_config in place of ZeRO-3.
     Works for any world size on any machine: reads headers only, also from a repository on the Hub. Activations are
     not counted.
     """
@@ -75,7 +85,10 @@ def run(
         raise typer.BadParameter(f"--rank: expected a rank below --world-size ({world_size}); got {rank}")
     if device == HOST and device_memory is not None:
         raise typer.BadParameter("--device-memory: a CPU's memory is the host's; give --host-memory")
-    config = frame.zero3_config(ds_config, dtype) if ds_config or dtype else {}
+    sharding = _sharding(world_size, fsdp=fsdp, tp=tp, ep=ep, replicate=replicate)
+    if sharding and ds_config is not None:
+        raise typer.BadParameter("--ds-config: expected ZeRO-3 alone; got --fsdp, --tp, --ep or --replicate too")
+    config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     ranks = [rank] if plot is None else ranks_to_draw(world_size, rank)
     with frame.quiet():
         from ..checkpoint.soundness import shards_of
@@ -87,9 +100,11 @@ def run(
             shards_of(folder)  # raises if there are no safetensors files: plan must not open pickles
             arguments = load_arguments(folder, trust_remote_code, dequantize)
             how = {"world_size": world_size, "ds_config": config or None, "device": device, **arguments}
+            if sharding:
+                how |= {"distributed_config": sharding, "dtype": frame.torch_dtype(dtype)}
             forecasts = {number: plan(str(folder), rank=number, **how) for number in ranks}
             forecast = forecasts[rank]
-            stock = stock_load(forecast, folder, arguments, device)
+            stock = None if sharding else stock_load(forecast, folder, arguments, device)
         if plot is not None:
             from .picture import draw
 
@@ -102,17 +117,30 @@ def run(
         "path": path,
         "world_size": world_size,
         "rank": rank,
+        "sharding": sharding,
         "device": device,
         "shards": len(forecast.load.shards),
         "load": forecast.load.cost._asdict(),
         "memory": asdict(forecast.memory),
         "needs": needs,
         "stock": stock,
-        "warnings": list(_warnings(forecast, config, ds_config is None)),
+        "warnings": list(_warnings(forecast, config, ds_config is None and not sharding)),
         "limits": limits,
         "fits": fits if limits else None,
     }
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
+
+
+def _sharding(world_size: int, **sizes: int | None) -> dict[str, int]:
+    """The fields of a DistributedConfig for these options; empty without any of them."""
+    names = {"fsdp": "fsdp_size", "tp": "tp_size", "ep": "ep_size", "replicate": "dp_replicate_size"}
+    given = {names[option]: size for option, size in sizes.items() if size is not None}
+    ranks = prod(size for name, size in given.items() if name != "ep_size")
+    if given and ranks != world_size:
+        raise typer.BadParameter(
+            f"--world-size: expected {ranks}, which is --replicate * --fsdp * --tp; got {world_size}"
+        )
+    return given
 
 
 def ranks_to_draw(world_size: int, rank: int) -> list[int]:
@@ -169,7 +197,9 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
 
 def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
     load, stock, warnings = data["load"], data["stock"], data["warnings"]
-    yield f"Rank {data['rank']} of {data['world_size']}: {data['path']}, {count_text(data['shards'], 'shard')}"
+    sharding = "".join(f", {name} {size}" for name, size in data["sharding"].items())
+    ranks = f"Rank {data['rank']} of {data['world_size']}{sharding}"
+    yield f"{ranks}: {data['path']}, {count_text(data['shards'], 'shard')}"
     partitions = _places(memory.partitions)
     titles = ["Load", "streaming"]
     rows = [
@@ -177,7 +207,7 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         ["of these needed", bytes_text(load["bytes_needed"])],
         ["spans of files", f"{load['seeks']:,}"],
         ["receives as whole parameters", "nothing"],
-        ["partitions", partitions],
+        ["local shards, with padding" if data["sharding"] else "partitions", partitions],
         ["staging", f"up to {bytes_text(memory.staging)}"],
         ["files mapped into memory", "nothing"],
         ["peak of the load", _places(memory.load_peak)],
@@ -189,15 +219,20 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         others = ("headers", "", "", received, partitions, "", "headers", _places(stock["other_peak"]))
         rows = [[*row, *columns] for row, *columns in zip(rows, first, others, strict=True)]
     yield frame.table(titles, rows)
+    if memory.engine == "deepspeed":
+        starts = [[f"deepspeed.initialize adds {what}", _places(places)] for what, places in memory.started.items()]
+        starts.append(["deepspeed.initialize peaks at", _places(memory.start_peak)])
+    else:
+        starts = [["the first backward pass adds gradients", _places(memory.gradients) or "nothing"]]
     rows = [
-        *([f"deepspeed.initialize adds {what}", _places(places)] for what, places in memory.started.items()),
-        ["deepspeed.initialize peaks at", _places(memory.start_peak)],
+        *starts,
         ["the first step adds optimizer states", _places(memory.optimizer_states) or "nothing"],
         ["held between steps", _places(memory.held)],
         ["largest gather of the forward pass", bytes_text(memory.largest_gather)],
-        ["gathered for", memory.largest_gather_of],
+        ["gathered for", memory.largest_gather_of or "nothing"],
     ]
-    yield frame.table(("Training", "streaming" if stock is None else "streaming and stock"), rows)
+    is_both = stock is not None or data["sharding"]
+    yield frame.table(("Training", "streaming and stock" if is_both else "streaming"), rows)
     if warnings:
         yield "\n".join(f"Warning: {warning}" for warning in warnings)
     yield "\n".join(_verdict(data["needs"], data["limits"], data["device"]))

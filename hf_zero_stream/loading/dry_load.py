@@ -168,14 +168,16 @@ def load_of_layouts(config: StreamingConfig) -> Load:
     return Load(config, {}, Coordinator(0, 1, alone=True), _Nowhere())
 
 
-def lazily_loaded(path: str, load: Load, model_class: Any = None, **kwargs: Any) -> LazyModel:
+def lazily_loaded(
+    path: str, load: Load, model_class: Any = None, *, stock_values: dict[str, Any] | None = None, **kwargs: Any
+) -> LazyModel:
     """The lazy model of the checkpoint at `path`, for :meth:`Load.place`; `load` gives the lazy tensors.
 
-    Its class is `model_class`, or the one that the checkpoint was saved from. Raises an UnsupportedError if the load
-    would be left to stock.
+    Its class is `model_class`, or the one that the checkpoint was saved from. For `stock_values` see
+    :class:`..seams.session.Session`. Raises an UnsupportedError if the load would be left to stock.
     """
     cls = model_class or model_class_of(path, kwargs)
-    session = Session(load, is_dry=True, strict=load.config.strict)
+    session = Session(load, is_dry=True, stock_values=stock_values, strict=load.config.strict)
     try:
         with streaming(), zero3_hidden(), collector_paused(), session:
             cls.from_pretrained(path, **{"dtype": "auto", **kwargs})

@@ -208,6 +208,8 @@ def _finalize_model_loading(
 
 
 def _place(session: Session, model: Any, load_config: Any, loading_info: Any) -> None:
+    if session.stock_values is not None:
+        raise Stopped((model, set(), set()))
     mismatched = loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes
     if loading_info.error_msgs or loading_info.conversion_errors or mismatched:
         if not session.load.checkpoint.reads_itself:

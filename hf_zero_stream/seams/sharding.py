@@ -60,7 +60,17 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 @seam(core_model_loading, "is_dtensor", since="5.17")
 def _is_dtensor(session: Session, original: Original, tensor: Any) -> bool:
     """Have whole tensors converted, and put in place of sharded parameters."""
-    return False
+    return session.stock_values is not None and original(tensor)
+
+
+@seam(core_model_loading, "set_param_for_module", since="5.17")
+def _set_param_for_module(
+    session: Session, original: Original, model: Any, name: str, value: Any, *args: Any, **kwargs: Any
+) -> None:
+    if session.stock_values is None:
+        original(model, name, value, *args, **kwargs)
+    else:
+        session.stock_values[name] = value
 
 
 @seam(modeling_utils, "caching_allocator_warmup")
