@@ -109,3 +109,65 @@ def resume_all(
         {how: resume(folder, target / f"{how} {number}", config, prepare, how) for how in hows}
         for number, (config, prepare) in enumerate(zip(configs, prepares, strict=True))
     ]
+
+
+# ------------------------------------------------------------------------------------------------ without an engine
+
+
+def plain_training(folder: Path, sizes: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+    """A model, sharded in these sizes or whole on each rank, an AdamW of two groups, and a scheduler."""
+    from transformers.distributed import DistributedConfig
+
+    import hf_zero_stream
+
+    kwargs = {} if sizes is None else {"distributed_config": DistributedConfig(**sizes)}
+    with hf_zero_stream.streaming():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs)
+    optimizer = torch.optim.AdamW(two_groups(model), lr=1e-3)
+    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+def train_plain(model: Any, optimizer: Any, scheduler: Any, steps: Sequence[int]) -> list[float]:
+    model.train()
+    losses = []
+    for step in steps:
+        tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_plain_and_save(folder: Path, target: Path, sizes: dict[str, Any] | None) -> list[float]:
+    import hf_zero_stream
+
+    training = plain_training(folder, sizes)
+    train_plain(*training, range(3))
+    model, optimizer, scheduler = training
+    hf_zero_stream.save_state(model, target, optimizer=optimizer, scheduler=scheduler, data={"position": 7})
+    return train_plain(*training, (3, 4))
+
+
+def resume_plain(folder: Path, source: Path, sizes: dict[str, Any] | None, again: Path | None = None) -> list[float]:
+    """The losses of two steps; what was loaded is saved `again` before."""
+    import hf_zero_stream
+
+    model, optimizer, scheduler = plain_training(folder, sizes)
+    hf_zero_stream.load_state(model, source, optimizer=optimizer, scheduler=scheduler)
+    if again is not None:
+        hf_zero_stream.save_state(model, again, optimizer=optimizer, scheduler=scheduler, data={"position": 7})
+    return train_plain(model, optimizer, scheduler, (3, 4))
+
+
+def resume_and_save(
+    folder: Path, source: Path, config: dict[str, Any], prepare: Prepare, again: Path, with_scheduler: bool = True
+) -> None:
+    """Load by ours, and save what was loaded."""
+    import hf_zero_stream
+
+    engine = engine_of(folder, config, prepare)
+    hf_zero_stream.load_state(engine, source, with_scheduler=with_scheduler)
+    hf_zero_stream.save_state(engine, again, data={"position": 7})

@@ -6,7 +6,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from ..reports.memory import collector_paused
 from .record import FILE, LATEST, GroupRecord, StateRecord, restored
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
-from .trained import training_of
+from .trained import class_of, training_of
 
 
 __all__ = ["Resumed", "load_state"]
@@ -65,6 +65,7 @@ def load_state(
     scheduler: Any = None,
     scaler: Any = None,
     tag: str | None = None,
+    with_scheduler: bool = True,
     config: StreamingConfig | None = None,
 ) -> Resumed:
     """Go on from a training state, at any number of ranks and any ZeRO stage, and between ZeRO and FSDP2 (all ranks).
@@ -77,6 +78,7 @@ def load_state(
             as for a new training, of the same model with the same groups.
         folder: what ``save_state`` wrote.
         tag: the name of the state; default: what `latest` says.
+        with_scheduler: load the scheduler's state too.
         config: our settings; default: from the environment.
 
     Raises:
@@ -94,6 +96,8 @@ def load_state(
     with coordinator.watched(LOAD), coordinator.reporting():
         finish_saves_into(folder, settings.read_from, coordinator)
         place, record = coordinator.broadcast(partial(_found, folder, tag))
+        if not with_scheduler:
+            record = replace(record, scheduler=None)
         coordinator.run_on_all(partial(_refuse_other_training, training, record, place))
     with training.changing():
         make_entries(training.slots, [key for key in record.keys if key != MASTER])
@@ -133,6 +137,13 @@ def _refuse_other_training(training: Training, record: StateRecord, place: Path)
     kind = type(training.optimizer).__name__
     if kind != record.optimizer and not {kind, record.optimizer} <= _ADAMS:
         raise ConfigError(f"{place}: the state of {record.optimizer} cannot go on in {kind}. Use the same optimizer.")
+    if training.scheduler is not None and record.scheduler is not None:
+        kind, saved = class_of(training.scheduler), record.scheduler["class"]
+        if kind != saved:
+            raise ConfigError(
+                f"{place}: the scheduler was a {saved}, and is a {kind} now. Use the same, or pass "
+                "with_scheduler=False and set the new one yourself."
+            )
     groups = training.optimizer.param_groups
     if len(groups) != len(record.groups):
         raise ConfigError(
@@ -207,7 +218,7 @@ def _number_like(old: Any, value: Any, optimizer: Any, group: Any, slot: Slot) -
 
 def _set_rest(training: Training, record: StateRecord) -> None:
     if training.scheduler is not None and record.scheduler is not None:
-        training.scheduler.load_state_dict(restored(record.scheduler))
+        training.scheduler.load_state_dict(restored(record.scheduler["state"]))
     if training.scaler_state is not None and record.scaler is not None:
         training.set_scaler_state(restored(record.scaler))
     training.set_counters(record.counters)

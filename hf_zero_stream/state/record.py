@@ -47,6 +47,7 @@ class StateRecord:
     Attributes:
         optimizer: its class.
         keys: the elementwise states, each in files of its own.
+        scheduler: its class and its state.
         data: what the user gave.
     """
 

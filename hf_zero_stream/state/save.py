@@ -32,7 +32,7 @@ from ..seams.saving import index_name, lay_out_pretrained
 from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain
 from .rng import FILE as RNG_FILE
 from .rng import RandomStates
-from .trained import training_of
+from .trained import class_of, training_of
 
 
 __all__ = ["save_state"]
@@ -109,13 +109,17 @@ def _record(training: Training, keys: list[str], data: Any, world_size: int) -> 
         optimizer=type(training.optimizer).__name__,
         keys=keys,
         groups=groups,
-        scheduler=None if scheduler is None else plain(scheduler.state_dict(), "scheduler"),
+        scheduler=None if scheduler is None else _scheduler_record(scheduler),
         scaler=None if training.scaler_state is None else plain(training.scaler_state, "loss scaler"),
         counters=dict(training.counters),
         world_size=world_size,
         batch_size=training.batch_size,
         data=data,
     )
+
+
+def _scheduler_record(scheduler: Any) -> dict[str, Any]:
+    return {"class": class_of(scheduler), "state": plain(scheduler.state_dict(), "scheduler")}
 
 
 def _steps(record: StateRecord) -> int:

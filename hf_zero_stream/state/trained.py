@@ -13,7 +13,7 @@ from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 
 
-__all__ = ["training_of"]
+__all__ = ["class_of", "training_of"]
 
 
 def training_of(trained: Any, optimizer: Any, scheduler: Any, scaler: Any, coordinator: Coordinator) -> Training:
@@ -31,3 +31,8 @@ def training_of(trained: Any, optimizer: Any, scheduler: Any, scaler: Any, coord
     if optimizer is None:
         raise ConfigError(f"optimizer: expected what trains the {type(model).__name__}; got None")
     return training_of_model(model, unwrapped_optimizer(optimizer), scheduler, scaler, coordinator)
+
+
+def class_of(scheduler: Any) -> str:
+    """The class of a scheduler, or of that inside what ``accelerator.prepare`` made of it."""
+    return type(getattr(scheduler, "scheduler", scheduler)).__name__
