@@ -83,6 +83,6 @@ def test_between_zero_and_fsdp2(cluster: None, zoo_checkpoint: Checkpoint, tmp_p
     train = run_ranks(2, train_plain_and_save, folder, tmp_path / "fsdp", {"fsdp_size": 2})
     run_ranks(3, resume_and_save, folder, tmp_path / "fsdp", config, two_groups, tmp_path / "zero", False)
     again = tmp_path / "fsdp again"
-    losses = run_ranks(2, resume_plain, folder, tmp_path / "zero", {"fsdp_size": 2}, again)
+    losses = run_ranks(2, resume_plain, folder, tmp_path / "zero", {"fsdp_size": 2}, again, False)
     assert losses == train
     assert same_state(tmp_path / "fsdp", again) == []

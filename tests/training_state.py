@@ -151,12 +151,17 @@ def train_plain_and_save(folder: Path, target: Path, sizes: dict[str, Any] | Non
     return train_plain(*training, (3, 4))
 
 
-def resume_plain(folder: Path, source: Path, sizes: dict[str, Any] | None, again: Path | None = None) -> list[float]:
+def resume_plain(
+    folder: Path, source: Path, sizes: dict[str, Any] | None, again: Path | None = None, with_scheduler: bool = True
+) -> list[float]:
     """The losses of two steps; what was loaded is saved `again` before."""
     import hf_zero_stream
 
     model, optimizer, scheduler = plain_training(folder, sizes)
-    hf_zero_stream.load_state(model, source, optimizer=optimizer, scheduler=scheduler)
+    trains = {"optimizer": optimizer, "scheduler": scheduler}
+    hf_zero_stream.load_state(model, source, **trains, with_scheduler=with_scheduler)
+    for _ in range(0 if with_scheduler else 3):
+        scheduler.step()
     if again is not None:
         hf_zero_stream.save_state(model, again, optimizer=optimizer, scheduler=scheduler, data={"position": 7})
     return train_plain(model, optimizer, scheduler, (3, 4))

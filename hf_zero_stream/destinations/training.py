@@ -14,7 +14,10 @@ from ..ranks.coordinator import Coordinator
 from .slots import Slot, slots_of_parameters
 
 
-__all__ = ["Training", "training_of_model"]
+__all__ = ["STEPS", "Training", "training_of_model"]
+
+STEPS = "global_steps"
+"""The counter that every training has: how many steps the optimizer has made."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,5 +68,6 @@ def training_of_model(
         scheduler=scheduler,
         scaler_state=None if scaler is None else scaler.state_dict(),
         set_scaler_state=lambda state: scaler.load_state_dict(dict(state)),
+        counters={STEPS: max((int(slot.entries.get("step", 0)) for slot in slots), default=0)},
         device=device,
     )

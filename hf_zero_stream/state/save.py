@@ -22,7 +22,7 @@ from typing import Any
 
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.slots import elementwise_keys, holdings_of
-from ..destinations.training import Training
+from ..destinations.training import STEPS, Training
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
@@ -82,7 +82,7 @@ def save_state(
             )
         keys = elementwise_keys(training.slots)
         record = _record(training, keys, plain(data, "data"), coordinator.world_size)
-        tag = tag or f"global_step{training.counters.get('global_steps', _steps(record))}"
+        tag = tag or f"global_step{training.counters[STEPS]}"
         if Path(tag).name != tag:
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
     with coordinator.watched(SAVE), coordinator.reporting():
@@ -120,11 +120,6 @@ def _record(training: Training, keys: list[str], data: Any, world_size: int) -> 
 
 def _scheduler_record(scheduler: Any) -> dict[str, Any]:
     return {"class": class_of(scheduler), "state": plain(scheduler.state_dict(), "scheduler")}
-
-
-def _steps(record: StateRecord) -> int:
-    steps = [group.numbers.get("step", 0) for group in record.groups]
-    return max((int(max(step) if isinstance(step, list) else step) for step in steps), default=0)
 
 
 def _free_name(folder: Path, tag: str) -> str:

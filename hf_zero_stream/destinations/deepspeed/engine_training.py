@@ -16,7 +16,7 @@ from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ..slots import Member, Slot, slots_of_parameters
-from ..training import Training
+from ..training import STEPS, Training
 from . import zero3
 from .masters import ZENFLOW, fragments_of
 
@@ -24,7 +24,7 @@ from .masters import ZENFLOW, fragments_of
 __all__ = ["is_engine", "training_of_engine"]
 
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def is_engine(trained: Any) -> bool:
@@ -65,8 +65,11 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
 
 
 def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:
-    for name in _COUNTERS:
-        setattr(engine, name, counters[name])
+    steps = counters.get(STEPS, 0)
+    samples = steps * engine.train_batch_size()
+    for name, value in {"global_samples": samples, "skipped_steps": 0, **counters, STEPS: steps}.items():
+        if name in _COUNTERS:
+            setattr(engine, name, value)
 
 
 def _scaler_state(wrapper: Any) -> dict[str, Any] | None:
