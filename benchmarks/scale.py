@@ -4,6 +4,9 @@ Checkpoints are of true size but sparse (see :mod:`benchmarks.sparse_checkpoint`
 for the other ranks. Everything else is real: the public ``streaming()`` path, DeepSpeed's partitions, the reads.
 
     python -m benchmarks.scale --models qwen3-30b-a3b,deepseek-v3
+
+With ``--plan`` nothing is read: DeepSeek-V3 is planned for one rank, under ZeRO-3 and where FSDP2, tensor and expert
+parallelism shard it, one after the other.
 """
 
 from __future__ import annotations
@@ -140,18 +143,66 @@ def load_one_rank(folder: str, rank: int, world_size: int) -> dict[str, Any]:
     }
 
 
-def run_rank(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
-    environment = {
-        **os.environ,
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_RANK": "0",
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_HUB_OFFLINE": "1",
+SHARDINGS: dict[str, dict[str, int]] = {
+    "ZeRO-3": {},
+    "fsdp 64 x tp 8": {"fsdp_size": 64, "tp_size": 8},
+    "fsdp 64 x tp 8, ep 64": {"fsdp_size": 64, "tp_size": 8, "ep_size": 64},
+}
+PLANNED, PLANNED_WORLD, PLANNED_RANK, REPEATS = "deepseek-v3", 512, 37, 3
+
+
+def plan_one_rank(folder: str, sharding: str) -> dict[str, Any]:
+    """Plan `folder` for one rank of `SHARDINGS`; runs in a process of its own. The fastest of some runs counts."""
+    import time
+
+    import torch  # noqa: F401
+
+    import hf_zero_stream
+    import hf_zero_stream.destinations.deepspeed.partitioned
+    import hf_zero_stream.destinations.dtensor
+    import hf_zero_stream.ranks.stand_in  # noqa: F401
+
+    sizes = SHARDINGS[sharding]
+    kwargs = {"distributed_config": sizes} if sizes else {}
+    times = []
+    for _ in range(REPEATS):
+        began, cpu = time.perf_counter(), time.process_time()
+        planned = hf_zero_stream.plan(folder, world_size=PLANNED_WORLD, rank=PLANNED_RANK, **kwargs)
+        times.append((time.perf_counter() - began, time.process_time() - cpu))
+    first, (seconds, cpu_seconds) = times[0][0], min(times)
+    return {
+        "sharding": sharding,
+        "first_seconds": first,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "bytes_needed": planned.load.cost.bytes_needed,
+        "bytes_read": planned.load.cost.bytes_read,
+        "reads": planned.load.cost.reads,
+        "held_bytes": sum(planned.memory.partitions.values()),
     }
-    command = [sys.executable, "-m", "benchmarks.scale", "--one", str(folder), str(rank), str(world_size)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+
+
+def plan_table(rows: list[dict[str, Any]]) -> str:
+    header = ("sharding", "first plan s", "plan s", "CPU s", "need MiB", "read MiB", "reads", "hold MiB")
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    for row in rows:
+        seconds = (f"{row[name]:.1f}" for name in ("first_seconds", "seconds", "cpu_seconds"))
+        sizes = [f"{row[name] / 2**20:.0f}" for name in ("bytes_needed", "bytes_read", "held_bytes")]
+        lines.append(f"| {row['sharding']} | {' | '.join((*seconds, *sizes[:2]))} | {row['reads']} | {sizes[2]} |")
+    return "\n".join(lines)
+
+
+def run_rank(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
+    launched = {"LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    return in_own_process(["--one", str(folder), str(rank), str(world_size)], launched)
+
+
+def in_own_process(arguments: list[str], environment: dict[str, str]) -> dict[str, Any]:
+    """What this module prints for `arguments`."""
+    common = {"DS_ACCELERATOR": "cpu", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.scale", *arguments]
+    whole = {**os.environ, **common, **environment}
+    done = subprocess.run(command, env=whole, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -182,16 +233,28 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="names, separated by commas")
     parser.add_argument("--worlds", default="", help="world sizes, separated by commas; default: one for each model")
     parser.add_argument("--growth", action="store_true", help="instead: the middle rank of several worlds")
+    parser.add_argument("--plan", action="store_true", help="instead: plan one rank, under ZeRO-3 and sharded")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the sparse checkpoints")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--one", nargs=3, metavar=("FOLDER", "RANK", "WORLD"), help=argparse.SUPPRESS)
+    parser.add_argument("--plan-one", nargs=2, metavar=("FOLDER", "SHARDING"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.plan_one:
+        print(json.dumps(plan_one_rank(*arguments.plan_one)))
+        return
     if arguments.one:
         folder, rank, world_size = arguments.one
         print(json.dumps(load_one_rank(folder, int(rank), int(world_size))))
         return
     from benchmarks.sparse_checkpoint import make_sparse_checkpoint
 
+    if arguments.plan:
+        folder = make_sparse_checkpoint(arguments.cache / f"sparse-{PLANNED}", MODELS[PLANNED][0]())
+        found = [in_own_process(["--plan-one", str(folder), sharding], {}) for sharding in SHARDINGS]
+        print(plan_table(found))
+        if arguments.json:
+            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        return
     rows: list[tuple[str, dict[str, Any]]] = []
     for name in arguments.models.split(","):
         make_config, default_world = MODELS[name]

@@ -57,11 +57,15 @@ def test_predictions_are_what_stock_does(cluster: None, tmp_path: Path, model_ty
     assert folded_names(predicted.wrong)[0] in what_doctor_says.text
 
 
-def test_what_stock_refuses(cluster: None, tmp_path: Path) -> None:
-    """The pieces have other shapes than the shards, which stock notices."""
-    predicted, _, error = predicted_and_real("gte", tmp_path)
-    assert "raising an error" in error
-    assert any("gate_proj" in name for name in predicted.refused)
+@pytest.mark.parametrize(
+    ("model_type", "part", "message"),
+    [("gte", "gate_proj", "raising an error"), ("kimi_k25", "q_proj", "automatic conversion of the weights")],
+)
+def test_what_stock_refuses(cluster: None, tmp_path: Path, model_type: str, part: str, message: str) -> None:
+    """The pieces have other shapes than the shards, or cannot be converted: stock notices."""
+    predicted, _, error = predicted_and_real(model_type, tmp_path)
+    assert message in error
+    assert any(part in name for name in predicted.refused)
     assert "cannot load these" in next(doctor._check_stock_shards(tmp_path)).text
 
 

@@ -103,6 +103,8 @@ def _load_pretrained_model(
         except Exception:
             load.refuse_absent()  # an absent tensor may be why
             raise
+        if session.stock_values is not None:
+            raise Stopped((model, set(), set()))  # before transformers refuses what it could not convert
         load.refuse_absent()
         result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
         return result
@@ -208,8 +210,6 @@ def _finalize_model_loading(
 
 
 def _place(session: Session, model: Any, load_config: Any, loading_info: Any) -> None:
-    if session.stock_values is not None:
-        raise Stopped((model, set(), set()))
     mismatched = loading_info.mismatched_keys and not load_config.ignore_mismatched_sizes
     if loading_info.error_msgs or loading_info.conversion_errors or mismatched:
         if not session.load.checkpoint.reads_itself:
