@@ -20,7 +20,7 @@ class Patches:
 
     def __init__(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
         self._replacements = replacements
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
         self._users = 0
         self._saved: dict[tuple[Any, str], tuple[Any, Any]] = {}
 

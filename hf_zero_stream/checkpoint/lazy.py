@@ -24,7 +24,7 @@ from .no_memory import Address, NodeStorage, no_memory
 from .nodes import Blockwise, Copy, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
 
 
-__all__ = ["LazyTensor", "Materialise", "lacks_values", "refuse_wrapped"]
+__all__ = ["LazyTensor", "Materialise", "copy_attributes", "lacks_values", "refuse_wrapped"]
 
 aten = torch.ops.aten
 
@@ -35,8 +35,9 @@ Materialise = Callable[[View], torch.Tensor]
 class LazyTensor(torch.Tensor):
     """A tensor without data: its node and its strides say where its elements would come from.
 
-    It reports device ``cpu``, its true shape, strides and dtype. Its addresses only tell code that looks for tied
-    tensors which lazy tensors share a node: reading from them, or pickling it, raises an :class:`UnsupportedError`.
+    It reports its true shape, strides and dtype, and the device that it was moved to, which is ``cpu`` at first. Its
+    addresses only tell code that looks for tied tensors which lazy tensors share a node: reading from them, pickling
+    it, or writing into it raises an :class:`UnsupportedError`.
     """
 
     _meta: torch.Tensor
@@ -46,14 +47,16 @@ class LazyTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, meta: torch.Tensor, node: Node, materialise: Materialise) -> LazyTensor:
+    def __new__(
+        cls, meta: torch.Tensor, node: Node, materialise: Materialise, device: torch.device | str = "cpu"
+    ) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
             cls,
             meta.size(),
             strides=meta.stride(),
             storage_offset=meta.storage_offset(),
             dtype=meta.dtype,
-            device="cpu",
+            device=device,
             requires_grad=False,
         )
         self._meta, self._node, self._materialise = meta, node, materialise
@@ -86,8 +89,8 @@ class LazyTensor(torch.Tensor):
         return cls.whole(Blockwise(sizes, dtype, function, views, {}, blocks, parts), inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
-        """Its values, read now, in a new host tensor."""
-        return self._materialise(self.view_of_node)
+        """Its values, read now, in a new tensor on its device."""
+        return self._materialise(self.view_of_node).to(self.device)
 
     # Calls that would read memory outside of torch's dispatcher read the values now.
 
@@ -103,9 +106,42 @@ class LazyTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.materialise().tolist()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyTensor:
-        """A tensor of the same node: a node's values do not change."""
-        return memo.setdefault(id(self), LazyTensor(self._meta, self._node, self._materialise))
+    @property
+    def data(self) -> LazyTensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        """Take the values of `value`, and its dtype and device; become a tensor with values if it is one."""
+        if isinstance(value, LazyTensor):
+            torch.Tensor.data.__set__(self, value)
+            self._meta, self._node, self._materialise = value._meta, value._node, value._materialise
+        else:
+            self.become(value)
+
+    def become(self, value: torch.Tensor) -> None:
+        """Turn this object, to which optimizers and modules may refer, into a parameter with the values of `value`."""
+        real = torch.nn.Parameter(value.detach(), requires_grad=self.requires_grad)
+        copy_attributes(self, real)
+        torch.utils.swap_tensors(self, real)
+
+    @property
+    def reader(self) -> Materialise:
+        """What reads its values when an op needs them."""
+        return self._materialise
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """A tensor of the same node: a node's values do not change. A parameter's copy has an address of its own."""
+        if id(self) in memo:
+            return memo[id(self)]
+        if getattr(self, "_is_param", False):
+            node = Copy(tuple(self.shape), self.dtype, self.view_of_node)
+            lazy = LazyTensor(_whole_meta(node.sizes, node.dtype), node, self._materialise, self.device)
+            new: torch.Tensor = torch.nn.Parameter(lazy, requires_grad=self.requires_grad)
+            copy_attributes(self, new)
+        else:
+            new = LazyTensor(self._meta, self._node, self._materialise, self.device)
+        return memo.setdefault(id(self), new)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise no_memory(self._node, "it cannot be pickled, nor saved by torch.save")
@@ -166,7 +202,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
     def to_lazy(meta: torch.Tensor, output: int | None = None) -> LazyTensor:
         if meta.untyped_storage()._cdata == storage and meta.dtype == first.dtype:
-            return LazyTensor(meta, first._node, first._materialise)
+            return LazyTensor(meta, first._node, first._materialise, first.device)
         view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
         node = Opaque(tuple(meta.size()), meta.dtype, func, view_args, view_kwargs, output)
         return LazyTensor.whole(node, first._materialise)
@@ -181,7 +217,10 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     schema, materialise = func._schema, _first_lazy(args, kwargs)._materialise
     for argument, value in zip(schema.arguments, args, strict=False):
         if isinstance(value, LazyTensor) and argument.alias_info is not None and argument.alias_info.is_write:
-            raise NotImplementedError(f"{func} would write into a checkpoint tensor; make a new tensor instead")
+            raise UnsupportedError(
+                f"{func} would write into a checkpoint tensor without memory: {value!r}. A model's parameter gets "
+                "memory in accelerator.prepare(). Make a new tensor and assign that: parameter.data = new."
+            )
 
     def to_lazy(value: Any) -> Any:
         # A plain result would hide from the report that this parameter was materialised.
@@ -198,11 +237,14 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     (source,) = args
-    dtype = kwargs.get("dtype") or source.dtype
+    dtype, device = kwargs.get("dtype") or source.dtype, kwargs.get("device") or source.device
+    if device.type == "meta":
+        return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=device)
     view = source.view_of_node
     if dtype == source.dtype and view.strides == row_major_strides(view.sizes):
-        return LazyTensor(source._meta, source._node, source._materialise)
-    return LazyTensor.whole(Copy(view.sizes, dtype, view), source._materialise)
+        return LazyTensor(source._meta, source._node, source._materialise, device)
+    node = Copy(view.sizes, dtype, view)
+    return LazyTensor(_whole_meta(node.sizes, dtype), node, source._materialise, device)
 
 
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
@@ -343,6 +385,13 @@ def _to_meta(value: Any) -> Any:
 
 def _to_view(value: Any) -> Any:
     return value.view_of_node if isinstance(value, LazyTensor) else value
+
+
+def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Python attributes that model code or transformers put on a tensor, such as ``_is_hf_initialized``."""
+    for name, value in vars(old).items():
+        if name not in LazyTensor.__annotations__ and name != "_is_param":
+            setattr(new, name, value)
 
 
 def lacks_values(tensor: torch.Tensor) -> bool:

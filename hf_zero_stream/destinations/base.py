@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor, View
 from ..errors import LoadError
 from ..footprint.memory import MemoryFootprint
@@ -138,6 +138,9 @@ class Destination(Protocol):
     fills_missing: bool = False
     """Whether parameters that no checkpoint fills get their memory here; if not, transformers makes it."""
 
+    leaves_lazy: bool = False
+    """Whether parameters stay lazy, for a later load to fill."""
+
     exchanges_reads: bool = False
     """Whether ranks exchange what they read, in batches that depend on the setting `staging_bytes`."""
 
@@ -263,7 +266,7 @@ def replace_lazy(
                 continue
             replaced[id(param)] = new
             setattr(module, key, new)  # as transformers does: a recurrent layer keeps its weights in a list, too
-            _copy_attributes(param, new)
+            copy_attributes(param, new)
             if isinstance(param, LazyTensor) and param.dtype != new.dtype:
                 recast.append(name)
             view = None if name in missing else source_of(param)
@@ -276,7 +279,7 @@ def replace_lazy(
                 continue
             module._buffers[key] = real
             if isinstance(old, LazyTensor) or old.is_meta:
-                _copy_attributes(old, real)
+                copy_attributes(old, real)
                 view = source_of(old)
                 if view is not None:
                     buffers[name] = (real.view(-1), view)
@@ -290,13 +293,6 @@ def source_of(tensor: torch.Tensor) -> View | None:
     if tensor.is_meta:
         return None
     return View.whole(HostTensor.of(tensor, "a conversion op made it from values"))
-
-
-def _copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Python attributes that model code or transformers put on a tensor, such as ``_is_hf_initialized``."""
-    for name, value in vars(old).items():
-        if name not in LazyTensor.__annotations__ and name != "_is_param":
-            setattr(new, name, value)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

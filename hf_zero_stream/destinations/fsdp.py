@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from ..errors import refuse_unknown_version
 from ..footprint.memory import HOST
 from ..footprint.sharded import HeldShard
+from ..patching import Replacement
 from ..planning.parameter_box import Cut
 
 
@@ -33,6 +34,7 @@ __all__ = [
     "managed_params",
     "new_shard",
     "original_class",
+    "record_replacement",
     "reshard",
     "with_local",
 ]
@@ -45,6 +47,11 @@ _missing = [f"FSDPParam.{name}" for name in _RELIED_ON if not hasattr(FSDPParam,
 if not hasattr(FSDPModule, "_get_fsdp_state"):
     _missing.append("FSDPModule._get_fsdp_state")
 refuse_unknown_version("torch", _missing)
+
+
+def record_replacement(replacement: Replacement) -> dict[tuple[Any, str], Replacement]:
+    """What is called in place of making a record; its first arguments are the record and the parameter."""
+    return {(FSDPParam, "__init__"): replacement}
 
 
 def managed_params(model: nn.Module) -> dict[str, Managed]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
-from ..checkpoint.lazy import lacks_values, refuse_wrapped
+from ..checkpoint.lazy import LazyTensor, lacks_values, refuse_wrapped
 from ..checkpoint.nodes import HostTensor, Leaf
 from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
@@ -38,10 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 class Load:
-    """The state of one ``from_pretrained`` that streams; `ds_config` is empty if there is none."""
+    """The state of one ``from_pretrained`` that streams; `ds_config` is empty if there is none.
+
+    A load that goes on where another one ended has that one's `checkpoint` (:meth:`.OpenCheckpoint.again`).
+    """
 
     def __init__(
-        self, config: StreamingConfig, ds_config: Mapping[str, Any], coordinator: Coordinator, destination: Destination
+        self,
+        config: StreamingConfig,
+        ds_config: Mapping[str, Any],
+        coordinator: Coordinator,
+        destination: Destination,
+        checkpoint: OpenCheckpoint | None = None,
     ) -> None:
         self.config = config
         self.ds_config = ds_config
@@ -54,7 +62,7 @@ class Load:
         """What this rank reads, once it is known."""
         self.footprint: MemoryFootprint | None = None
         """The memory that this rank needs in the load and in training, if the destination knows it."""
-        self.checkpoint = OpenCheckpoint(config, coordinator, device=destination.device)
+        self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device)
         """Where the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
         self._index: CheckpointIndex | None = None
@@ -210,6 +218,8 @@ class Load:
         """Gather every rank's figures, log them on the main process and return the report (all ranks)."""
         self.destination.complete(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
+        if self.destination.leaves_lazy:
+            tensors = [named for named in tensors if not isinstance(named[1], LazyTensor)]
         unfilled = [name for name, tensor in tensors if lacks_values(tensor)]
         if unfilled:
             raise LoadError(

@@ -65,6 +65,14 @@ class OpenCheckpoint:
         """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
 
+    def again(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
+        """The same files, for another load of them; one that has changed since is an error (all ranks)."""
+        again = OpenCheckpoint(self.config, coordinator, format=self._format, device=device)
+        if isinstance(self.source, LocalFiles) and isinstance(again.source, LocalFiles):
+            again.source.seen.update(self.source.seen)
+        again.add(self.shards)
+        return again
+
     def close(self) -> None:
         """Release file handles."""
         if self._ahead is not None:

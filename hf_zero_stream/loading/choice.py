@@ -19,6 +19,7 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
 from ..ranks.topology import announces_zero3, announces_zero3_init
 from ..seams.sharding import distributed_config_of, init_distributed, is_known
+from ..seams.wrappers import shards_by_fsdp2
 
 
 __all__ = ["Choice", "choose", "refuse_pipelines", "refuse_sharding", "settings_for", "warn_of_open_dtype"]
@@ -44,7 +45,8 @@ class Choice(NamedTuple):
 def choose(
     cls: Any, path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None, *, is_zero3: bool
 ) -> Choice | None:
-    """The load into shards, ZeRO-3's partitions, or whole models whose ranks share the reading; None for stock.
+    """The load into shards, ZeRO-3's partitions, models that accelerate will shard by FSDP2, or whole models whose
+    ranks share the reading; None for stock.
 
     `found` is the DeepSpeed config, of whatever stage, and empty if there is none; the other arguments are those of
     ``from_pretrained``.
@@ -60,11 +62,17 @@ def choose(
         if sharding is not None:
             refuse_pipelines(sharding)
             return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed()))
+    subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
+    if not found and shards_by_fsdp2() and _is_plain(kwargs):
+        with expected_at(SHARED_LOAD):
+            from .deferral import Deferral  # imports torch's FSDP2
+
+            settings = settings_for(found, strict)
+        return Choice(SHARED_LOAD, subject, partial(Deferral.load, settings))
     if _ranks_load_the_same(kwargs):
         with expected_at(SHARED_LOAD):
             settings = settings_for(found, strict)
         if settings.share_reads:
-            subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
             return Choice(SHARED_LOAD, subject, partial(_into_replicas, found, settings))
     return None
 
@@ -128,10 +136,15 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
             f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model: sharded models "
             "are not streamed yet. Each rank reads the checkpoint by transformers' own code, and nothing is shared."
         )
+    # Where FSDP_CPU_RAM_EFFICIENT_LOADING is set, transformers loads on rank 0 alone.
+    return _is_plain(kwargs) and not is_fsdp_enabled()
+
+
+def _is_plain(kwargs: Mapping[str, Any]) -> bool:
+    """Whether the whole model would be loaded into host memory."""
     is_placed = any(kwargs.get(name) is not None for name in ("device_map", "state_dict"))
     on_the_host = torch.get_default_device().type == "cpu" and not _builds_without_memory()
-    # Where FSDP_CPU_RAM_EFFICIENT_LOADING is set, transformers loads on rank 0 alone.
-    return on_the_host and not sharding and not is_placed and not is_fsdp_enabled()
+    return on_the_host and not is_placed and not _sharding_argument(kwargs)
 
 
 def warn_of_open_dtype(sections: list[str], advice: str) -> None:

@@ -18,6 +18,7 @@ from ..config import StreamingConfig
 from ..destinations import fsdp
 from ..destinations.base import Destination
 from ..destinations.deepspeed import original_experts
+from ..destinations.deferred import fill_whole
 from ..destinations.live_shards import LiveShards
 from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
@@ -76,6 +77,7 @@ def load_into(
     with expected_at(LOAD):
         config = replace(StreamingConfig.resolve(config, {}), strict=strict)
         live_model = _inside(model)
+        fill_whole(live_model)
         if original_experts.converted_layers(live_model):
             raise UnsupportedError(
                 "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load "

@@ -15,7 +15,14 @@ from contextlib import suppress
 from typing import NamedTuple
 
 
-__all__ = ["Location", "Topology", "announced_local_rank", "announces_zero3", "announces_zero3_init"]
+__all__ = [
+    "Location",
+    "Topology",
+    "announced_local_rank",
+    "announces_fsdp2",
+    "announces_zero3",
+    "announces_zero3_init",
+]
 
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """A rank's number on its host: torchrun, accelerate and deepspeed; Open MPI; Hydra (MPICH, Intel MPI); Slurm."""
@@ -118,6 +125,16 @@ def announces_zero3() -> bool:
 def announces_zero3_init() -> bool:
     """Whether accelerate's ``zero3_init_flag`` is on, or not set."""
     return os.environ.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "true") == "true"
+
+
+def announces_fsdp2() -> bool:
+    """Whether accelerate's launcher announces FSDP2, or ``TrainingArguments(fsdp=...)`` announces FSDP.
+
+    The Trainer sets one variable for FSDP of either version; version 1 is what it has to be asked for.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return os.environ.get("FSDP_VERSION") == "2"
+    return "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ
 
 
 def _first_number(names: tuple[str, ...], environ: Mapping[str, str], default: int) -> int:

@@ -22,6 +22,7 @@ from ..checkpoint.lazy import refuse_wrapped
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.gathered import gathered, not_in_full
+from ..destinations.deferred import fill_whole
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE, Occasion
@@ -103,6 +104,7 @@ class Save:
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
+        fill_whole(inner)
         advice = "Save it with model.save_pretrained, which gathers such tensors."
         plain = [named for named in inner.named_parameters() if not is_dtensor(named[1])]
         refuse_wrapped(plain, "save_pretrained", advice)

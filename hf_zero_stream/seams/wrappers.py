@@ -5,21 +5,29 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import accelerate
+import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import extract_model_from_parallel
+from accelerate.state import AcceleratorState
+from accelerate.utils import extract_model_from_parallel, fsdp_utils
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ..errors import refuse_unknown_version
 from ..patching import Replacement
+from ..ranks.topology import announces_fsdp2
 
 
 __all__ = [
     "accelerate_config_file",
     "accelerator_replacements",
+    "fsdp2_replacements",
+    "ignored_by_fsdp2",
     "is_of_a_trainer",
     "saves_by_default",
+    "shards_by_fsdp2",
     "shares_its_model",
     "trainer_replacements",
     "unwrapped",
@@ -65,6 +73,30 @@ def saves_by_default(trainer: Any) -> bool:
 def accelerator_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
     """Replacements of the methods of ``Accelerator`` with these names."""
     return {(Accelerator, name): function for name, function in functions.items()}
+
+
+def shards_by_fsdp2() -> bool:
+    """Whether ``accelerator.prepare`` is going to shard models by FSDP2, as far as one can know by now."""
+    if not hasattr(fsdp_utils, "fsdp2_prepare_model"):
+        return False
+    if AcceleratorState._shared_state:  # there is an Accelerator
+        return bool(getattr(AcceleratorState(), "is_fsdp2", False))
+    return announces_fsdp2()
+
+
+def fsdp2_replacements(prepare: Replacement, load: Replacement) -> dict[tuple[Any, str], Replacement]:
+    """Replacements of what shards a model by FSDP2, and of what then loads rank 0's values into its shards."""
+    if not hasattr(fsdp_utils, "fsdp2_prepare_model"):
+        return {}
+    importers = [accelerate.accelerator, accelerate.utils, fsdp_utils]
+    found: dict[tuple[Any, str], Replacement] = {(module, "fsdp2_prepare_model"): prepare for module in importers}
+    return found | {(fsdp_utils, "fsdp2_load_full_state_dict"): load}
+
+
+def ignored_by_fsdp2(accelerator: Accelerator, model: nn.Module) -> set[torch.Tensor]:
+    """The parameters that `accelerator` has FSDP2 leave alone; they are on its device afterwards."""
+    ignored = accelerator.state.fsdp_plugin.ignored_modules
+    return set(fsdp_utils.get_parameters_from_modules(ignored, model, accelerator.device))
 
 
 def trainer_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:

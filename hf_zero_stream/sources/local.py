@@ -125,7 +125,8 @@ class LocalFiles:
     ) -> None:
         self._files: tuple[SourceFile, ...] = ()
         self._retries = retries or Retries()
-        self._seen: dict[str, os.stat_result] = {}
+        self.seen: dict[str, os.stat_result] = {}
+        """What each file was when this rank first saw it."""
         self._direct_io = direct_io and hasattr(os, "O_DIRECT")
         self._cache_bytes = cache_bytes
         self._handles: dict[int, int] = {}
@@ -139,7 +140,7 @@ class LocalFiles:
     def open_file(self, path: str) -> Iterator[_HeaderFile]:
         with open(path, "rb", opener=open_nonblocking) as file:
             status = status_of_regular(path, file.fileno())
-            self._seen.setdefault(path, status)
+            self.seen.setdefault(path, status)
             yield _HeaderFile(status.st_size, file)
 
     def is_transient(self, error: BaseException | None) -> bool:
@@ -304,7 +305,7 @@ class LocalFiles:
 
     def _check_identity(self, path: str, now: os.stat_result) -> None:
         """Compare a file with what it was when this rank first saw it: other hosts may see times less precisely."""
-        before = self._seen.setdefault(path, now)
+        before = self.seen.setdefault(path, now)
         if not os.path.samestat(before, now):
             raise _changed(path, "replaced")
         if now.st_size < before.st_size:

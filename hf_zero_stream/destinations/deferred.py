@@ -1,0 +1,127 @@
+"""Parameters that stay lazy when ``from_pretrained`` returns, and parameters that turn real where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from ..checkpoint.lazy import LazyTensor, copy_attributes
+from ..checkpoint.nodes import Copy, View
+from ..ranks.coordinator import Coordinator
+from .base import Batch, Destination, Sourced, allocating, flat_items, replace_lazy
+from .initialise import run_with_what_is_touched
+
+
+__all__ = ["Deferred", "InPlace", "WholeReader", "fill_whole"]
+
+
+class WholeReader(Protocol):
+    """Reads the values of lazy parameters that are used before they are sharded."""
+
+    def __call__(self, view: View) -> torch.Tensor: ...
+
+    def fill_whole(self, module: nn.Module) -> None:
+        """Give values to the lazy parameters of `module` that this reader reads, on this rank alone."""
+
+
+def fill_whole(model: nn.Module) -> None:
+    """Give all lazy parameters of `model` their values, on this rank alone, because they are going to be used."""
+    readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
+    for reader in dict.fromkeys(readers):
+        cast("WholeReader", reader).fill_whole(model)
+
+
+class Deferred(Destination):
+    """Fills buffers only. Parameters that the checkpoint has stay lazy; those that it lacks are whole on every rank.
+
+    Args:
+        reader: reads the values of a lazy parameter that is used before it is filled.
+        complete: called with the model that the user gets.
+    """
+
+    leaves_lazy = True
+
+    def __init__(self, reader: WholeReader, complete: Callable[[nn.Module], None]) -> None:
+        self._reader = reader
+        self._complete = complete
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        addresses: set[tuple[int, int]] = set()
+
+        def parameter(name: str, old: torch.Tensor) -> nn.Parameter | None:
+            if not isinstance(old, LazyTensor):
+                return None
+            view = old.view_of_node
+            if (id(view.node), view.offset) in addresses:
+                # Two parameters from one tensor: accelerate tells them apart by their addresses.
+                view = View.whole(Copy(view.sizes, old.dtype, view))
+            addresses.add((id(view.node), view.offset))
+            return nn.Parameter(LazyTensor.of(view, self._reader), requires_grad=old.requires_grad)
+
+        def buffer(old: torch.Tensor) -> torch.Tensor | None:
+            return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
+
+        _, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        return [Batch(flat_items(buffers))]
+
+    def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        run_with_what_is_touched(initialise, module, lambda value: isinstance(value, LazyTensor), _present)
+
+    def complete(self, model: nn.Module) -> None:
+        self._complete(model)
+
+
+@contextmanager
+def _present(params: Sequence[Any]) -> Iterator[None]:
+    """Inside, lazy `params` have values; afterwards those that were changed keep them."""
+    originals = [nn.Parameter(param.detach(), requires_grad=param.requires_grad) for param in params]
+    values = [param.materialise() for param in params]
+    for param, value, original in zip(params, values, originals, strict=True):
+        copy_attributes(param, original)
+        param.become(value.clone())
+    changed = True
+    try:
+        yield
+        changed = False
+    finally:
+        for param, value, original in zip(params, values, originals, strict=True):
+            if changed or torch.equal(param, value):
+                torch.utils.swap_tensors(param, original)
+
+
+class InPlace(Destination):
+    """The lazy parameters that `reader` reads. Each becomes a real one of all its values, on its device.
+
+    They stay the same objects, to which optimizers may refer.
+    """
+
+    leaves_lazy = True  # those of other readers
+
+    def __init__(self, reader: WholeReader, coordinator: Coordinator, device: torch.device) -> None:
+        self.device = device
+        self._reader = reader
+        self._coordinator = coordinator
+        self._values: list[tuple[LazyTensor, torch.Tensor]] = []
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        filled: dict[str, Sourced] = {}
+        for name, param in model.named_parameters():
+            if isinstance(param, LazyTensor) and param.reader is self._reader:
+                with allocating(name, param.nbytes, param.device, self._coordinator.rank):
+                    values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+                self._values.append((param, values))
+                filled[name] = (values.view(-1), param.view_of_node)
+        return [Batch(flat_items(filled))]
+
+    def complete(self, model: nn.Module) -> None:
+        for param, values in self._values:
+            param.become(values)
+        self._values = []

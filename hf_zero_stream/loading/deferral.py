@@ -1,0 +1,230 @@
+"""Models that ``from_pretrained`` leaves lazy, because accelerate will shard them by FSDP2.
+
+``accelerator.prepare()`` shards such a model on the meta device, with all of accelerate's own options, and then each
+rank reads its own shards only. A model that is used before, or never prepared, reads all of itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from contextvars import ContextVar
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import View
+from ..config import StreamingConfig
+from ..destinations.base import Destination
+from ..destinations.deferred import Deferred, InPlace, fill_whole
+from ..destinations.fsdp import record_replacement
+from ..engine.load import Load
+from ..engine.opened import OpenCheckpoint
+from ..errors import UnsupportedError
+from ..patching import Patches
+from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.rendezvous import LOAD
+from ..reports.load import LoadReport
+from ..reports.memory import collector_paused
+from ..seams.wrappers import accelerator_replacements, fsdp2_replacements
+from .set_aside import SetAside
+
+
+__all__ = ["Deferral"]
+
+logger = logging.get_logger(__name__)
+
+_MARK = "_hf_zero_stream_deferral"
+"""The attribute by which a model knows its deferral, until it is prepared."""
+
+
+class Deferral:
+    """What is needed to read a lazy model's values later. When it is called, it reads those of one view.
+
+    The model, its hooks and its lazy parameters keep it alive, and it keeps none of them.
+    """
+
+    def __init__(self, config: StreamingConfig) -> None:
+        self._config = config
+        self._checkpoint: OpenCheckpoint
+        self._lock = threading.RLock()
+        self._has_spoken = False
+
+    @classmethod
+    def load(cls, config: StreamingConfig, coordinator: Coordinator) -> Load:
+        """A load that leaves a model's parameters lazy."""
+        deferral = cls(config)
+        load = Load(config, {}, coordinator, Deferred(deferral, deferral._attach))
+        deferral._checkpoint = load.checkpoint
+        return load
+
+    def __call__(self, view: View) -> torch.Tensor:
+        with closing(self._checkpoint.again(_alone(), torch.device("cpu"))) as checkpoint:
+            return checkpoint.materialise(view)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
+        """The copy of a lazy model, or of a part of it, is read from the same files."""
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedError(
+            "This model cannot be pickled, nor saved by torch.save: its values will be read in accelerator.prepare(). "
+            "Save it with save_pretrained, or load it outside of streaming()."
+        )
+
+    def _attach(self, model: nn.Module) -> None:
+        """Have `model`, or the part of it that is used, read itself when it is first used without accelerate."""
+        vars(model)[_MARK] = self
+        for module in model.modules():
+            if any(isinstance(param, LazyTensor) for param in module.parameters()):
+                module.register_forward_pre_hook(self.fill_whole)
+                module.register_state_dict_pre_hook(self.fill_whole)
+                module.register_load_state_dict_pre_hook(self.fill_whole)
+        _patches.__enter__()
+        weakref.finalize(self, _patches.__exit__)
+
+    def detach(self, model: nn.Module) -> None:
+        """Undo what was done to `model` for the time until it is prepared."""
+        for module in model.modules():
+            if vars(module).get(_MARK) is self:
+                delattr(module, _MARK)
+            self._remove_hooks(module)
+
+    def _remove_hooks(self, module: nn.Module) -> None:
+        of_loading: Any = module._load_state_dict_pre_hooks
+        for hooks in (module._forward_pre_hooks, module._state_dict_pre_hooks, of_loading):
+            for key, hook in list(hooks.items()):
+                # Those of load_state_dict are in objects of torch's own.
+                if getattr(getattr(hook, "hook", hook), "__self__", None) is self:
+                    del hooks[key]
+
+    @torch.compiler.disable
+    def fill_whole(self, module: nn.Module, *_: Any) -> None:
+        """Read all values of the parameters of `module` that are lazy still, on this rank alone."""
+        with self._lock:
+            lazy = [p for p in module.parameters() if isinstance(p, LazyTensor) and p.reader is self]
+            if lazy:
+                self._say_so(module)
+                alone = _alone()
+                with alone.reporting():
+                    self.fill(module, alone, InPlace(self, alone, lazy[0].device))
+            for part in module.modules():
+                self._remove_hooks(part)
+
+    def _say_so(self, module: nn.Module) -> None:
+        if not self._has_spoken and _alone().is_main:
+            logger.warning(
+                f"hf_zero_stream: {type(module).__name__} is used before accelerator.prepare() has sharded it by "
+                "FSDP2. So each rank that uses it reads all of it now, as it would without streaming()."
+            )
+        self._has_spoken = True
+
+    def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
+        """Read into `destination` what is lazy in `model` (all ranks of `coordinator`)."""
+        checkpoint = self._checkpoint.again(coordinator, destination.device)
+        load = Load(self._config, {}, coordinator, destination, checkpoint)
+        with torch.inference_mode(False), torch.no_grad():
+            with closing(load), load.memory, load.clock("total"), collector_paused():
+                load.place(model, set(), set())
+            return load.finish(model, logger)
+
+
+def _alone() -> Coordinator:
+    default = Coordinator.of_default_group()
+    return Coordinator(default.rank, default.world_size, alone=True)
+
+
+def _deferrals_of(model: nn.Module) -> list[Deferral]:
+    """Those of `model` and of its parts, in an order that is the same on all ranks."""
+    marks = [vars(module).get(_MARK) for module in model.modules()]
+    readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
+    return [each for each in dict.fromkeys([*marks, *readers]) if isinstance(each, Deferral)]
+
+
+def _prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Module) -> Any:
+    """Have accelerate shard a lazy model on the meta device, and read this rank's shards."""
+    deferrals = _deferrals_of(model)
+    if not deferrals:
+        return original(accelerator, model)
+    with expected_at(LOAD):
+        coordinator = Coordinator.of_default_group()
+        with coordinator.watched(LOAD), coordinator.reporting():
+            first, *others = deferrals
+            for other in others:  # their files have numbers of their own
+                other.fill_whole(model)
+            lazy = {name for name, param in model.named_parameters() if isinstance(param, LazyTensor)}
+            # A rank may have used the model before.
+            lazy.intersection_update(*coordinator.all_gather(lazy))
+            if not lazy:
+                fill_whole(model)
+            owners = [module for module in model.modules() if vars(module).get(_MARK) is first]
+            for deferral in deferrals:
+                deferral.detach(model)
+            if not lazy:
+                return original(accelerator, model)
+            aside = SetAside(model, lazy, accelerator, coordinator)
+            with _sharding():
+                model = original(accelerator, model)
+            destination = aside.put_back(model)
+            report: Any = first.fill(model, coordinator, destination)
+            for owner in owners:
+                owner.streaming_report = report
+            return model
+
+
+_is_sharding: ContextVar[bool] = ContextVar("hf_zero_stream_is_sharding", default=False)
+
+
+@contextmanager
+def _sharding() -> Iterator[None]:
+    token = _is_sharding.set(True)
+    try:
+        yield
+    finally:
+        _is_sharding.reset(token)
+
+
+def _load_full_state_dict(
+    original: Callable[..., Any], accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """Leave a model that is sharded for us on the meta device; rank 0 has no values either."""
+    return model if _is_sharding.get() else original(accelerator, model, *args, **kwargs)
+
+
+def _prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """The way of all models that FSDP2 does not shard."""
+    if isinstance(model, nn.Module):
+        fill_whole(model)
+    return original(self, model, *args, **kwargs)
+
+
+def _make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+    """Of a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
+    if isinstance(param, LazyTensor):
+        param.become(param.materialise())
+    original(self, param, *args, **kwargs)
+
+
+def _resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The new rows depend on the old ones, and are written into them."""
+    for embeddings in (self.get_input_embeddings(), self.get_output_embeddings()):
+        if isinstance(embeddings, nn.Module):
+            fill_whole(embeddings)
+    return original(self, *args, **kwargs)
+
+
+_patches = Patches(
+    {
+        **fsdp2_replacements(prepare=_prepare_fsdp2, load=_load_full_state_dict),
+        **accelerator_replacements(prepare_model=_prepare_model),
+        **record_replacement(_make_record),
+        (PreTrainedModel, "resize_token_embeddings"): _resize_token_embeddings,
+    }
+)
+"""What is replaced as long as any deferred model lives, inside ``streaming()`` or not."""
