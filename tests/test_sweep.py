@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweep.destinations import Destination
 from tests.sweep.report import failures
-from tests.sweep.run import make, sweep
+from tests.sweep.run import Sweep, make, sweep
+from tests.sweep.tables import markdown
 from tests.sweep.tiny import all_types, candidate_classes
 
 
@@ -44,7 +46,9 @@ def test_loads_as_plain(cluster: None, checkpoints: Path, family: str) -> None:
 
 @pytest.mark.slow
 def test_in_bf16_on_three_ranks(cluster: None, checkpoints: Path) -> None:
-    result = sweep(IN_BF16.split(), checkpoints / "bf16", worlds=(3,), dtypes=("bf16", "fp32-bf16"))
+    result = sweep(
+        IN_BF16.split(), checkpoints / "bf16", destinations=[Destination("zero3x3")], dtypes=("bf16", "fp32-bf16")
+    )
     assert result.cannot_build == {}
     assert failures(result) == []
 
@@ -70,6 +74,48 @@ def test_a_model_that_fails_loses_no_other(cluster: None, checkpoints: Path) -> 
     for file in (folder / "gpt2" / "fp32").glob("*.safetensors"):
         file.write_bytes(file.read_bytes()[:-100])
     result = sweep(ids, folder)
-    assert [result.outcome("ours", "fp32", 2, name) for name in ids] == ["equal", "failed", "equal"]
+    assert [result.outcome(("ours", "zero3x2", "fp32"), name) for name in ids] == ["equal", "failed", "equal"]
     (line,) = failures(result)
-    assert line.startswith("gpt2 (fp32, 2 ranks)")
+    assert line.startswith("gpt2 (zero3x2 fp32)")
+
+
+def test_shards_and_what_stock_does(cluster: None, checkpoints: Path) -> None:
+    """Stock is wrong for NomicBert, and torch does not shard CLIP's scalars, whoever loads."""
+    ids, destinations = ["nomic_bert", "clip", "mixtral"], [Destination("fsdp2"), Destination("tp2")]
+    result = sweep(ids, checkpoints / "sharded", destinations=destinations, stock=True)
+    assert failures(result) == []
+    outcomes = {run: {name: result.outcome(run, name) for name in rows} for run, rows in result.rows.items()}
+    assert outcomes == {
+        ("ours", "fsdp2", "fp32"): {"nomic_bert": "equal", "clip": "refused", "mixtral": "equal"},
+        ("stock", "fsdp2", "fp32"): {"nomic_bert": "different", "clip": "failed", "mixtral": "equal"},
+        ("ours", "tp2", "fp32"): {"mixtral": "equal"},
+        ("stock", "tp2", "fp32"): {"mixtral": "equal"},
+    }
+    first = markdown(result, "made up 1.0")
+    assert "wrong values: k_proj, q_proj, v_proj (6 tensors)" in first
+    # A later sweep of other models and destinations leaves all of that there.
+    later = Sweep(cases={"bert": {"id": "bert", "class": "B", "parameters": 1}})
+    later.rows["ours", "zero3x2", "fp32"] = {"bert": {"differences": []}}
+    both = markdown(later, "made up 2.0", first)
+    kept = {line for line in first.splitlines() if line.startswith(("| `", "| stock", "Made with"))}
+    assert len(kept) == 6 and kept < set(both.splitlines()) and "| `bert` | B | 1 |  | equal |" in both
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes", "world_size", "family"),
+    [
+        ("zero3x3/5", {}, 3, "zero3"),
+        ("fsdp2-tp2-ep2", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, 4, "ep"),
+        ("replicate2-fsdp2", {"dp_replicate_size": 2, "fsdp_size": 2}, 4, "fsdp"),
+        ("fsdp2-tp2", {"fsdp_size": 2, "tp_size": 2}, 4, "tp"),
+    ],
+)
+def test_destinations(text: str, sizes: dict[str, int], world_size: int, family: str) -> None:
+    destination = Destination.parse(text)
+    assert (destination.sizes, destination.world_size, destination.family) == (sizes, world_size, family)
+    assert destination.every == (5 if text.endswith("/5") else 1)
+
+
+def test_a_destination_that_is_none() -> None:
+    with pytest.raises(ValueError, match="expected zero3xN"):
+        Destination.parse("fsdp")

@@ -2,7 +2,8 @@
 
 Examples:
     python -m tests.sweep --types qwen3_moe,clip,t5
-    python -m tests.sweep --worlds 2,3 --dtypes fp32,bf16 --stock --markdown docs/models.md --json sweep.json
+    python -m tests.sweep --destinations zero3x2,zero3x3/5 --dtypes fp32,bf16 --stock --markdown docs/models.md
+    python -m tests.sweep --destinations fsdp2,tp2,replicate2-fsdp2,fsdp2-tp2-ep2 --types mixtral --json sweep.json
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ for _name, _value in {**ENVIRONMENT, "PYTHONWARNINGS": "ignore"}.items():
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.sweep", description=__doc__.splitlines()[0])
     parser.add_argument("--types", help="model types, separated by commas, each optionally type:Class; default: all")
-    parser.add_argument("--worlds", default="2", help="numbers of ranks; all models at the first, every 5th at others")
+    parser.add_argument(
+        "--destinations",
+        default="zero3x2",
+        help="zero3xN for ZeRO-3 on N ranks; fsdpN, tpN, epN, replicateN joined by - for what distributed_config= "
+        "shards; NAME/5 takes every fifth model",
+    )
     parser.add_argument("--dtypes", default="fp32", help="fp32, bf16, fp16; fp32-bf16 loads fp32 files in bf16")
-    parser.add_argument("--stock", action=argparse.BooleanOptionalAction, help="also what stock does under ZeRO-3")
+    parser.add_argument("--stock", action=argparse.BooleanOptionalAction, help="also what stock does there")
     parser.add_argument("--jobs", type=int, default=1, help="batches side by side, each with its own ranks")
     parser.add_argument("--batch", type=int, default=20, help="models that share the start of their ranks")
     parser.add_argument("--folder", type=Path, help="keep the tiny checkpoints there, and use those already there")
     parser.add_argument("--json", type=Path, help="write everything that was found to this file")
-    parser.add_argument("--markdown", type=Path, help="write the table to this file")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file; what else is in it stays")
     return parser
 
 
@@ -43,15 +49,17 @@ def main() -> int:
     import torch
     import transformers
 
-    from tests.sweep.report import counts, failures, markdown
+    from tests.sweep.destinations import Destination
+    from tests.sweep.report import counts, failures
     from tests.sweep.run import sweep
+    from tests.sweep.tables import markdown
     from tests.sweep.tiny import all_types
 
     with tempfile.TemporaryDirectory(prefix="sweep-") as temporary:
         result = sweep(
             arguments.types.split(",") if arguments.types else all_types(),
             arguments.folder or Path(temporary),
-            worlds=[int(world) for world in arguments.worlds.split(",")],
+            destinations=[Destination.parse(text) for text in arguments.destinations.split(",")],
             dtypes=arguments.dtypes.split(","),
             stock=bool(arguments.stock),
             jobs=arguments.jobs,
@@ -65,8 +73,9 @@ def main() -> int:
             f"transformers {transformers.__version__}, DeepSpeed {deepspeed.__version__}, "
             f"torch {torch.__version__.partition('+')[0]}"
         )
+        before = arguments.markdown.read_text() if arguments.markdown.exists() else ""
         arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
-        arguments.markdown.write_text(markdown(result, versions))
+        arguments.markdown.write_text(markdown(result, versions, before))
     bad = failures(result)
     print("\n".join(bad), end="\n" if bad else "")
     print(counts(result))

@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.cluster import RankFailure, run_ranks
 from tests.sweep.compare import run_batch
+from tests.sweep.destinations import Destination
 
 
 __all__ = ["Sweep", "make", "sweep"]
@@ -24,6 +25,8 @@ LIMIT_S = 90.0
 
 Case = dict[str, Any]
 Row = dict[str, Any]
+Run = tuple[str, str, str]
+"""A job, the name of a destination, and a dtype of `tests.sweep.compare.DTYPES` or two."""
 
 
 @dataclass
@@ -33,24 +36,26 @@ class Sweep:
     Attributes:
         cases: the checkpoints by id (a model type, or type:class).
         cannot_build: id -> why no checkpoint could be made.
-        rows: (job, dtype, world size) -> id -> the row, merged over ranks.
+        rows: (job, destination, dtype) -> id -> the row, merged over ranks.
         seconds: wall-clock time of each stage.
     """
 
     cases: dict[str, Case] = field(default_factory=dict)
     cannot_build: dict[str, str] = field(default_factory=dict)
-    rows: dict[tuple[str, str, int], dict[str, Row]] = field(default_factory=dict)
+    rows: dict[Run, dict[str, Row]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def outcome(self, job: str, dtype: str, world_size: int, case_id: str) -> str:
-        """``"equal"``, ``"different"``, ``"failed"``, or ``""`` if it was not run."""
-        row = self.rows.get((job, dtype, world_size), {}).get(case_id)
+    def outcome(self, run: Run, case_id: str) -> str:
+        """``"equal"``, ``"different"``, ``"failed"``, ``"refused"`` as by stock, or ``""`` if it was not run."""
+        row = self.rows.get(run, {}).get(case_id)
         if row is None:
             return ""
-        return "failed" if "error" in row else "different" if row["differences"] else "equal"
+        if "error" in row or "refused" in row:
+            return "failed" if "error" in row else "refused"
+        return "different" if row["differences"] else "equal"
 
     def to_dict(self) -> dict[str, Any]:
-        rows = {" ".join(map(str, key)): value for key, value in self.rows.items()}
+        rows = {" ".join(run): value for run, value in self.rows.items()}
         return {"cases": self.cases, "cannot_build": self.cannot_build, "rows": rows, "seconds": self.seconds}
 
 
@@ -65,23 +70,27 @@ class _Isolated:
         self._numbers = itertools.count()
         self._lock = threading.Lock()
 
-    def run(self, job: str, cases: Sequence[Case], world_size: int, dtype: str, batch: int = BATCH) -> dict[str, Row]:
+    def run(
+        self, job: str, cases: Sequence[Case], destination: Destination, dtype: str, batch: int = BATCH
+    ) -> dict[str, Row]:
         """The row of each case by its id; batches side by side, `self.jobs` at a time."""
         batches = [list(cases[start : start + batch]) for start in range(0, len(cases), batch)]
         rows: dict[str, Row] = {}
         with ThreadPoolExecutor(self.jobs) as pool:
-            for done in pool.map(lambda part: self._run_batch(job, part, world_size, dtype), batches):
+            for done in pool.map(lambda part: self._run_batch(job, part, destination, dtype), batches):
                 rows |= done
         return rows
 
-    def _run_batch(self, job: str, cases: list[Case], world_size: int, dtype: str) -> dict[str, Row]:
+    def _run_batch(self, job: str, cases: list[Case], destination: Destination, dtype: str) -> dict[str, Row]:
         rows: dict[str, Row] = {}
+        world_size = destination.world_size
         while cases:
             with self._lock:
                 log = self.folder / f"batch-{next(self._numbers)}"
             failure = ""
             try:
-                run_ranks(world_size, run_batch, job, cases, log, LIMIT_S, dtype, timeout=60 + LIMIT_S * len(cases))
+                time_limit = 60 + LIMIT_S * len(cases)
+                run_ranks(world_size, run_batch, job, cases, log, LIMIT_S, destination, dtype, timeout=time_limit)
             except RankFailure as error:
                 stacks = [Path(f"{log}.{rank}.stacks") for rank in range(world_size)]
                 failure = "\n".join([str(error), *(path.read_text() for path in stacks if path.exists())])
@@ -91,7 +100,7 @@ class _Isolated:
             for case_id, row in done.items():
                 what = row.get("error") or "; ".join(row.get("differences", ()))
                 if what:
-                    self.say(f"{job} {dtype}, {world_size} ranks: {case_id}: {what.splitlines()[0][:160]}")
+                    self.say(f"{job} {destination.name} {dtype}: {case_id}: {what.splitlines()[0][:160]}")
             rows |= done
             cases = [case for case in cases if case["id"] not in done]
         return rows
@@ -147,10 +156,10 @@ def make(
     """
     known_path = folder / f"made-{'-'.join(dtypes)}.json"
     known: dict[str, Row] = json.loads(known_path.read_text()) if known_path.exists() else {}
-    known = {case_id: row for case_id, row in known.items() if "class" in row}
+    known = {case_id: row for case_id, row in known.items() if "plans" in row}
     cases = {case_id: _case(case_id, dtypes, folder) for case_id in ids}
     new = [case for case_id, case in cases.items() if case_id not in known]
-    rows = {**known, **_Isolated(folder, jobs, say).run("make", new, 1, "fp32")}
+    rows = {**known, **_Isolated(folder, jobs, say).run("make", new, Destination("zero3x1"), "fp32")}
     known_path.write_text(json.dumps(rows))
     failed = {id: rows[id].get("cannot_build") or rows[id].get("error") for id in cases}
     made = {id: {**case, **rows[id]} for id, case in cases.items() if not failed[id]}
@@ -172,7 +181,7 @@ def sweep(
     ids: Sequence[str],
     folder: Path,
     *,
-    worlds: Sequence[int] = (2,),
+    destinations: Sequence[Destination] = (Destination("zero3x2"),),
     dtypes: Sequence[str] = ("fp32",),
     stock: bool = False,
     jobs: int = 1,
@@ -184,9 +193,8 @@ def sweep(
     Args:
         ids: model types, each optionally with a class: ``"bert"``, ``"bert:BertModel"``.
         folder: where checkpoints are made, or found if an earlier sweep left them there.
-        worlds: the first size gets every model; each further one every fifth.
         dtypes: names of `tests.sweep.compare.DTYPES`, or two of them: ``"fp32-bf16"`` loads fp32 files in bf16.
-        stock: also see what stock does under ZeRO-3 (first dtype and world size).
+        stock: also see what stock does, in the first dtype, at every destination that gets all models.
         jobs: batches that run side by side.
         batch: models that share the start of their ranks.
         say: called with a line for each thing that is not as it should be.
@@ -196,16 +204,13 @@ def sweep(
         in_files = list(dict.fromkeys(dtype.partition("-")[0] for dtype in dtypes))
         result.cases, result.cannot_build = make(ids, in_files, folder, jobs, say)
     isolated = _Isolated(folder, jobs, say)
-    cases = list(result.cases.values())
-    for dtype in dtypes:
-        for number, world_size in enumerate(worlds):
-            with _timed(result, f"ours {dtype} {world_size}"):
-                some = cases[:: 1 if number == 0 else 5]
-                result.rows["ours", dtype, world_size] = isolated.run("ours", some, world_size, dtype, batch)
+    runs: list[tuple[str, Destination, str]] = [("ours", to, dtype) for to in destinations for dtype in dtypes]
     if stock:
-        with _timed(result, "stock"):
-            key = ("stock", dtypes[0], worlds[0])
-            result.rows[key] = isolated.run("stock", cases, worlds[0], dtypes[0], batch)
+        runs += [("stock", destination, dtypes[0]) for destination in destinations if destination.every == 1]
+    for job, destination, dtype in runs:
+        cases = [case for case in result.cases.values() if destination.takes(case)][:: destination.every]
+        with _timed(result, f"{job} {destination.name} {dtype}"):
+            result.rows[job, destination.name, dtype] = isolated.run(job, cases, destination, dtype, batch)
     return result
 
 

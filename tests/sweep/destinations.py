@@ -1,0 +1,65 @@
+"""Where a sweep loads to: ZeRO-3 partitions, or the shards of ``from_pretrained(distributed_config=...)``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+
+__all__ = ["FAMILIES", "Destination"]
+
+FAMILIES = ("zero3", "fsdp", "tp", "ep")
+
+_ARGUMENTS = {"fsdp": "fsdp_size", "tp": "tp_size", "ep": "ep_size", "replicate": "dp_replicate_size"}
+_NAME = re.compile(r"zero3x\d+|(fsdp|tp|ep|replicate)\d+(-(fsdp|tp|ep|replicate)\d+)*")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """A way to shard a model.
+
+    Attributes:
+        name: ``zero3x2`` is ZeRO-3 on two ranks; else ways and sizes, such as ``fsdp2`` or ``replicate2-fsdp2``.
+        every: only every such model is loaded.
+    """
+
+    name: str
+    every: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Destination:
+        """A name, and after a slash which part of the models: ``zero3x3/5`` takes every fifth."""
+        name, _, every = text.partition("/")
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"destination: expected zero3xN, or fsdpN, tpN, epN, replicateN joined by -; got {text!r}"
+            )
+        return cls(name, int(every or 1))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes in a DistributedConfig; none for ZeRO-3."""
+        if self.family == "zero3":
+            return {}
+        parts = [re.fullmatch(r"([a-z]+)(\d+)", part) for part in self.name.split("-")]
+        return {_ARGUMENTS[part[1]]: int(part[2]) for part in parts if part}
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks; experts are spread over those of the other ways."""
+        if self.family == "zero3":
+            return int(self.name.removeprefix("zero3x"))
+        return prod(size for argument, size in self.sizes.items() if argument != "ep_size")
+
+    @property
+    def family(self) -> str:
+        """One of `FAMILIES`: the last of them that has a part in it."""
+        ways = {part.rstrip("0123456789") for part in self.name.split("-")}
+        return next((family for family in ("ep", "tp", "fsdp") if family in ways), "zero3")
+
+    def takes(self, case: Mapping[str, Any]) -> bool:
+        """Whether the model's class has the plans that this needs; every class has one for FSDP."""
+        return all(case["plans"][way] for way in ("tp", "ep") if _ARGUMENTS[way] in self.sizes)
