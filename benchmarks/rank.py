@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.arms import ARMS, MODEL_ARMS, Task, digest, owned_bytes
+from benchmarks.arms import ARMS, MODEL_ARMS, Task, Work, digest, owned_bytes
 from hf_zero_stream.cli.bench import drop_from_cache, fill_cache
 from hf_zero_stream.reports.memory import AnonymousMemory
 
 
 def measure(task: Task) -> dict[str, Any]:
     """Load once, with all ranks; returns this rank's figures: seconds and bytes."""
-    work = ARMS[task.arm](task)
+    loaded, figures = timed_load(ARMS[task.arm](task), task.shards, task.cache, touches_memory=task.touches_memory)
+    figures["owned_bytes"] = owned_bytes(loaded)
+    if task.arm in MODEL_ARMS:
+        figures["digest"] = digest(loaded)
+    if hasattr(loaded, "streaming_report"):
+        figures["report"] = asdict(loaded.streaming_report.ranks[dist.get_rank()])
+    return figures
+
+
+def timed_load(
+    work: Work, shards: Sequence[Path], cache: str, *, touches_memory: bool = True
+) -> tuple[Any, dict[str, Any]]:
+    """Call `work` on all ranks at once, with `shards` in the page cache or not; what it returns, and figures."""
     dist.barrier()
     if dist.get_rank() == 0:
-        (drop_from_cache if task.cache == "cold" else fill_cache)(task.shards)
+        (drop_from_cache if cache == "cold" else fill_cache)(list(shards))
     dist.barrier()
-    if task.touches_memory:
-        _touch_memory(2 * sum(path.stat().st_size for path in task.shards) // dist.get_world_size())
+    if touches_memory:
+        _touch_memory(2 * sum(path.stat().st_size for path in shards) // dist.get_world_size())
     modules_before = len(sys.modules)
     hwm_reset = _reset_peak_resident()
     resident_before = _status_bytes("VmRSS")
@@ -38,21 +51,15 @@ def measure(task: Task) -> dict[str, Any]:
         loaded = work()
         seconds = time.perf_counter() - start
     io_after = _io()
-    figures = {
+    return loaded, {
         "rank": dist.get_rank(),
         "seconds": seconds,
-        "owned_bytes": owned_bytes(loaded),
         "anonymous_growth_bytes": memory.growth_peak,
         "resident_growth_bytes": _status_bytes("VmHWM") - resident_before if hwm_reset else None,
         "rchar_bytes": io_after["rchar"] - io_before["rchar"],
         "storage_read_bytes": io_after["read_bytes"] - io_before["read_bytes"],
         "modules_imported": len(sys.modules) - modules_before,
     }
-    if task.arm in MODEL_ARMS:
-        figures["digest"] = digest(loaded)
-    if hasattr(loaded, "streaming_report"):
-        figures["report"] = asdict(loaded.streaming_report.ranks[dist.get_rank()])
-    return figures
 
 
 def _touch_memory(nbytes: int) -> None:

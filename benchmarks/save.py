@@ -67,7 +67,7 @@ def measure(arm: str, source: str, folder: str) -> dict[str, Any]:
         written = time.perf_counter()
         if dist.get_rank() == 0:
             for path in Path(folder).iterdir():
-                _sync(path)
+                sync(path)
         dist.barrier()
         seconds = time.perf_counter() - began
     report = {"seconds": seconds, "until_written": written - began, "anonymous_growth_bytes": memory.growth_peak}
@@ -90,7 +90,7 @@ def _write(path: Path, values: memoryview) -> None:
     dist.barrier()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)

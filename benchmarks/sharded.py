@@ -1,0 +1,175 @@
+"""Models that DTensor shards: loads by ``distributed_config=``, and saves, stock's and ours.
+
+    python -m benchmarks.sharded                          # a 1 GB Qwen3-MoE, 2 ranks, 5 repeats
+    python -m benchmarks.sharded --ways tp2 --repeats 3 --json sharded.json
+
+Each run is a set of new processes on gloo. A load is timed as `benchmarks.rank` does, from a barrier on, with the
+files in the page cache. Stock reads through mapped files, whose bytes nothing counts, so bytes read are ours alone.
+A save begins with the model loaded by us, and ends when fsync says that the files are on the disk. What all arms
+loaded or saved must be the same, bit for bit, or the exit code is 1.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+import zlib
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from benchmarks import machine
+from benchmarks.checkpoints import Checkpoint, cached_checkpoint
+from benchmarks.launch import run
+from benchmarks.rank import timed_load
+from benchmarks.save import sync
+from hf_zero_stream.reports.memory import AnonymousMemory
+
+
+WAYS = {"fsdp2": {"fsdp_size": 2}, "tp2": {"tp_size": 2}}
+ARMS = ("stock", "ours")
+WORLD_SIZE = 2
+
+Figures = dict[str, Any]
+
+
+def measure(arm: str, what: str, folder: str, target: str) -> Figures:
+    """One load (`what` is a way) or one save (``"save"``) with all ranks; returns this rank's figures."""
+    import transformers
+    from transformers.distributed import DistributedConfig
+
+    import hf_zero_stream
+    import hf_zero_stream.destinations.dtensor
+    import hf_zero_stream.loading.integration
+    import hf_zero_stream.saving.save  # noqa: F401 - otherwise imported by the first load or save, which is timed
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    model_class = getattr(transformers, config.architectures[0])
+
+    def load(arm: str, way: str) -> Any:
+        sizes = DistributedConfig(**WAYS[way])
+        if arm == "stock":
+            return model_class.from_pretrained(folder, distributed_config=sizes)
+        with hf_zero_stream.streaming():
+            return model_class.from_pretrained(folder, distributed_config=sizes)
+
+    if what == "save":
+        return _save(arm, load("ours", "fsdp2"), Path(target))
+    model, figures = timed_load(lambda: load(arm, what), sorted(Path(folder).glob("*.safetensors")), "warm")
+    if arm == "ours":
+        report = model.streaming_report.ranks[dist.get_rank()]
+        figures |= {"bytes_needed": report.bytes_needed, "bytes_read": report.bytes_read, "reads": report.reads}
+    return figures | _held(model)
+
+
+def _held(model: torch.nn.Module) -> Figures:
+    """Bytes of the local shards, and a checksum of them."""
+    nbytes = checksum = 0
+    for name, param in sorted(model.named_parameters()):
+        local = (param.to_local() if isinstance(param, DTensor) else param).detach().contiguous()
+        nbytes += local.nbytes
+        checksum = zlib.crc32(local.view(-1).view(torch.uint8).numpy(), zlib.crc32(name.encode(), checksum))
+    return {"owned_bytes": nbytes, "digest": checksum}
+
+
+def _save(arm: str, model: Any, folder: Path) -> Figures:
+    import hf_zero_stream
+
+    dist.barrier()
+    with AnonymousMemory() as memory:
+        began = time.perf_counter()
+        if arm == "ours":
+            hf_zero_stream.save_pretrained(model, folder, progress=False)
+        else:
+            model.save_pretrained(folder)
+        if dist.get_rank() == 0:
+            for path in folder.iterdir():
+                sync(path)
+        dist.barrier()
+        seconds = time.perf_counter() - began
+    digest = {path.name: zlib.crc32(path.read_bytes()) for path in sorted(folder.iterdir())}
+    return {"seconds": seconds, "anonymous_growth_bytes": memory.growth_peak, "digest": digest}
+
+
+def run_one(arm: str, what: str, checkpoint: Checkpoint) -> list[Figures]:
+    """One load or save by new processes; what was saved is removed again."""
+    folder = tempfile.mkdtemp(prefix="save-", dir=checkpoint.folder.parent)
+    try:
+        task = json.dumps([arm, what, str(checkpoint.folder), folder])
+        return run(task, WORLD_SIZE, 900, module="benchmarks.sharded")
+    finally:
+        shutil.rmtree(folder)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Compare loads and saves of sharded models with stock's.")
+    parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the checkpoint, in units of 10^9 bytes")
+    parser.add_argument("--ways", default="fsdp2,tp2,save", help="what to measure, out of fsdp2, tp2 and save")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every run")
+    settings = parser.parse_args(arguments)
+    checkpoint = cached_checkpoint("moe", settings.gigabytes)
+    print(f"{checkpoint.nbytes / 1e9:.2f} GB, bf16\n{machine.in_words(machine.describe(checkpoint.folder))}")
+    ways = settings.ways.split(",")
+    found: dict[str, dict[str, list[list[Figures]]]] = {way: {arm: [] for arm in ARMS} for way in ways}
+    for repeat in range(settings.repeats):
+        for way in ways:
+            # In another order each time: an arm finds the disk's queue, and memory, as the one before has left them.
+            for arm in Random(f"{repeat} {way}").sample(ARMS, len(ARMS)):
+                found[way][arm].append(run_one(arm, way, checkpoint))
+                print(f"{repeat + 1}: {way}, {arm}: {_seconds(found[way][arm][-1]):.2f} s", flush=True)
+    print(
+        "\n| what | arm | of ours: median, of minima | seconds (range) | shard MiB | anonymous beyond it | resident "
+        "beyond it | bytes read of needed | reads | same bits |\n|---|---|--:|--:|--:|--:|--:|--:|--:|---|"
+    )
+    for way, arms in found.items():
+        same = len({json.dumps([rank["digest"] for rank in ranks]) for runs in arms.values() for ranks in runs}) == 1
+        for arm in ARMS:
+            print(f"| {way} | {arm} | {' | '.join(_cells(arms[arm], arms['ours']))} | {'yes' if same else 'NO'} |")
+    if settings.json:
+        settings.json.write_text(json.dumps(found, indent=2) + "\n")
+    return 0
+
+
+def _seconds(ranks: list[Figures]) -> float:
+    return max(rank["seconds"] for rank in ranks)
+
+
+def _cells(runs: list[list[Figures]], ours: list[list[Figures]]) -> list[str]:
+    seconds, others = [_seconds(ranks) for ranks in runs], [_seconds(ranks) for ranks in ours]
+    ratios = [one / other for one, other in zip(seconds, others, strict=True)]
+    ranks = [rank for ranks in runs for rank in ranks]
+    shard = max(rank.get("owned_bytes", 0) for rank in ranks)
+    cells = [
+        f"{median(ratios):.2f}x, {min(seconds) / min(others):.2f}x",
+        f"{median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f})",
+        f"{shard / 2**20:.0f}" if shard else "",
+    ]
+    for key in ("anonymous_growth_bytes", "resident_growth_bytes"):
+        beyond = [rank[key] - rank.get("owned_bytes", 0) for rank in ranks if rank.get(key) is not None]
+        cells.append(f"{max(beyond) / 2**20:.0f}" if beyond else "")
+    read = [rank for rank in ranks if "bytes_read" in rank]
+    cells.append(f"{max(rank['bytes_read'] / rank['bytes_needed'] for rank in read):.3f}x" if read else "")
+    cells.append(f"{max(rank['reads'] for rank in read)}" if read else "")
+    return cells
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 3 and sys.argv[1].startswith("["):
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        figures = measure(*json.loads(sys.argv[1]))
+        partial = Path(sys.argv[2]).with_suffix(".partial")
+        partial.write_text(json.dumps(figures))
+        os.replace(partial, sys.argv[2])
+        dist.destroy_process_group()
+    else:
+        sys.exit(main())
