@@ -31,6 +31,7 @@ __all__ = [
     "gathers",
     "held_shard",
     "inner_spec",
+    "is_managed",
     "managed_params",
     "new_shard",
     "original_class",
@@ -52,6 +53,11 @@ refuse_unknown_version("torch", _missing)
 def record_replacement(replacement: Replacement) -> dict[tuple[Any, str], Replacement]:
     """What is called in place of making a record; its first arguments are the record and the parameter."""
     return {(FSDPParam, "__init__"): replacement}
+
+
+def is_managed(model: nn.Module) -> bool:
+    """Whether FSDP2 shards any module of `model`."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def managed_params(model: nn.Module) -> dict[str, Managed]:
@@ -166,7 +172,7 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters that FSDP2 keeps after a forward pass."""
+    """Free the gathered parameters that FSDP2 keeps after a forward pass, as ``model.state_dict()`` does."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

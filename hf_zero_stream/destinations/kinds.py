@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from . import fsdp
 from .base import Destination, Holding
 from .deepspeed.live import LiveModel
 from .deepspeed.partitioned import Partitioned
@@ -22,6 +23,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
 
     For the arguments and errors see :meth:`.base.Destination.holdings`.
     """
+    fsdp.reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype
     left = dict(model.named_parameters())
     found: dict[str, Holding] = {}
     for kind in KINDS:

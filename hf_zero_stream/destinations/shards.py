@@ -16,7 +16,7 @@ from ..planning.plan import Target
 from . import fsdp
 
 
-__all__ = ["Shard", "is_sharded", "local_of", "shard_of"]
+__all__ = ["Shard", "is_sharded", "local_of", "shard_of", "whole_of"]
 
 
 class Shard(NamedTuple):
@@ -33,8 +33,8 @@ class Shard(NamedTuple):
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether any parameter of `model` is a DTensor."""
-    return any(isinstance(param, DTensor) for param in model.parameters())
+    """Whether any parameter of `model` is a DTensor, also if FSDP2 has put a gathered one in its place for now."""
+    return fsdp.is_managed(model) or any(isinstance(param, DTensor) for param in model.parameters())
 
 
 def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> Shard:
@@ -66,6 +66,11 @@ def _placed(name: str, sharded: Any) -> Iterator[_Placed]:
     """The placements of a DTensor or of a spec."""
     mesh = sharded.device_mesh
     coordinates = mesh.get_coordinate()
+    if coordinates is None:
+        raise UnsupportedError(
+            f"{name}: expected that all ranks hold the same model between them; this rank has no part in {mesh}, on "
+            "which this parameter is. Stages of a pipeline cannot be loaded or saved together."
+        )
     for number, placement in enumerate(sharded.placements):
         if isinstance(placement, Partial):
             raise UnsupportedError(
@@ -93,3 +98,17 @@ def _cuts(placed: Sequence[_Placed]) -> Iterator[Cut]:
 def local_of(param: torch.Tensor) -> torch.Tensor:
     """The memory of `param`, or of its local shard."""
     return (param._local_tensor if isinstance(param, DTensor) else param).detach()
+
+
+def whole_of(name: str, buffer: torch.Tensor) -> torch.Tensor:
+    """The values of `buffer`, which may be a DTensor that each rank has in full.
+
+    Raises:
+        UnsupportedError: ranks hold different parts of it.
+    """
+    if isinstance(buffer, DTensor) and not all(placement.is_replicate() for placement in buffer.placements):
+        raise UnsupportedError(
+            f"{name}: expected that each rank has this buffer in full; its placements are {buffer.placements}. "
+            "Redistribute it to Replicate first."
+        )
+    return local_of(buffer)

@@ -29,7 +29,6 @@ from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..scope import active_configs
 from ..seams.saving import is_noting
-from ..seams.sharding import is_dtensor
 from ..seams.wrappers import unwrapped
 from .plan import CHUNK_BYTES
 
@@ -51,11 +50,12 @@ def save_pretrained(
     progress: bool = True,
     **kwargs: Any,
 ) -> SaveReport:
-    """Save a model under DeepSpeed as transformers' ``save_pretrained`` saves the whole of it; nothing is gathered.
+    """Save a model that ranks share as transformers' ``save_pretrained`` saves the whole of it; nothing is gathered.
 
     Every rank must call it, and writes the bytes that it holds. The folder is the one that transformers writes: the
     same shards with the same bytes, index, config and generation config, with the names and layouts of the checkpoint
-    that the model came from. Works before and after ``deepspeed.initialize``, with every ZeRO stage and without any.
+    that the model came from. Works before and after ``deepspeed.initialize``, with every ZeRO stage and without any,
+    and with models that FSDP2 or tensor parallelism shards into DTensors, whoever did it.
 
     Files appear under their final names when all are complete; whatever fails, an earlier checkpoint there stays.
 
@@ -133,7 +133,10 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     state_dict = arguments.get("state_dict")
     if state_dict is not None:
         return any(isinstance(value, LazyTensor) for value in state_dict.values())
-    return any(has_partition(param) or is_dtensor(param) for param in arguments["self"].parameters())
+    from ..destinations.shards import is_sharded  # imports torch's FSDP2
+
+    model = arguments["self"]
+    return any(map(has_partition, model.parameters())) or is_sharded(model)
 
 
 patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrained})

@@ -95,11 +95,11 @@ def _save_model(
 def _trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:
-    engine: Any = getattr(self, "deepspeed", None)
-    is_ours = active_configs() and shares_its_model(engine) and _saves_as_transformers(self)
-    if not is_ours or is_gathered_whole(engine.module):
+    model: Any = getattr(self, "deepspeed", None) or self.model
+    is_ours = active_configs() and shares_its_model(model) and _saves_as_transformers(self)
+    if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, output_dir, _internal_call=_internal_call)
-    calls.led(engine, lambda: original(self, output_dir, _internal_call=True))
+    calls.led(model, lambda: original(self, output_dir, _internal_call=True))
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -115,10 +115,13 @@ def _saves_as_transformers(trainer: Any) -> bool:
         savers = coordinator.all_gather(bool(trainer.args.should_save))
     if sum(savers) == 1:
         return True
-    if trainer.deepspeed.zero_optimization_stage() < 3:
+    stage = getattr(getattr(trainer, "deepspeed", None), "zero_optimization_stage", None)
+    if stage is not None and stage() < 3:
         return False
+    if getattr(trainer, "is_distributed_loading_by_transformers", False):
+        return False  # all ranks save the weights, and each node's first one the rest
     raise UnsupportedError(
-        f"save_on_each_node=True: with ZeRO-3 the model is saved once, and {sum(savers)} ranks are to save it. "
+        f"save_on_each_node=True: a model that is sharded is saved once, and {sum(savers)} ranks are to save it. "
         "Stock, too, gives the weights to rank 0 only. Leave it off, and copy the folder from the node of rank 0."
     )
 

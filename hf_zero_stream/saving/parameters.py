@@ -21,6 +21,7 @@ from ..checkpoint.nodes import HostTensor, Node, Stored, View
 from ..destinations import kinds
 from ..destinations.base import Holding, narrowed
 from ..destinations.deepspeed.original_experts import with_original_experts
+from ..destinations.shards import whole_of
 from ..engine.compute import Evaluator
 from ..engine.workers import run_in_threads
 from ..errors import SaveError, UnsupportedError
@@ -229,6 +230,7 @@ class _LazyParameters:
             lazy[id(params[name])] = self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
         named = model.named_parameters(remove_duplicate=False)
         self.by_name = {name: lazy[id(param)] for name, param in named if id(param) in lazy}
+        self._by_id = lazy
 
     def _lazy(self, view: View) -> Any:
         return in_dtype(LazyTensor.of(view, self._materialise), self._dtype)
@@ -247,14 +249,17 @@ class _LazyParameters:
                 memories[key] = HostTensor.of(torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage))
             return View(memories[key], tuple(buffer.shape), buffer.stride(), int(buffer.storage_offset()))
 
-        entries = self._model.state_dict()
+        # With the parameters themselves: accelerate's activation checkpointing has its own part in their names in the
+        # model, but not in the state dict.
+        entries = self._model.state_dict(keep_vars=True)
         if not self._has_buffers:
-            entries = {name: entries[name] for name in entries if name in self.by_name}
+            entries = {name: value for name, value in entries.items() if id(value) in self._by_id}
         for name, value in entries.items():
-            if name in self.by_name:
-                entries[name] = self.by_name[name]
+            lazy = self.by_name.get(name, self._by_id.get(id(value)))
+            if lazy is not None:
+                entries[name] = lazy
             elif isinstance(value, torch.Tensor):  # a buffer; every rank has its own values, and rank 0's are written
-                entries[name] = self._lazy(view_of(value))
+                entries[name] = self._lazy(view_of(whole_of(name, value)))
         return with_original_experts(self._model, dict(entries))
 
 

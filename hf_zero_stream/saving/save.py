@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -23,6 +24,7 @@ from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.gathered import gathered, not_in_full
 from ..destinations.deferred import fill_whole
+from ..destinations.shards import local_of
 from ..errors import ConfigError, SaveError, UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE, Occasion
@@ -33,7 +35,6 @@ from ..reports.save import PHASES, SaveReport, SavingRank
 from ..scope import current_config
 from ..seams import found_config
 from ..seams.saving import index_name, lay_out_pretrained
-from ..seams.sharding import is_dtensor
 from ..seams.wrappers import unwrapped
 from .files import Comparison, Publication, ShardWriter, reserve
 from .parameters import Held, Parameters, state_dict_without_values
@@ -105,9 +106,11 @@ class Save:
                 "A PEFT model saves its adapters itself, and they are not large."
             )
         fill_whole(inner)
-        advice = "Save it with model.save_pretrained, which gathers such tensors."
-        plain = [named for named in inner.named_parameters() if not is_dtensor(named[1])]
-        refuse_wrapped(plain, "save_pretrained", advice)
+        if isinstance(model, torch.nn.Module):
+            _refuse_fsdp1(model)
+        advice = "Save it with model.save_pretrained, outside streaming()."
+        values = ((name, local_of(param)) for name, param in inner.named_parameters())
+        refuse_wrapped(values, "save_pretrained", advice)
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
         self._write_from, self._verify, self._held = write_from, verify, held
@@ -254,6 +257,16 @@ class Save:
         if self._coordinator.is_main:
             logger.info(report.summary())
         return report
+
+
+def _refuse_fsdp1(model: torch.nn.Module) -> None:
+    """Raise if FSDP1 shards any of `model`, whose parameters then are flat pieces that look like whole ones."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        raise UnsupportedError(
+            "save_pretrained: expected parameters that are DTensors, ZeRO partitions or whole; FSDP1 "
+            "(FullyShardedDataParallel) keeps flat pieces in their place. Use FSDP2 (fully_shard; accelerate: "
+            "fsdp_version 2), or save with accelerator.get_state_dict and model.save_pretrained outside streaming()."
+        )
 
 
 def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasion:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from transformers import core_model_loading, modeling_utils
 from transformers.distributed import DistributedConfig, utils
 
@@ -19,7 +18,7 @@ from ..ranks.topology import announced_local_rank
 from .session import Original, Session, seam
 
 
-__all__ = ["distributed_config_of", "init_distributed", "is_dtensor", "is_known"]
+__all__ = ["distributed_config_of", "init_distributed", "is_known"]
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 
@@ -51,10 +50,6 @@ def init_distributed() -> torch.device:
     if accelerator is None or accelerator.type == "mps":
         return torch.device("cpu")
     return torch.device(accelerator.type, announced_local_rank())
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, DTensor)
 
 
 @seam(core_model_loading, "is_dtensor", since="5.17")

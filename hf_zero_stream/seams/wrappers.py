@@ -54,15 +54,33 @@ def unwrapped_optimizer(optimizer: Any) -> Any:
 
 
 def shares_its_model(engine: Any) -> bool:
-    """Whether `engine` is a DeepSpeed engine with ZeRO, around a transformers model."""
-    stage = getattr(engine, "zero_optimization_stage", lambda: 0)()
-    return stage > 0 and isinstance(unwrapped(engine), PreTrainedModel)
+    """Whether `engine` is a DeepSpeed engine with ZeRO around a transformers model, or such a model of DTensors."""
+    model = unwrapped(engine)
+    if not isinstance(model, PreTrainedModel):
+        return False
+    from ..destinations.shards import is_sharded  # imports torch's FSDP2
+
+    return getattr(engine, "zero_optimization_stage", lambda: 0)() > 0 or is_sharded(model)
 
 
 def is_of_a_trainer(accelerator: Accelerator) -> bool:
-    """Whether a Trainer made `accelerator`; then not only the caller's own script asks it for state dicts."""
+    """Whether a Trainer made `accelerator`; then not only the caller's own script asks it for state dicts.
+
+    A Trainer leaves its mark on the plugin for DeepSpeed. Without that we look whether a method of its is running.
+    """
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return isinstance(getattr(plugin, "hf_ds_config", None), HfTrainerDeepSpeedConfig)
+    return isinstance(getattr(plugin, "hf_ds_config", None), HfTrainerDeepSpeedConfig) or _is_trainer_running()
+
+
+def _is_trainer_running() -> bool:
+    """Whether a method of a Trainer, or what it has called, calls us."""
+    trainer = sys.modules.get("transformers.trainer")
+    frame: Any = sys._getframe()
+    while trainer is not None and frame is not None:
+        if isinstance(frame.f_locals.get("self"), trainer.Trainer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def saves_by_default(trainer: Any) -> bool:
