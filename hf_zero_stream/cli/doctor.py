@@ -184,11 +184,12 @@ def _check_stock_shards(folder: Path) -> Iterator[Check]:
     """What stock transformers makes of the checkpoint in `folder` where ``distributed_config`` shards it."""
     if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
         return
-    from ..loading.stock_shards import stock_shards
     from .models import transformers_errors
 
     what = "distributed_config"
     try:
+        from ..loading.stock_shards import stock_shards  # checks which torch is there
+
         with transformers_errors(str(folder)):
             found = stock_shards(str(folder))
     except HfZeroStreamError as error:

@@ -21,7 +21,7 @@ from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import LazyModel, Session, Stopped
 from ..seams.ds_config import zero3_hidden
-from ..seams.sharding import distributed_config_of, is_known
+from ..seams.sharding import device_type, distributed_config_of, is_known
 from .choice import refuse_pipelines, refuse_sharding, warn_of_open_dtype
 from .integration import streaming
 
@@ -115,12 +115,8 @@ def _plan_of_shards(path: str, coordinator: Coordinator, device: str | None, arg
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
     from ..ranks.stand_in import stand_in_group
 
-    load = Load(
-        StreamingConfig.resolve(None, {}),
-        {},
-        coordinator,
-        DTensors(coordinator, torch.device("cpu"), trains_on=device),
-    )
+    destination = DTensors(coordinator, torch.device("cpu"), trains_on=device or device_type())
+    load = Load(StreamingConfig.resolve(None, {}), {}, coordinator, destination)
     with stand_in_group(coordinator.rank, coordinator.world_size):
         return _forecast(path, load, arguments)
 

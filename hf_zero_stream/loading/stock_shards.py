@@ -21,10 +21,12 @@ from ..checkpoint.nodes import Computed, FileTensor, Leaf, Pointwise, View
 from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, narrowed, source_of
 from ..engine.load import Load
+from ..errors import UnsupportedError
 from ..planning.boxes import Box, Region, regions_of_range
 from ..planning.parameter_box import Cut, ParameterBox
 from ..ranks.coordinator import Coordinator
 from ..ranks.stand_in import stand_in_group
+from ..seams.sharding import is_known
 from .dry_load import lazily_loaded, load_of_layouts
 
 
@@ -53,8 +55,13 @@ def stock_shards(path: str, **kwargs: Any) -> StockShards:
     """What stock would make of the checkpoint at `path` under FSDP2 with two ranks.
 
     Raises:
+        UnsupportedError: this version of transformers shards models in another way.
         ValueError: transformers cannot shard this model by FSDP2.
     """
+    if not is_known():
+        raise UnsupportedError(
+            "distributed_config: this version of transformers shards models in a way not known here"
+        )
     config = StreamingConfig(progress=False)
     with closing(load_of_layouts(config)) as load:
         model, _, _ = lazily_loaded(path, load, **kwargs)

@@ -18,7 +18,7 @@ from ..ranks.topology import announced_local_rank
 from .session import Original, Session, seam
 
 
-__all__ = ["distributed_config_of", "init_distributed", "is_known"]
+__all__ = ["device_type", "distributed_config_of", "init_distributed", "is_known"]
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 
@@ -46,10 +46,14 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
 def init_distributed() -> torch.device:
     """Make the process group that transformers would make later, and return the device that it gives this rank."""
     utils._ensure_torch_distributed()
+    kind = device_type()
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, announced_local_rank())
+
+
+def device_type() -> str:
+    """The type of the device on which transformers puts shards, on this machine."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type == "mps":
-        return torch.device("cpu")
-    return torch.device(accelerator.type, announced_local_rank())
+    return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
 
 
 @seam(core_model_loading, "is_dtensor", since="5.17")
