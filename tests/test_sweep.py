@@ -101,6 +101,12 @@ def test_shards_and_what_stock_does(cluster: None, checkpoints: Path) -> None:
     assert len(kept) == 6 and kept < set(both.splitlines()) and "| `bert` | B | 1 |  | equal |" in both
 
 
+def test_what_initialisation_code_gives_and_freezes(cluster: None, checkpoints: Path) -> None:
+    """Buffers that a whole model's code fills, a parameter that it freezes, parameters that are not in the files."""
+    result = sweep(["falcon_h1", "hrm_text", "marian"], checkpoints / "code", destinations=[Destination("fsdp2")])
+    assert len(result.cases) == 3 and failures(result) == []
+
+
 @pytest.mark.parametrize(
     ("text", "sizes", "world_size", "family"),
     [

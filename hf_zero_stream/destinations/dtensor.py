@@ -90,12 +90,14 @@ class DTensors(Destination):
     def _new(
         self, name: str, sharded: Any, box: ParameterBox, old: torch.Tensor, device: torch.device
     ) -> nn.Parameter:
+        # transformers gives a parameter that the checkpoint lacks a gradient, even if the model has frozen it.
+        requires_grad = old.requires_grad if isinstance(old, LazyTensor) else old.is_floating_point()
         if sharded is not None and name in self._managed and not device.type == "meta":
-            return fsdp.new_shard(self._managed[name], old.dtype, requires_grad=old.requires_grad)
+            return fsdp.new_shard(self._managed[name], old.dtype, requires_grad=requires_grad)
         local = torch.empty(box.sizes, dtype=old.dtype, device=device)
         if sharded is None:
-            return nn.Parameter(local, requires_grad=old.requires_grad)
-        return fsdp.with_local(sharded, local, requires_grad=old.requires_grad)
+            return nn.Parameter(local, requires_grad=requires_grad)
+        return fsdp.with_local(sharded, local, requires_grad=requires_grad)
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
         def held(name: str, param: nn.Parameter) -> HeldShard:

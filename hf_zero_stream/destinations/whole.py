@@ -70,6 +70,7 @@ class WholeParameters:
             values = whole[name].detach()
             for block, within in self._shards[name].box.blocks():
                 local_of(original)[_slices(within)].copy_(values[_slices(block)])
+            original.requires_grad_(whole[name].requires_grad)  # some models freeze where they initialise
             self._missing.difference_update(self._names[id(original)])
 
     def _put(self, names: Iterable[str], param: nn.Parameter) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import core_model_loading, modeling_utils
+from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.distributed import DistributedConfig, utils
 
 from ..ranks.topology import announced_local_rank
@@ -70,6 +70,16 @@ def _set_param_for_module(
         original(model, name, value, *args, **kwargs)
     else:
         session.stock_values[name] = value
+
+
+@seam(PreTrainedModel, "is_custom_code", since="5.17")
+def _is_custom_code(session: Session, original: Original, cls: Any) -> Any:
+    """Ask the model's own class, not the one of torch's that ``fully_shard`` has put in its place.
+
+    transformers skips initialisation code of custom models, and with it buffers that only the code of a whole model
+    fills.
+    """
+    return original(next(base for base in cls.__mro__ if not base.__module__.startswith("torch.")))
 
 
 @seam(modeling_utils, "caching_allocator_warmup")
