@@ -196,6 +196,9 @@ class TwoNames(Odd):
         self.scale = nn.Parameter(torch.zeros(WIDTH))
         self.second_scale = self.scale
 
+    def get_input_embeddings(self) -> nn.Module:  # transformers asks when it shards
+        return self.shared
+
 
 class CreatedOnCpu(Odd):
     """Tensors with an explicit device, which the meta device of the loader does not reach."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from transformers.distributed import DistributedConfig
 
 from hf_zero_stream.destinations import fsdp
 from hf_zero_stream.destinations.shards import shard_of
+from tests.loading import find_class
 from tests.parity import _named, _same_bits, _ties
 
 
@@ -105,26 +108,37 @@ def moved(model: nn.Module) -> list[str]:
     return found
 
 
-def load_sharded(model_class: Any, folder: Path, sizes: Sizes, **kwargs: Any) -> Any:
+def load_sharded(model_class: Any, folder: Path | None, sizes: Sizes, **kwargs: Any) -> Any:
     """Streamed, with rank 0's random numbers as those of a plain load that starts from seed 0."""
     import hf_zero_stream
 
     torch.manual_seed(dist.get_rank())
+    sharding = {"distributed_config": DistributedConfig(**sizes)} if sizes else {}
     with hf_zero_stream.streaming():
-        return model_class.from_pretrained(folder, distributed_config=DistributedConfig(**sizes), **kwargs)
+        return model_class.from_pretrained(folder, **sharding, **kwargs)
 
 
-def compare_sharded(auto_class: str, folder: Path, of_sizes: list[Sizes], **kwargs: Any) -> list[dict[str, Any]]:
-    """Load plain, and sharded in each of `of_sizes`: what differs, and this rank's report."""
-    model_class = getattr(transformers, auto_class)
+def compare_sharded(
+    class_name: str, folder: Path | None, of_sizes: list[Sizes], **kwargs: Any
+) -> list[dict[str, Any]]:
+    """Load plain, and sharded in each of `of_sizes`: what differs, and this rank's report.
+
+    `kwargs` may bring its own arguments that shard, with ``{}`` for the sizes.
+    """
+    sharding = ("tp_plan", "tp_size", "device_mesh", "distributed_config")
+    model_class = find_class(class_name)
     found = []
     for sizes in of_sizes:
         torch.manual_seed(0)
-        plain, plain_info = model_class.from_pretrained(folder, output_loading_info=True, **kwargs)
+        of_plain = {name: value for name, value in kwargs.items() if name not in sharding}
+        plain, plain_info = model_class.from_pretrained(folder, output_loading_info=True, **copy.deepcopy(of_plain))
         model, info = load_sharded(model_class, folder, sizes, output_loading_info=True, **kwargs)
         differing = sharded_differences(model, plain) + moved(model)
         if info != plain_info:
             differing.append(f"info: {info}, expected {plain_info}")
+        extra, plain_extra = _extra_states(model), _extra_states(plain)
+        if extra != plain_extra:
+            differing.append(f"extra state: {extra}, expected {plain_extra}")
         report = model.streaming_report
         found.append(
             {
@@ -135,4 +149,30 @@ def compare_sharded(auto_class: str, folder: Path, of_sizes: list[Sizes], **kwar
                 "digest": report.digest,
             }
         )
+    return found
+
+
+def _extra_states(model: nn.Module) -> dict[str, Any]:
+    return {name: value.tolist() for name, value in model.state_dict().items() if name.endswith("_extra_state")}
+
+
+Case = tuple[str, Path | None, dict[str, Any]]
+"""The class, the folder, and other arguments of ``from_pretrained``."""
+
+
+def wrong_cases(cases: dict[str, Case], of_sizes: list[Sizes]) -> dict[str, Any]:
+    """What is not as in plain loading, by the name of the case: differences, an error, or that nothing is sharded."""
+    transformers.utils.logging.set_verbosity_error()
+    found: dict[str, Any] = {}
+    for name, (class_name, folder, kwargs) in cases.items():
+        for sizes in of_sizes:
+            dist.barrier()
+            try:
+                (result,) = compare_sharded(class_name, folder, [sizes], **kwargs)
+            except Exception as error:
+                found[f"{name} {sizes}"] = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-1500:]}"
+                continue
+            wrong = result["differences"] + ([] if result["sharded"] else ["nothing is sharded"])
+            if wrong:
+                found[f"{name} {sizes}"] = wrong
     return found

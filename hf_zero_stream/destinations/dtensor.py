@@ -60,9 +60,10 @@ class DTensors(Destination):
         shards: dict[str, Shard] = {}
 
         def parameter(name: str, old: torch.Tensor) -> nn.Parameter | None:
-            if not isinstance(old, LazyTensor) and not old.is_meta:
-                return None
             sharded = self._sharded.get(name)
+            has_values = not isinstance(old, LazyTensor) and not old.is_meta and name not in missing
+            if has_values and (sharded is None or isinstance(old, DTensor)):
+                return None
             if sharded is None:
                 shards[name] = Shard(
                     ParameterBox.whole(old.shape), self._coordinator.rank, self._coordinator.world_size
@@ -132,7 +133,7 @@ class DTensors(Destination):
             record = managed.get(name)
             # FSDP2 may have put gathered parameters in place of its own.
             mine = record if record is not None and record.sharded_param is param else None
-            box, copy, copies = shard_of(name, param, mine)
+            box, copy, copies, _ = shard_of(name, param, mine)
             _, start, stop = partition_range(box.numel, copy, copies)
             return Holding(box, param.dtype, start, stop, partial(open_flat, local_of(param)), is_whole=copies > 1)
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ..errors import refuse_unknown_version
+from ..errors import UnsupportedError, refuse_unknown_version
 from ..footprint.memory import HOST
 from ..footprint.sharded import HeldShard
 from ..patching import Replacement
@@ -156,8 +156,20 @@ def adopt_ties(model: nn.Module) -> None:
 
     A tied name that a module of its own shards has a record of its own, still of a meta tensor. FSDP2 would pad the
     shard a second time for it, in new memory, which would end the tie.
+
+    Raises:
+        UnsupportedError: a tie has ended, which FSDP2 does not know: it would compute with one end in both places.
     """
     records = managed_params(model)
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, managed in records.items():
+        param = model.get_parameter(name)
+        first, other = found.setdefault(id(managed), (name, param))
+        if other is not param:
+            raise UnsupportedError(
+                f"The config ties {first} and {name}, and the checkpoint has other values for each. FSDP2 has sharded "
+                "them as one parameter. Pass tie_word_embeddings=False, which keeps both."
+            )
     owners: dict[int, Managed] = {id(managed.sharded_param): managed for managed in records.values()}
     for name, managed in records.items():
         param = model.get_parameter(name)

@@ -20,16 +20,22 @@ __all__ = ["Shard", "is_sharded", "local_of", "shard_of", "whole_of"]
 
 
 class Shard(NamedTuple):
-    """What this rank holds of a parameter, as number `copy` of the `copies` ranks that hold the same."""
+    """What this rank holds of a parameter, as number `copy` of the `copies` ranks of its mesh that hold the same.
+
+    `is_repeated`: there may be other meshes of ranks that hold all of it too, one of them with rank 0. Of tensor
+    parallelism under FSDP2, what only FSDP2 shards is on a mesh of its own for each rank of tensor parallelism.
+    """
 
     box: ParameterBox
     copy: int
     copies: int
+    is_repeated: bool = False
 
     def target(self, name: str, memory: torch.Tensor) -> Target:
         """The target that fills all of `memory`, this rank's part of parameter `name`."""
         box = None if self.box.is_whole else self.box
-        return Target(name, memory.dtype, memory.numel(), 0, memory.numel(), box, is_copy=self.copy > 0)
+        is_copy = self.copy > 0 or self.is_repeated
+        return Target(name, memory.dtype, memory.numel(), 0, memory.numel(), box, is_copy)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -51,11 +57,13 @@ def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> Shard:
     for placement, size, coordinate in placed:
         if isinstance(placement, Replicate):
             copy, copies = copy * size + coordinate, copies * size
+    is_repeated = int(param.device_mesh.mesh.min()) != 0
     if managed is None:
-        return Shard(ParameterBox.of_cuts(param.shape, _cuts(placed)), copy, copies)
+        return Shard(ParameterBox.of_cuts(param.shape, _cuts(placed)), copy, copies, is_repeated)
     inner, chunk = fsdp.inner_spec(managed), fsdp.chunk_of(managed)
     cuts = [] if inner is None else list(_cuts(list(_placed(name, inner))))
-    return Shard(ParameterBox.of_cuts(param.shape, cuts if chunk is None else [*cuts, chunk]), copy, copies)
+    cuts = cuts if chunk is None else [*cuts, chunk]
+    return Shard(ParameterBox.of_cuts(param.shape, cuts), copy, copies, is_repeated)
 
 
 _Placed = tuple[Any, int, int]

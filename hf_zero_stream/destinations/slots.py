@@ -99,7 +99,7 @@ def slots_of_parameters(
             if not param.requires_grad:
                 continue
             if isinstance(param, DTensor):
-                box, copy, copies = shard_of(name, param, records.get(name))
+                box, copy, copies, _ = shard_of(name, param, records.get(name))
             else:
                 box, copy, copies = ParameterBox.whole(param.shape), rank, world_size
             _, start, stop = partition_range(box.numel, copy, copies)

@@ -83,7 +83,8 @@ class WholeParameters:
         is_new = name in self._missing
         values = torch.zeros(param.shape, dtype=param.dtype, device=local.device if is_new else collective_device())
         if not is_new:
-            if shard.copy == 0:
+            boxes = self._coordinator.all_gather(shard.box.intervals)
+            if boxes.index(shard.box.intervals) == self._coordinator.rank:  # the first that holds it
                 for block, within in shard.box.blocks():
                     values[_slices(block)].copy_(local[_slices(within)])
             # Each byte comes from one rank, so that sums of bytes lose nothing.
