@@ -11,15 +11,16 @@ import torch
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
-from accelerate.utils.launch import prepare_deepspeed_cmd_env
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
+from hf_zero_stream.ranks.topology import announces_fsdp2
 from tests.cluster import ROOT
 from tests.commands import documented_commands, losses, run_command
 
 
 EXAMPLES = ["finetune_accelerate.py", "finetune_trainer.py"]
-CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("*.yaml"))
+CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("zero3_*.yaml"))
 
 
 def example_commands(example: str) -> list[str]:
@@ -85,6 +86,22 @@ def test_config_engages_zero3(path: Path, launched: Callable[[Path], tuple[Any, 
     offload = "cpu" if "offload" in path.name else "none"
     assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] == offload
     assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == offload
+
+
+def test_config_announces_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate launches it on accelerators only; what FSDP2 then does is in test_accelerate_fsdp2.py."""
+    path = ROOT / "examples" / "accelerate" / "fsdp2_gpu.yaml"
+    command = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
+    assert arguments.use_fsdp and arguments.num_processes == 8
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        monkeypatch.delenv(name)
+    assert not announces_fsdp2()
+    for name, value in prepare_multi_gpu_env(arguments).items():
+        monkeypatch.setenv(name, value)
+    assert announces_fsdp2()
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert not announces_fsdp2()
 
 
 @pytest.fixture

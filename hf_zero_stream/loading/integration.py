@@ -45,7 +45,8 @@ class streaming:  # noqa: N801 - used like a function
     When saving, ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to save a ZeRO model
     write each rank's own bytes, and gather nothing (see :func:`hf_zero_stream.save_pretrained`). Without ZeRO-3
     several ranks share the reading if all of them make the call (see :attr:`StreamingConfig.share_reads`); with one
-    rank calls are exactly transformers' own.
+    rank calls are exactly transformers' own. Where accelerate is going to shard the model by FSDP2, its parameters
+    are read in ``accelerator.prepare()``, each rank's own shards; the block may have been left by then.
 
     A context manager and a decorator of any function or method; may be nested and re-entered, and always restores
     transformers. The body of an ``async def`` is inside as long as it runs, with the tasks and threads that it awaits.
