@@ -13,6 +13,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,11 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch import nn
 
+import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.fsdp2 import Training, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
+from tests.test_trl import make_tokenizer
 
 
 Checkpoint = Callable[..., Path]
@@ -252,5 +255,47 @@ def fine_tune(folder: Path, output: Path) -> list[Any]:
 
 def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     for (losses, lazy, left), (stock, *_) in run_ranks(2, fine_tune, zoo_checkpoint("llama"), tmp_path):
+        assert losses == stock and len(set(losses)) == 3
+        assert lazy and not left
+
+
+def fine_tune_by_trl(folder: Path, output: Path) -> list[Any]:
+    """TRL calls ``from_pretrained`` itself, before it makes its Accelerator."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    found: list[Any] = []
+    for streams in (True, False):
+        force_fsdp_on_cpu()
+        args = SFTConfig(
+            output_dir=str(output),
+            fsdp=True,
+            fsdp_config={"version": 2},
+            bf16=False,
+            accelerator_config={"use_configured_state": True},
+            max_steps=3,
+            per_device_train_batch_size=1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+        )
+        data = Dataset.from_dict({"text": ["a small model learns words"] * 8})
+        with hf_zero_stream.streaming() if streams else nullcontext():
+            trainer = SFTTrainer(model=str(folder), args=args, train_dataset=data)
+        lazy = count_lazy(trainer.model)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((losses, bool(lazy), count_lazy(trainer.model)))
+    return found
+
+
+@pytest.mark.slow
+def test_trl(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
+    make_tokenizer(folder)
+    for (losses, lazy, left), (stock, *_) in run_ranks(2, fine_tune_by_trl, folder, tmp_path / "out"):
         assert losses == stock and len(set(losses)) == 3
         assert lazy and not left
