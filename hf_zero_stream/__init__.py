@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
+    from .context import streaming as streaming
     from .loading.dry_load import Forecast as Forecast
     from .loading.dry_load import plan as plan
-    from .loading.integration import streaming as streaming
     from .loading.into import load_into as load_into
     from .planning.plan import LoadPlan as LoadPlan
     from .reports.load import LoadReport as LoadReport
@@ -35,7 +35,7 @@ _HOMES = {
     "plan": ".loading.dry_load",
     "save_pretrained": ".saving.calls",
     "save_state": ".state.save",
-    "streaming": ".loading.integration",
+    "streaming": ".context",
 }
 
 

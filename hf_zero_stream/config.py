@@ -126,6 +126,12 @@ class StreamingConfig:
     `"auto"`: all, if all can write into the folder that rank 0 has made; else rank 0. Rank 0's setting counts.
     """
 
+    training_state: bool = True
+    """Inside `streaming()`, have DeepSpeed's engines save states that any number of ranks can load (`save_state`).
+
+    False leaves `engine.save_checkpoint`, and so the checkpoints of the Trainer and of accelerate, to DeepSpeed.
+    """
+
     read_retries: int = 4
     """How often an open or a read is tried again after a passing error (EIO, ESTALE, ETIMEDOUT, ...).
 

@@ -17,9 +17,9 @@ import transformers
 from transformers.integrations import HfDeepSpeedConfig
 
 from ..config import without_own_section
+from ..context import streaming
 from ..destinations.deepspeed import zero3
 from ..loading.dry_load import model_class_of
-from ..loading.integration import streaming
 from ..reports.memory import AnonymousMemory, GrowthPeak
 
 

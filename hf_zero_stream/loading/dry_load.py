@@ -23,7 +23,7 @@ from ..seams import LazyModel, Session, Stopped
 from ..seams.ds_config import zero3_hidden
 from ..seams.sharding import device_type, distributed_config_of, is_known
 from .choice import refuse_pipelines, refuse_sharding, warn_of_open_dtype
-from .integration import streaming
+from .integration import patches
 
 
 __all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan"]
@@ -175,7 +175,7 @@ def lazily_loaded(
     cls = model_class or model_class_of(path, kwargs)
     session = Session(load, is_dry=True, stock_values=stock_values, strict=load.config.strict)
     try:
-        with streaming(), zero3_hidden(), collector_paused(), session:
+        with patches, zero3_hidden(), collector_paused(), session:
             cls.from_pretrained(path, **{"dtype": "auto", **kwargs})
     except Stopped as stopped:
         return stopped.lazy_model

@@ -1,4 +1,4 @@
-"""``streaming()``: turns ``from_pretrained`` into a streaming load (for saving see ``saving/hooks.py``)."""
+"""Turns ``from_pretrained`` into a streaming load inside ``streaming()`` (for saving see ``saving/hooks.py``)."""
 
 from __future__ import annotations
 
@@ -6,86 +6,34 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
 from transformers.utils import logging
 
 from .. import scope
-from ..config import StreamingConfig, buildable
+from ..config import buildable
 from ..engine.load import Load
-from ..errors import ConfigError, DisagreementError
+from ..errors import DisagreementError
 from ..patching import Patches
 from ..ranks.coordinator import Coordinator, expected_at
-from ..ranks.presence import make_contact
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
-from ..saving import calls, hooks
 from ..saving.files import finish_interrupted
 from ..seams import REPLACEMENTS, ModelsConfig, Session, found_config, raise_if_misfit
 from ..seams.session import Original
 from .choice import choose, settings_for
 
 
-__all__ = ["finish_saves_into", "streaming"]
+__all__ = ["finish_saves_into", "patches"]
 
 logger = logging.get_logger(__name__)
 
-Function = TypeVar("Function")
 Stock = Callable[..., Any]
 """transformers' ``from_pretrained``, with its positional arguments."""
-
-
-class streaming:  # noqa: N801 - used like a function
-    """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
-
-    When saving, ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to save a ZeRO model
-    write each rank's own bytes, and gather nothing (see :func:`hf_zero_stream.save_pretrained`). Without ZeRO-3
-    several ranks share the reading if all of them make the call (see :attr:`StreamingConfig.share_reads`); with one
-    rank calls are exactly transformers' own. Where accelerate is going to shard the model by FSDP2, its parameters
-    are read in ``accelerator.prepare()``, each rank's own shards; the block may have been left by then.
-
-    A context manager and a decorator of any function or method; may be nested and re-entered, and always restores
-    transformers. The body of an ``async def`` is inside as long as it runs, with the tasks and threads that it awaits.
-    The body of a generator is inside; what consumes the generator is not.
-
-    Args:
-        config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from
-            the section ``"hf_zero_stream"`` of the DeepSpeed config (see :meth:`StreamingConfig.resolve`).
-
-    Example:
-        >>> with hf_zero_stream.streaming():
-        ...     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", dtype="auto")
-    """
-
-    def __init__(self, config: StreamingConfig | None = None) -> None:
-        if config is not None and not isinstance(config, StreamingConfig):
-            raise ConfigError(
-                f"streaming(config): expected a StreamingConfig; got {config!r}. A decorator is written @streaming()."
-            )
-        self.config = config
-        self._open: list[scope.Block] = []
-
-    def __enter__(self) -> streaming:
-        make_contact()
-        with ExitStack() as entered:
-            for patches in _PATCHES:
-                entered.enter_context(patches)
-            hooks.replace_trainer()
-            entered.pop_all()
-        self._open.append(scope.enter(self.config))
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        scope.leave(self._open)
-        for patches in reversed(_PATCHES):
-            patches.__exit__()
-
-    def __call__(self, function: Function) -> Function:
-        return scope.decorated(function, lambda: streaming(self.config), "streaming()")
 
 
 def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -161,7 +109,7 @@ def _streamed(load: Load, stock: Stock, path: Any, kwargs: dict[str, Any]) -> An
     # inference_mode is off: other threads and training write to the partitions later.
     with (
         closing(load),
-        _patches,  # another thread may leave streaming() while this one loads
+        patches,  # another thread may leave streaming() while this one loads
         _outside_zero_init(),
         Session(load, strict=load.config.strict) as session,
         load.memory,
@@ -220,6 +168,5 @@ def _stock_from_pretrained(stock: Stock, kwargs: dict[str, Any], strict: bool) -
     return (model, info) if wants_info else model
 
 
-_patches = Patches({(transformers.PreTrainedModel, "from_pretrained"): _from_pretrained, **REPLACEMENTS})
-_PATCHES = (_patches, calls.patches, hooks.patches)
+patches = Patches({(transformers.PreTrainedModel, "from_pretrained"): _from_pretrained, **REPLACEMENTS})
 """What is replaced while any thread is inside ``streaming()``; to a thread that is not, each replacement is stock."""

@@ -1,0 +1,92 @@
+"""Checkpoints of DeepSpeed's engine, of accelerate and of the Trainer inside ``streaming()``: any number of ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import hf_zero_stream
+from hf_zero_stream import StreamingConfig
+from tests.cluster import run_ranks
+from tests.parity import ds_config
+from tests.test_upstream_training import STEPS, losses_of, make_trainer
+from tests.training_state import all_in_one_group, engine_of, state_config, train
+
+
+Checkpoint = Callable[..., Path]
+
+
+def save_by_engine(folder: Path, target: Path, config: dict[str, Any]) -> list[float]:
+    engine = engine_of(folder, config, all_in_one_group)
+    train(engine, range(3))
+    with hf_zero_stream.streaming():
+        engine.save_checkpoint(str(target / "ours"), client_state={"epoch": 2})
+        engine.save_checkpoint(str(target / "tagged"), tag="best")
+    engine.save_checkpoint(str(target / "stock"))
+    with hf_zero_stream.streaming(StreamingConfig(training_state=False)):
+        engine.save_checkpoint(str(target / "off"))
+    return train(engine, (3, 4))
+
+
+def load_by_engine(folder: Path, source: Path, config: dict[str, Any]) -> tuple[list[float], Any]:
+    """Two steps after a resume inside ``streaming()``, and what the caller had given."""
+    engine = engine_of(folder, config, all_in_one_group)
+    with hf_zero_stream.streaming():
+        path, client_state = engine.load_checkpoint(str(source))
+    assert path is not None
+    return train(engine, (3, 4)), client_state.get("epoch")
+
+
+def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, config = zoo_checkpoint("llama"), state_config(3)
+    continued = run_ranks(2, save_by_engine, folder, tmp_path, config)[0]
+    names = {name: sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("ours", "off", "stock")}
+    assert "model.safetensors" in names["ours"] and "model.safetensors" not in names["off"] == names["stock"]
+    for name, epoch in (("ours", 2), ("tagged", None), ("stock", None)):
+        assert run_ranks(2, load_by_engine, folder, tmp_path / name, config)[0] == (continued, epoch), name
+    run_ranks(3, load_by_engine, folder, tmp_path / "ours", config)
+
+
+def train_by_trainer(folder: Path, output: Path, resume_from: Path | None) -> list[float]:
+    with hf_zero_stream.streaming():
+        trainer = make_trainer(folder, output, True, **STEPS)
+        trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+    assert trainer.state.global_step == 4
+    return losses_of(trainer)
+
+
+def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, middle = zoo_checkpoint("llama"), tmp_path / "first" / "checkpoint-2"
+    losses = run_ranks(2, train_by_trainer, folder, tmp_path / "first", None)
+    assert (middle / "global_step2" / "training_state.json").exists()
+    assert run_ranks(2, train_by_trainer, folder, tmp_path / "second", middle) == losses
+    others = run_ranks(3, train_by_trainer, folder, tmp_path / "third", middle)[0]
+    assert others[:2] == losses[0][:2] and len(others) == 4
+
+
+def save_by_accelerate(folder: Path, target: Path, config: dict[str, Any]) -> dict[str, list[float]]:
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config}))
+    with hf_zero_stream.streaming():
+        model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder)
+        engine = accelerator.prepare(model)
+        train(engine, range(3))
+        accelerator.save_state(str(target))
+        continued = train(engine, (3, 4))
+        accelerator.load_state(str(target))
+        return {"continued": continued, "resumed": train(engine, (3, 4))}
+
+
+def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    config = {**ds_config(torch.bfloat16), "gradient_accumulation_steps": 1}
+    for found in run_ranks(2, save_by_accelerate, zoo_checkpoint("llama"), tmp_path / "state", config):
+        assert found["resumed"] == found["continued"]
+    assert (tmp_path / "state" / "pytorch_model" / "model.safetensors").exists()
