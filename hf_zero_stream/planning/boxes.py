@@ -248,20 +248,23 @@ def _cut_by_piece(node: Cat, placed: Placed) -> Iterator[tuple[View, Placed]]:
     """Cut `placed` where it passes from one piece of a concatenation to the next."""
     dim, starts = node.dim, node.starts
     at, to = placed.at, placed.to
-    moving = [axis for axis in placed.axes if axis.dim == dim] or [Axis(1, dim, 0, 0)]
-    rest = tuple(axis for axis in placed.axes if axis.dim != dim)
+    moving = [number for number, axis in enumerate(placed.axes) if axis.dim == dim]
+    axes = placed.axes if moving else (*placed.axes, Axis(1, dim, 0, 0))
+    first = moving[0] if moving else len(axes) - 1
+    # The axes stay in their order, in which those of a contiguous part can be merged again.
+    before, axis, after = axes[:first], axes[first], axes[first + 1 :]
     if len(moving) > 1:  # rare: unroll the outer one
-        outer, *others = moving
-        for number in range(outer.size):
-            index = (*at[:dim], at[dim] + number * outer.step, *at[dim + 1 :])
-            yield from _cut_by_piece(node, Placed(index, (*rest, *others), to + number * outer.to_stride))
+        for number in range(axis.size):
+            index = (*at[:dim], at[dim] + number * axis.step, *at[dim + 1 :])
+            yield from _cut_by_piece(node, Placed(index, (*before, *after), to + number * axis.to_stride))
         return
-    axis, done = moving[0], 0
+    done = 0
     while done < axis.size:
         position = at[dim] + done * axis.step
         number = bisect_right(starts, position) - 1
         room = starts[number + 1] - position
         count = min(axis.size - done, -(-room // axis.step)) if axis.step else axis.size
         inside = (*at[:dim], position - starts[number], *at[dim + 1 :])
-        yield node.pieces[number], Placed(inside, (*rest, axis._replace(size=count)), to + done * axis.to_stride)
+        cut = (*before, axis._replace(size=count), *after)
+        yield node.pieces[number], Placed(inside, cut, to + done * axis.to_stride)
         done += count
