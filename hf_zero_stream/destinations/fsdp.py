@@ -131,7 +131,8 @@ def inner_spec(managed: Managed) -> Any:
 def new_shard(managed: Managed, dtype: torch.dtype, *, requires_grad: bool) -> nn.Parameter:
     """A parameter with new memory, in a storage that FSDP2 will own: not initialised, its padding zero."""
     device = torch.device("cpu") if managed.offload_to_cpu else managed.device
-    padded = torch.empty(managed.padded_sharded_param_size, dtype=dtype, device=device, pin_memory=managed.pin_memory)
+    pins = managed.pin_memory and torch.accelerator.is_available()  # else FSDP2 itself says so when training begins
+    padded = torch.empty(managed.padded_sharded_param_size, dtype=dtype, device=device, pin_memory=pins)
     dim = managed.fsdp_placement.dim
     length = managed.sharded_size[dim] if managed.sharded_size.numel() else 0
     padded.narrow(dim, length, padded.shape[dim] - length).zero_()
