@@ -92,6 +92,7 @@ demo: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bench
 	$(BIN)/python -m benchmarks.save
+	$(BIN)/python -m benchmarks.sharded
 	$(BIN)/python -m benchmarks.one_parameter
 
 scale: $(STAMP)

@@ -1,10 +1,11 @@
-"""Models that DTensor shards: loads by ``distributed_config=``, and saves, stock's and ours.
+"""Models that DTensor shards: loads by ``distributed_config=`` and by accelerate, and saves, stock's and ours.
 
     python -m benchmarks.sharded                          # a 1 GB Qwen3-MoE, 2 ranks, 5 repeats
     python -m benchmarks.sharded --ways tp2 --repeats 3 --json sharded.json
 
 Each run is a set of new processes on gloo. A load is timed as `benchmarks.rank` does, from a barrier on, with the
 files in the page cache. Stock reads through mapped files, whose bytes nothing counts, so bytes read are ours alone.
+Under `accelerate` it is ``from_pretrained`` and ``Accelerator.prepare``, with FSDP2's efficient loading on rank 0.
 A save begins with the model loaded by us, and ends when fsync says that the files are on the disk. What all arms
 loaded or saved must be the same, bit for bit, or the exit code is 1.
 """
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -32,6 +34,7 @@ from benchmarks.launch import run
 from benchmarks.rank import timed_load
 from benchmarks.save import sync
 from hf_zero_stream.reports.memory import AnonymousMemory
+from tests.fsdp2 import announce, make_accelerator
 
 
 WAYS = {"fsdp2": {"fsdp_size": 2}, "tp2": {"tp_size": 2}}
@@ -42,28 +45,39 @@ Figures = dict[str, Any]
 
 
 def measure(arm: str, what: str, folder: str, target: str) -> Figures:
-    """One load (`what` is a way) or one save (``"save"``) with all ranks; returns this rank's figures."""
+    """One load (`what` is a way or ``"accelerate"``) or one save (``"save"``) with all ranks; this rank's figures."""
     import transformers
     from transformers.distributed import DistributedConfig
 
     import hf_zero_stream
     import hf_zero_stream.destinations.dtensor
+    import hf_zero_stream.loading.deferral
     import hf_zero_stream.loading.integration
     import hf_zero_stream.saving.save  # noqa: F401 - otherwise imported by the first load or save, which is timed
 
     config = transformers.AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])
 
-    def load(arm: str, way: str) -> Any:
-        sizes = DistributedConfig(**WAYS[way])
-        if arm == "stock":
-            return model_class.from_pretrained(folder, distributed_config=sizes)
-        with hf_zero_stream.streaming():
-            return model_class.from_pretrained(folder, distributed_config=sizes)
+    def load(arm: str, **kwargs: Any) -> Any:
+        with hf_zero_stream.streaming() if arm == "ours" else nullcontext():
+            return model_class.from_pretrained(folder, **kwargs)
 
     if what == "save":
-        return _save(arm, load("ours", "fsdp2"), Path(target))
-    model, figures = timed_load(lambda: load(arm, what), sorted(Path(folder).glob("*.safetensors")), "warm")
+        return _save(arm, load("ours", distributed_config=DistributedConfig(**WAYS["fsdp2"])), Path(target))
+    if what == "accelerate":
+        announce(cpu_ram_efficient_loading=True)
+        accelerator = make_accelerator()
+
+        def work() -> Any:
+            model = load(arm)
+            prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))  # accelerate wants one
+            return prepared
+    else:
+
+        def work() -> Any:
+            return load(arm, distributed_config=DistributedConfig(**WAYS[what]))
+
+    model, figures = timed_load(work, sorted(Path(folder).glob("*.safetensors")), "warm")
     if arm == "ours":
         report = model.streaming_report.ranks[dist.get_rank()]
         figures |= {"bytes_needed": report.bytes_needed, "bytes_read": report.bytes_read, "reads": report.reads}
@@ -112,7 +126,7 @@ def run_one(arm: str, what: str, checkpoint: Checkpoint) -> list[Figures]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Compare loads and saves of sharded models with stock's.")
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the checkpoint, in units of 10^9 bytes")
-    parser.add_argument("--ways", default="fsdp2,tp2,save", help="what to measure, out of fsdp2, tp2 and save")
+    parser.add_argument("--ways", default="fsdp2,tp2,accelerate,save", help="what to measure, of these")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run")
     settings = parser.parse_args(arguments)
