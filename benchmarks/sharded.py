@@ -144,13 +144,15 @@ def main(arguments: list[str] | None = None) -> int:
         "\n| what | arm | of ours: median, of minima | seconds (range) | shard MiB | anonymous beyond it | resident "
         "beyond it | bytes read of needed | reads | same bits |\n|---|---|--:|--:|--:|--:|--:|--:|--:|---|"
     )
+    differing = []
     for way, arms in found.items():
         same = len({json.dumps([rank["digest"] for rank in ranks]) for runs in arms.values() for ranks in runs}) == 1
+        differing += [] if same else [way]
         for arm in ARMS:
             print(f"| {way} | {arm} | {' | '.join(_cells(arms[arm], arms['ours']))} | {'yes' if same else 'NO'} |")
     if settings.json:
         settings.json.write_text(json.dumps(found, indent=2) + "\n")
-    return 0
+    return 1 if differing else 0
 
 
 def _seconds(ranks: list[Figures]) -> float:
