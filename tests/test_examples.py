@@ -19,7 +19,7 @@ from tests.cluster import ROOT
 from tests.commands import documented_commands, losses, run_command
 
 
-EXAMPLES = ["finetune_accelerate.py", "finetune_trainer.py"]
+EXAMPLES = ["finetune_accelerate.py", "finetune_trainer.py", "finetune_sharded.py"]
 CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("zero3_*.yaml"))
 
 
