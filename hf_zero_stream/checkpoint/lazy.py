@@ -11,12 +11,11 @@ real tensors. A load's report names each parameter for which this happened.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_map
 
 from ..errors import UnsupportedError
@@ -24,7 +23,7 @@ from .no_memory import Address, NodeStorage, no_memory
 from .nodes import Blockwise, Copy, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
 
 
-__all__ = ["LazyTensor", "Materialise", "copy_attributes", "lacks_values", "refuse_wrapped"]
+__all__ = ["LazyTensor", "Materialise", "copy_attributes"]
 
 aten = torch.ops.aten
 
@@ -392,24 +391,3 @@ def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
     for name, value in vars(old).items():
         if name not in LazyTensor.__annotations__ and name != "_is_param":
             setattr(new, name, value)
-
-
-def lacks_values(tensor: torch.Tensor) -> bool:
-    """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
-    if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
-        return True
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        return False
-    flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
-    held = vars(tensor).values() if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
-    return any(lacks_values(value) for value in held if isinstance(value, torch.Tensor))
-
-
-def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, instead: str) -> None:
-    """Raise an UnsupportedError (``{doing}: ... {instead}``) for a wrapper tensor: its bytes are not its values."""
-    for name, tensor in tensors:
-        if hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, LazyTensor):
-            raise UnsupportedError(
-                f"{doing}: expected plain tensors or ZeRO partitions; {name} is a {type(tensor).__name__}, which "
-                f"holds other tensors in its place. {instead}"
-            )

@@ -17,8 +17,9 @@ from torch import nn
 
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
-from ..checkpoint.lazy import LazyTensor, lacks_values, refuse_wrapped
+from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Leaf
+from ..checkpoint.without_values import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError

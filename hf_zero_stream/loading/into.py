@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.lazy import refuse_wrapped
+from ..checkpoint.without_values import refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations import fsdp
 from ..destinations.base import Destination

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.lazy import refuse_wrapped
 from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
+from ..checkpoint.without_values import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.gathered import gathered, not_in_full
 from ..destinations.deferred import fill_whole

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
 from ..checkpoint.index_file import check_files, read_index_file
-from ..checkpoint.lazy import refuse_wrapped
+from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from .ds_config import zero3_hidden
