@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import torch
 
-__all__ = ["CORPUS", "files", "indexes"]
+
+__all__ = ["CORPUS", "files", "indexes", "torch_files"]
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -139,9 +144,44 @@ NAMES = {
 """A name -> the names of an index's shards, one a line."""
 
 
+def torch_files() -> dict[str, bytes]:
+    """A name -> a file of ``torch.save``."""
+    values = torch.arange(12, dtype=torch.float32)
+    saved = {
+        "zip": {"a": values, "b": values[4:].view(2, 4)},
+        "ordered": OrderedDict(a=torch.nn.Parameter(values[:2].bfloat16()), b=torch.tensor(1)),
+        "transposed": {"a": values.view(3, 4).t()},
+        "nested": {"a": {"b": [values, 1.5, None, (True, "x")]}},
+    }
+    files = {}
+    for name, value in saved.items():
+        for kind, zipped in (("", True), ("-legacy", False)):
+            data = io.BytesIO()
+            torch.save(value, data, _use_new_zipfile_serialization=zipped)
+            files[name + kind] = data.getvalue()
+    return files
+
+
+def _descriptions() -> dict[str, bytes]:
+    """The description in each archive of :func:`torch_files`."""
+    found = {}
+    for name, content in torch_files().items():
+        if content.startswith(b"PK"):
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                found[name] = archive.read("archive/data.pkl")
+    return found
+
+
 def main() -> None:
     headers = {name: _unframe(content) for name, content in files().items()}
-    for target, seeds in (("file", files()), ("header", headers), ("index", indexes()), ("names", NAMES)):
+    for target, seeds in (
+        ("file", files()),
+        ("header", headers),
+        ("index", indexes()),
+        ("names", NAMES),
+        ("torch", torch_files()),
+        ("pickle", _descriptions()),
+    ):
         (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for name, content in seeds.items():
             (CORPUS / target / name).write_bytes(content)

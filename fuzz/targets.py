@@ -6,21 +6,37 @@ reading is not the reference's. For headers that is the safetensors library, whi
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, deserialize, safe_open
 
+from hf_zero_stream.checkpoint import torch_files
 from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.index_file import parse_index
 from hf_zero_stream.checkpoint.safetensors import dtype_name
 from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.sources.local import LocalFiles
 
 
-__all__ = ["STRICTER", "TARGETS", "Disagreement", "build_file", "build_index", "frame", "read_file", "read_index"]
+__all__ = [
+    "STRICTER",
+    "TARGETS",
+    "Disagreement",
+    "around_pickle",
+    "build_file",
+    "build_index",
+    "frame",
+    "read_file",
+    "read_index",
+    "read_torch_file",
+]
 
 STRICTER = {
     "white space before the object": r"header: expected a JSON object in UTF-8, beginning with",
@@ -180,11 +196,74 @@ def build_index(lines: bytes) -> bytes:
     ).encode()
 
 
+# ------------------------------------------------------------------------------------------------ files of torch.save
+
+
+def read_torch_file(content: bytes) -> str:
+    """Read a file of ``torch.save`` as a map of bytes, and if that can be done, with torch; "same", or why not.
+
+    Raises:
+        Disagreement: torch, which reads weights only, refuses what we accept, or reads it otherwise.
+    """
+    handle = os.memfd_create("torch")
+    try:
+        with open(handle, "wb", closefd=False) as file:
+            file.write(content)
+        path = f"/proc/self/fd/{handle}"
+        try:
+            header = torch_files.read_header(LocalFiles(), path)
+            _, entries = torch_files.parse_header(path, 0, header)
+        except CheckpointError:
+            return "refused"
+        except torch_files.NotAMap:
+            return "no map"
+        if _has_other_checksums(content):
+            return "damaged"  # what torch notices when it reads all of a storage, and a rank that reads a part cannot
+        try:
+            theirs = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise Disagreement(f"we read what torch refuses: {error}") from error
+        for entry in entries:
+            expected = theirs[entry.name].detach()
+            found = content[entry.start : entry.stop]
+            if (entry.dtype, entry.shape) != (expected.dtype, tuple(expected.shape)):
+                raise Disagreement(f"we read {entry}, torch {expected.dtype} of shape {tuple(expected.shape)}")
+            if found != expected.contiguous().view(-1).view(torch.uint8).numpy().tobytes():
+                raise Disagreement(f"{entry.name} has other bytes")
+        if {entry.name for entry in entries} != set(theirs):
+            raise Disagreement("torch finds other tensors")
+        return "same"
+    finally:
+        os.close(handle)
+
+
+def _has_other_checksums(content: bytes) -> bool:
+    if not content.startswith(b"PK"):
+        return False
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            return archive.testzip() is not None
+    except Exception:
+        return True
+
+
+def around_pickle(description: bytes) -> bytes:
+    """An archive with this description, and two storages of 48 and 8 bytes."""
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
+        members = {"data.pkl": description, "byteorder": b"little", "data/0": bytes(range(48)), "data/1": bytes(8)}
+        for name, member in {**members, "version": b"3\n"}.items():
+            archive.writestr(f"archive/{name}", member)
+    return data.getvalue()
+
+
 TARGETS: dict[str, Callable[[bytes], str]] = {
     "file": read_file,
     "header": lambda text: read_file(frame(text)),
     "built": lambda choices: read_file(build_file(choices)),
     "index": read_index,
     "names": lambda lines: read_index(build_index(lines)),
+    "torch": read_torch_file,
+    "pickle": lambda description: read_torch_file(around_pickle(description)),
 }
 """A name, of a folder in corpus/ too -> what reads one input, and says in a word what became of it."""

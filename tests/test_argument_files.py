@@ -54,13 +54,13 @@ def with_both_formats(folder: Path) -> Path:
 def test_use_safetensors(cluster: None, tmp_path: Path, use: bool | None) -> None:
     folder = with_both_formats(tmp_path)
     results = run_ranks(2, compare, "AutoModelForMaskedLM", folder, {"use_safetensors": use})
-    assert_same(results, bytes_are_read=use is not False)
+    assert_same(results)
 
 
 def test_use_safetensors_where_there_are_none(cluster: None, tmp_path: Path) -> None:
     folder = with_both_formats(tmp_path)
     (folder / "model.safetensors").unlink()
-    assert_same(run_ranks(2, compare, "AutoModelForMaskedLM", folder, {}), bytes_are_read=False)
+    assert_same(run_ranks(2, compare, "AutoModelForMaskedLM", folder, {}))
     for plain, streamed in run_ranks(
         2, errors_of, ["plain", "streamed"], "AutoModelForMaskedLM", folder, {"use_safetensors": True}
     ):
@@ -90,7 +90,7 @@ def test_weights_only(cluster: None, tmp_path: Path) -> None:
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     for allowed in (True, False):
         results = run_ranks(2, compare, "AutoModelForMaskedLM", folder, {"weights_only": allowed})
-        assert_same(results, bytes_are_read=False)
+        assert_same(results)
 
 
 @pytest.mark.parametrize("disable", [True, False])
@@ -100,7 +100,7 @@ def test_disable_mmap(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path,
     folder = with_both_formats(tmp_path)
     (folder / "model.safetensors").unlink()
     results = run_ranks(2, compare, "AutoModelForMaskedLM", folder, {"disable_mmap": disable})
-    assert_same(results, bytes_are_read=False)
+    assert_same(results)
 
 
 # ---------------------------------------------------------------------------------------------------------- hub cache

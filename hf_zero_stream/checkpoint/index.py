@@ -11,7 +11,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..sources.local import LocalFiles
-from . import safetensors
+from . import formats, safetensors
 from .format import Format, Shard, ShardHeader, TensorEntry
 from .lazy import LazyTensor, Materialise
 from .nodes import FileTensor, HostTensor, Node
@@ -53,7 +53,7 @@ class CheckpointIndex:
         headers: Sequence[ShardHeader],
         weight_map: Mapping[str, str] | None = None,
         *,
-        format: Format = safetensors,
+        format: Format = formats,
     ) -> CheckpointIndex:
         """Check `headers`, which some rank read, of the files that this rank sees at `paths`.
 

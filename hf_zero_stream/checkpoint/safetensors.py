@@ -33,6 +33,7 @@ __all__ = [
     "ShardToWrite",
     "dtype_name",
     "lay_out_shard",
+    "parse_entry",
     "parse_header",
     "read_header",
 ]
@@ -121,12 +122,12 @@ def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, li
         raise CheckpointError(f"{path}: header field '__metadata__': expected a map of strings to strings.")
 
     data_start = 8 + len(header.text)
-    entries = [_parse_entry(path, number, data_start, name, field) for name, field in fields.items()]
+    entries = [parse_entry(path, number, data_start, name, field) for name, field in fields.items()]
     _check_coverage(path, data_start, header.size_bytes, entries)
     return Shard(path, header.size_bytes, metadata), entries
 
 
-def _parse_entry(path: str, number: int, data_start: int, name: str, field: Any) -> TensorEntry:
+def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) -> TensorEntry:
     if len(name) > MAX_NAME_LENGTH:
         raise _faulty(path, name, f"name: at most {MAX_NAME_LENGTH} characters are allowed, found {len(name)}")
     if not isinstance(field, dict) or field.keys() != _FIELDS:

@@ -12,7 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ..checkpoint import safetensors
+from ..checkpoint import formats
 from ..checkpoint.format import Format, Shard, ShardHeader
 from ..checkpoint.nodes import View
 from ..config import StreamingConfig
@@ -47,7 +47,7 @@ class OpenCheckpoint:
         config: StreamingConfig,
         coordinator: Coordinator,
         source: ByteSource | None = None,
-        format: Format = safetensors,
+        format: Format = formats,
         device: torch.device = torch.device("cpu"),
     ) -> None:
         self.config = config

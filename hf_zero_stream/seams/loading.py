@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
+from ..checkpoint import torch_files
 from ..checkpoint.index_file import check_files, read_index_file
 from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
@@ -183,10 +184,14 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
         raise ValueError("Neither a state dict nor checkpoint files were found.")
     if load_config.sharded_metadata is None:
         _check_and_read_ahead(session, files)  # of an index, this was done when it was read
+    weight_map = (load_config.sharded_metadata or {}).get("weight_map")
     if files[0].endswith(".safetensors"):
-        return load.open(files, (load_config.sharded_metadata or {}).get("weight_map"))
-    logger.info("The checkpoint is not in safetensors: hf_zero_stream reads it through torch.load's memory map.")
+        return load.open(files, weight_map)
     load.compare_files(files)
+    reason = load.coordinator.broadcast(partial(torch_files.why_not, load.checkpoint.source, files))
+    if not reason:
+        return load.open(files, weight_map)
+    logger.info(f"hf_zero_stream reads this checkpoint through torch.load's memory map, because {reason}.")
     values: dict[str, torch.Tensor] = {}
     for file in files:
         values.update(modeling_utils.load_state_dict(file, map_location="cpu", weights_only=load_config.weights_only))

@@ -1,0 +1,256 @@
+"""Reads a pickle without running it: an opcode loop that makes inert stand-ins in place of classes and calls.
+
+A pickle is a program. Here nothing in it is imported, called or looked up: a global stays a pair of names, and a call
+stays a function's names beside its arguments. What comes out are plain containers and numbers, and :class:`Global`,
+:class:`Call` and :class:`Persistent` objects. The opcodes are taken apart by Python's own ``pickletools``, which runs
+nothing either. Nodes are bounded, and nothing here recurses.
+"""
+
+from __future__ import annotations
+
+import pickletools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import CheckpointError
+
+
+__all__ = ["Call", "Global", "Persistent", "read_pickle"]
+
+MOST_BYTES = 512 * 2**20
+"""Of a pickle; those of checkpoints of a hundred thousand tensors have 20 MB."""
+
+MOST_NODES = 20_000_000
+"""Objects that a pickle may make."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """What a pickle would import."""
+
+    module: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False, slots=True)
+class Call:
+    """What a pickle would call, or make an instance of, and what it would put into the result.
+
+    Attributes:
+        state: what BUILD would set.
+        entries: (key, value) that would be set by its ``__setitem__``.
+        members: what would be appended or added.
+    """
+
+    function: Any
+    arguments: tuple[Any, ...]
+    state: Any = None
+    entries: list[tuple[Any, Any]] = field(default_factory=list)
+    members: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Persistent:
+    """What a pickle would ask its loader for, by this id."""
+
+    id: Any
+
+
+class _Mark:
+    """Separates the items of a container on the stack."""
+
+
+def read_pickle(data: bytes, what: str) -> tuple[Any, int]:
+    """What the pickle at the beginning of `data` describes, and how many bytes it has.
+
+    Raises:
+        CheckpointError: `what` is no sound pickle, or is larger than any checkpoint's.
+    """
+    if len(data) > MOST_BYTES:
+        raise CheckpointError(f"{what}: expected a pickle of at most {MOST_BYTES} bytes; got {len(data)}")
+    machine = _Machine()
+    try:
+        for opcode, argument, position in pickletools.genops(data):
+            if opcode.name == "STOP":
+                (result,) = machine.stack
+                return result, (position or 0) + 1
+            machine.step(opcode.name, argument)
+    except CheckpointError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
+        raise CheckpointError(f"{what}: this is no sound pickle: {type(error).__name__}: {error}") from error
+    raise CheckpointError(f"{what}: this pickle does not end")
+
+
+class _Machine:
+    """The stack and the memo of a pickle that is read."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._memo: dict[int, Any] = {}
+        self._nodes = 0
+
+    def step(self, name: str, argument: Any) -> None:
+        self._nodes += 1
+        if self._nodes > MOST_NODES:
+            raise CheckpointError(f"expected at most {MOST_NODES} opcodes in a pickle")
+        if name in _VALUES:
+            self.stack.append(argument)
+        elif name in _CONSTANTS:
+            self.stack.append(_CONSTANTS[name]())
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            self._memo[argument] = self._top()
+        elif name == "MEMOIZE":
+            self._memo[len(self._memo)] = self._top()
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            self.stack.append(self._memo[argument])
+        elif name in _STEPS:
+            _STEPS[name](self, argument)
+        else:
+            raise CheckpointError(f"the opcode {name} is in no checkpoint")
+
+    def pop(self) -> Any:
+        value = self.stack.pop()
+        if isinstance(value, _Mark):
+            raise ValueError("a mark where a value should be")
+        return value
+
+    def _top(self) -> Any:
+        if isinstance(self.stack[-1], _Mark):
+            raise ValueError("a mark where a value should be")
+        return self.stack[-1]
+
+    def pop_to_mark(self) -> list[Any]:
+        for position in range(len(self.stack) - 1, -1, -1):
+            if isinstance(self.stack[position], _Mark):
+                items = self.stack[position + 1 :]
+                del self.stack[position:]
+                return items
+        raise ValueError("there is no mark")
+
+    def push_tuple(self, count: int) -> None:
+        items = [self.pop() for _ in range(count)]
+        self.stack.append(tuple(reversed(items)))
+
+    def set_items(self, items: list[Any]) -> None:
+        if len(items) % 2:
+            raise ValueError("a key without a value")
+        target, pairs = self._top(), list(zip(items[::2], items[1::2], strict=True))
+        if isinstance(target, Call):
+            target.entries += pairs
+            return
+        if not isinstance(target, dict):
+            raise TypeError(f"items for a {type(target).__name__}")
+        for key, value in pairs:
+            target[_hashable(key)] = value
+
+    def append(self, items: list[Any]) -> None:
+        target = self._top()
+        if isinstance(target, Call):
+            target.members += items
+        elif isinstance(target, list):
+            target += items
+        else:
+            raise TypeError(f"members for a {type(target).__name__}")
+
+    def call(self) -> None:
+        arguments, function = self.pop(), self.pop()
+        if not isinstance(arguments, tuple):
+            raise TypeError(f"arguments in a {type(arguments).__name__}")
+        self.stack.append(Call(function, arguments))
+
+    def build(self) -> None:
+        state = self.pop()
+        target = self._top()
+        if not isinstance(target, Call):
+            raise TypeError(f"a state for a {type(target).__name__}")
+        target.state = state
+
+    def push_global(self, module: Any, name: Any) -> None:
+        if not isinstance(module, str) or not isinstance(name, str):
+            raise TypeError("a global whose names are no strings")
+        self.stack.append(Global(module, name))
+
+
+def _hashable(key: Any) -> Any:
+    """A key of a dict: a string, a number, or a short tuple of them; the hash of deep tuples would recurse."""
+    flat = (str, bytes, int, float, type(None), Global)
+    if isinstance(key, flat) or (isinstance(key, tuple) and all(isinstance(item, flat) for item in key)):
+        return key
+    raise TypeError(f"a {type(key).__name__} as a key")
+
+
+def _stack_global(machine: _Machine, _: Any) -> None:
+    name, module = machine.pop(), machine.pop()
+    machine.push_global(module, name)
+
+
+def _global(machine: _Machine, names: Any) -> None:
+    module, _, name = names.partition(" ")
+    machine.push_global(module, name)
+
+
+def _persistent(machine: _Machine, _: Any) -> None:
+    machine.stack.append(Persistent(machine.pop()))
+
+
+def _dict(machine: _Machine, _: Any) -> None:
+    items = machine.pop_to_mark()
+    machine.stack.append({})
+    machine.set_items(items)
+
+
+def _set_item(machine: _Machine, _: Any) -> None:
+    value, key = machine.pop(), machine.pop()
+    machine.set_items([key, value])
+
+
+_VALUES = {
+    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+}
+"""Opcodes that push their argument."""
+
+_CONSTANTS: dict[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_SET": lambda: Call(Global("builtins", "set"), ()),
+    "MARK": _Mark,
+}
+
+_STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
+    "PROTO": lambda machine, _: None,
+    "FRAME": lambda machine, _: None,
+    "POP": lambda machine, _: machine.stack.pop(),
+    "POP_MARK": lambda machine, _: machine.pop_to_mark(),
+    "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
+    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.pop_to_mark())),
+    "TUPLE1": lambda machine, _: machine.push_tuple(1),
+    "TUPLE2": lambda machine, _: machine.push_tuple(2),
+    "TUPLE3": lambda machine, _: machine.push_tuple(3),
+    "LIST": lambda machine, _: machine.stack.append(machine.pop_to_mark()),
+    "DICT": _dict,
+    "FROZENSET": lambda machine, _: machine.stack.append(
+        Call(Global("builtins", "frozenset"), (machine.pop_to_mark(),))
+    ),
+    "APPEND": lambda machine, _: machine.append([machine.pop()]),
+    "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
+    "ADDITEMS": lambda machine, _: machine.append(machine.pop_to_mark()),
+    "SETITEM": _set_item,
+    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
+    "GLOBAL": _global,
+    "STACK_GLOBAL": _stack_global,
+    "REDUCE": lambda machine, _: machine.call(),
+    "NEWOBJ": lambda machine, _: machine.call(),
+    "BUILD": lambda machine, _: machine.build(),
+    "BINPERSID": _persistent,
+}
