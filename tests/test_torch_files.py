@@ -66,10 +66,10 @@ def test_values(tmp_path: Path, zipped: bool, kind: Callable[[Any], Any]) -> Non
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ({"a": torch.randn(3, 4).t()}, "a is not stored row by row"),
+        ({"a": torch.randn(3, 4).t()}, "is not stored row by row"),
         ({"a": 3}, "a is no plain tensor"),
         ([torch.ones(2)], "something else than a dict"),
-        ({"a": torch.ones(2).to_sparse()}, "a is no plain tensor"),
+        ({"a": torch.ones(2).to_sparse()}, "it names torch._utils._rebuild_sparse_tensor"),
     ],
     ids=["transposed", "number", "list", "sparse"],
 )
@@ -91,7 +91,7 @@ class Executes:
 
 def test_no_code_runs(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
-    found, _ = read_pickle(pickle.dumps({"a": Executes(trace), Executes: 1}), "x")
+    found = read_pickle(pickle.dumps({"a": Executes(trace), Executes: 1}), "x").root
     assert str(found["a"].function) == f"{os.system.__module__}.system"
     torch.save({"a": Executes(trace)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(NotAMap):
@@ -178,7 +178,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pickles(name: str) -> None:
     if name == "memo index":
-        assert read_pickle(HOSTILE[name], "x")[0] == []  # and allocates nothing
+        assert read_pickle(HOSTILE[name], "x").root == []  # and allocates nothing
         return
     with pytest.raises(CheckpointError, match="^x: "):
         read_pickle(HOSTILE[name], "x")

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 
 
-__all__ = ["Call", "Global", "Persistent", "read_pickle"]
+__all__ = ["Call", "Global", "Persistent", "Pickle", "read_pickle"]
 
 MOST_BYTES = 512 * 2**20
 """Of a pickle; those of checkpoints of a hundred thousand tensors have 20 MB."""
@@ -60,12 +61,27 @@ class Persistent:
     id: Any
 
 
+class Pickle(NamedTuple):
+    """What a pickle describes.
+
+    Attributes:
+        size_bytes: of the pickle itself; something else may follow it.
+        globals: all that it names, whether or not `root` leads to them.
+        calls: likewise.
+    """
+
+    root: Any
+    size_bytes: int
+    globals: list[Global]
+    calls: list[Call]
+
+
 class _Mark:
     """Separates the items of a container on the stack."""
 
 
-def read_pickle(data: bytes, what: str) -> tuple[Any, int]:
-    """What the pickle at the beginning of `data` describes, and how many bytes it has.
+def read_pickle(data: bytes, what: str, opcodes: AbstractSet[str] | None = None) -> Pickle:
+    """What the pickle at the beginning of `data` describes; it may use these `opcodes` only.
 
     Raises:
         CheckpointError: `what` is no sound pickle, or is larger than any checkpoint's.
@@ -75,9 +91,11 @@ def read_pickle(data: bytes, what: str) -> tuple[Any, int]:
     machine = _Machine()
     try:
         for opcode, argument, position in pickletools.genops(data):
+            if opcodes is not None and opcode.name not in opcodes:
+                raise CheckpointError(f"the opcode {opcode.name} is in no such file")
             if opcode.name == "STOP":
-                (result,) = machine.stack
-                return result, (position or 0) + 1
+                (root,) = machine.stack
+                return Pickle(root, (position or 0) + 1, machine.globals, machine.calls)
             machine.step(opcode.name, argument)
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
@@ -91,6 +109,8 @@ class _Machine:
 
     def __init__(self) -> None:
         self.stack: list[Any] = []
+        self.globals: list[Global] = []
+        self.calls: list[Call] = []
         self._memo: dict[int, Any] = {}
         self._nodes = 0
 
@@ -140,13 +160,14 @@ class _Machine:
         if len(items) % 2:
             raise ValueError("a key without a value")
         target, pairs = self._top(), list(zip(items[::2], items[1::2], strict=True))
-        if isinstance(target, Call):
-            target.entries += pairs
-            return
-        if not isinstance(target, dict):
+        if not isinstance(target, (dict, Call)):
             raise TypeError(f"items for a {type(target).__name__}")
         for key, value in pairs:
-            target[_hashable(key)] = value
+            _check_key(key)
+            if isinstance(target, dict):
+                target[key] = value
+            else:
+                target.entries.append((key, value))
 
     def append(self, items: list[Any]) -> None:
         target = self._top()
@@ -161,7 +182,11 @@ class _Machine:
         arguments, function = self.pop(), self.pop()
         if not isinstance(arguments, tuple):
             raise TypeError(f"arguments in a {type(arguments).__name__}")
-        self.stack.append(Call(function, arguments))
+        self.push_call(function, arguments)
+
+    def push_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        self.calls.append(Call(function, arguments))
+        self.stack.append(self.calls[-1])
 
     def build(self) -> None:
         state = self.pop()
@@ -173,15 +198,15 @@ class _Machine:
     def push_global(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise TypeError("a global whose names are no strings")
-        self.stack.append(Global(module, name))
+        self.globals.append(Global(module, name))
+        self.stack.append(self.globals[-1])
 
 
-def _hashable(key: Any) -> Any:
-    """A key of a dict: a string, a number, or a short tuple of them; the hash of deep tuples would recurse."""
+def _check_key(key: Any) -> None:
+    """Raise unless `key` is a string, a number, or a tuple of them: the hash of deep tuples would recurse."""
     flat = (str, bytes, int, float, type(None), Global)
-    if isinstance(key, flat) or (isinstance(key, tuple) and all(isinstance(item, flat) for item in key)):
-        return key
-    raise TypeError(f"a {type(key).__name__} as a key")
+    if not isinstance(key, flat) and not (isinstance(key, tuple) and all(isinstance(item, flat) for item in key)):
+        raise TypeError(f"a {type(key).__name__} as a key")
 
 
 def _stack_global(machine: _Machine, _: Any) -> None:
@@ -223,7 +248,6 @@ _CONSTANTS: dict[str, Callable[[], Any]] = {
     "EMPTY_LIST": list,
     "EMPTY_DICT": dict,
     "EMPTY_TUPLE": tuple,
-    "EMPTY_SET": lambda: Call(Global("builtins", "set"), ()),
     "MARK": _Mark,
 }
 
@@ -239,9 +263,8 @@ _STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
     "TUPLE3": lambda machine, _: machine.push_tuple(3),
     "LIST": lambda machine, _: machine.stack.append(machine.pop_to_mark()),
     "DICT": _dict,
-    "FROZENSET": lambda machine, _: machine.stack.append(
-        Call(Global("builtins", "frozenset"), (machine.pop_to_mark(),))
-    ),
+    "EMPTY_SET": lambda machine, _: machine.push_call(Global("builtins", "set"), ()),
+    "FROZENSET": lambda machine, _: machine.push_call(Global("builtins", "frozenset"), (machine.pop_to_mark(),)),
     "APPEND": lambda machine, _: machine.append([machine.pop()]),
     "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
     "ADDITEMS": lambda machine, _: machine.append(machine.pop_to_mark()),

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import io
 import json
+import struct
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource, ReadableFile
 from .format import Shard, ShardHeader, TensorEntry
 from .nodes import row_major_strides
-from .pickles import Call, Global, Persistent, read_pickle
+from .pickles import Call, Global, Persistent, Pickle, read_pickle
 from .safetensors import dtype_name, parse_entry
 from .untrusted_json import parse_object
 
@@ -53,6 +54,15 @@ _STORAGES = {
 _REBUILD = Global("torch._utils", "_rebuild_tensor_v2")
 _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _ORDERED = Global("collections", "OrderedDict")
+_KNOWN = {_REBUILD, _REBUILD_PARAMETER, _ORDERED, *(Global("torch", name) for name in _STORAGES)}
+
+_OPCODES = {
+    *("PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "BUILD", "BINPERSID", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE", "SHORT_BINSTRING"),
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_SET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"),
+}
+"""Of ``torch/_weights_only_unpickler.py``: those that torch itself writes."""
 
 
 class NotAMap(Exception):
@@ -104,34 +114,51 @@ class _Storage(NamedTuple):
 
 def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
     """The tensors of a file, as fields of a header."""
-    if file.read(0, len(_ZIP)) == _ZIP:
-        root, storages = _read_zip(file, path)
-    else:
-        root, storages = _read_legacy(file, path)
+    is_zip = file.read(0, len(_ZIP)) == _ZIP
+    pickle, storages = (_read_zip if is_zip else _read_legacy)(file, path)
+    strange = next((each for each in pickle.globals if each not in _KNOWN), None)
+    if strange is not None:
+        raise NotAMap(f"it names {strange}")
+    for call in pickle.calls:
+        _check_call(path, call, storages)
+    root = pickle.root
+    if isinstance(root, Call) and root.function == _ORDERED:
+        root = dict(root.entries)
+    if not isinstance(root, dict):
+        raise NotAMap("it holds something else than a dict of tensors")
     found: dict[str, Any] = {}
-    for name, value in _entries(root, path):
+    for name, value in root.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: expected names of tensors, found a {type(name).__name__} among them.")
         found[name] = _field(path, name, value, storages)
     return found
 
 
-def _entries(root: Any, path: str) -> Iterator[tuple[Any, Any]]:
-    if isinstance(root, dict):
-        return iter(root.items())
-    if isinstance(root, Call) and root.function == _ORDERED and not root.arguments:
-        return iter(dict(root.entries).items())
-    raise NotAMap("it holds something else than a dict of tensors")
+def _check_call(path: str, call: Call, storages: Mapping[str, _Storage]) -> None:
+    """What torch would call must be what it calls in every file, also where no tensor of ours comes of it."""
+    sets_state = call.state is not None or call.members or call.entries
+    if call.function == _ORDERED and not call.arguments and isinstance(call.state, (dict, type(None))):
+        if not call.members:
+            return
+    elif not sets_state and call.function == _REBUILD:
+        _field(path, "a tensor", call, storages)
+        return
+    elif not sets_state and call.function == _REBUILD_PARAMETER and len(call.arguments) == 3:
+        if isinstance(call.arguments[0], Call) and call.arguments[0].function == _REBUILD:
+            return
+    raise NotAMap(f"it makes something else than a tensor ({call.function})")
 
 
 def _field(path: str, name: str, value: Any, storages: Mapping[str, _Storage]) -> dict[str, Any]:
     """A tensor as a field of a header; checks that it lies in its storage."""
     if isinstance(value, Call) and value.function == _REBUILD_PARAMETER and value.arguments:
         value = value.arguments[0]
-    if not isinstance(value, Call) or value.function != _REBUILD or len(value.arguments) < 4:
+    if not isinstance(value, Call) or value.function != _REBUILD or len(value.arguments) != 6:
         kind = value.function if isinstance(value, Call) else type(value).__name__
         raise NotAMap(f"{name} is no plain tensor ({kind})")
-    storage, offset, shape, strides, *_ = value.arguments
+    storage, offset, shape, strides, requires_grad, hooks = value.arguments
+    if not isinstance(requires_grad, bool) or not isinstance(hooks, Call) or hooks.function != _ORDERED:
+        raise NotAMap(f"{name} is no plain tensor")
     if not isinstance(storage, Persistent) or not isinstance(storage.id, tuple) or len(storage.id) < 5:
         raise NotAMap(f"{name} has no plain storage")
     kind, storage_class, key, _, numel, *view = storage.id
@@ -201,9 +228,12 @@ class _Bytes(io.RawIOBase):
         return data
 
 
-def _read_zip(file: ReadableFile, path: str) -> tuple[Any, dict[str, _Storage]]:
+def _read_zip(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, _Storage]]:
+    count = _checked_count(file, path)
     try:
         with zipfile.ZipFile(_Bytes(file)) as archive:
+            if len(archive.infolist()) != count:
+                raise CheckpointError(f"{path}: expected {count} members, found {len(archive.infolist())}.")
             places = _places(file, path, archive.infolist())
             pickles = [name for name in places if name.endswith("/data.pkl")]
             if len(pickles) != 1:
@@ -217,9 +247,40 @@ def _read_zip(file: ReadableFile, path: str) -> tuple[Any, dict[str, _Storage]]:
     order = places.get(f"{prefix}byteorder")
     if order is not None and file.read(order.start, min(8, order.stop - order.start)) != b"little":
         raise CheckpointError(f"{path}: byteorder: expected 'little'. Save it again on a little-endian machine.")
-    root, _ = read_pickle(description, f"{path}: data.pkl")
+    pickle = read_pickle(description, f"{path}: data.pkl", _OPCODES)
     data = f"{prefix}data/"
-    return root, {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
+    return pickle, {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
+
+
+def _checked_count(file: ReadableFile, path: str) -> int:
+    """How many members there are, if the directory is where torch looks for it: ``zipfile`` looks elsewhere, too.
+
+    After the directory come one record, or three where numbers have 64 bits (APPNOTE.TXT of PKWARE, 4.3.14 to 4.3.16).
+    """
+    stop = file.size_bytes - _END.size
+    end = _unpacked(_END, file, stop)
+    if end[0] == b"PK\5\6" and end[1:3] == (0, 0) and end[3] == end[4] and end[7] == 0:
+        begin, count = end[5] + end[6], end[4]
+        locator = _unpacked(_LOCATOR, file, stop - _LOCATOR.size)
+        if locator[0] == b"PK\6\7":
+            stop -= _LOCATOR.size + _END_64.size
+            last = _unpacked(_END_64, file, stop)
+            is_sound = last[:2] == (b"PK\6\6", _END_64.size - 12) and last[4:6] == (0, 0) and last[6] == last[7]
+            begin, count = last[8] + last[9] if is_sound and locator[1:] == (0, stop, 1) else -1, last[7]
+        if begin == stop:
+            return int(count)
+    raise CheckpointError(f"{path}: this is no sound zip archive of torch.save: it was cut, or has another end.")
+
+
+_END = struct.Struct("<4s4H2IH")  # signature, disks, entries here and in all, size and offset, length of a comment
+_LOCATOR = struct.Struct("<4sIQI")  # signature, disk, where the next is, disks
+_END_64 = struct.Struct("<4sQ2H2I4Q")  # signature, length, versions, disks, entries here and in all, size and offset
+
+
+def _unpacked(record: struct.Struct, file: ReadableFile, start: int) -> tuple[Any, ...]:
+    """A record at this place, of zeros where the file has none."""
+    data = file.read(start, record.size) if start >= 0 else b""
+    return record.unpack(data.ljust(record.size, b"\0"))
 
 
 def _places(file: ReadableFile, path: str, members: Sequence[zipfile.ZipInfo]) -> dict[str, _Storage]:
@@ -228,10 +289,13 @@ def _places(file: ReadableFile, path: str, members: Sequence[zipfile.ZipInfo]) -
     end = 0
     for member in sorted(members, key=lambda member: member.header_offset):
         name, size = member.filename, member.file_size
-        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or size != member.compress_size:
+        is_plain = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1 and not member.volume
+        if not is_plain or size != member.compress_size:
             raise CheckpointError(f"{path}: {name!r}: expected bytes as they are, found compressed or encrypted ones.")
+        if not end <= member.header_offset < file.size_bytes:
+            raise CheckpointError(f"{path}: {name!r}: it overlaps another member, or lies beyond the end of the file.")
         header = file.read(member.header_offset, _LOCAL_HEADER)
-        if len(header) < _LOCAL_HEADER or not header.startswith(_ZIP) or member.header_offset < end:
+        if len(header) < _LOCAL_HEADER or not header.startswith(_ZIP):
             raise CheckpointError(f"{path}: {name!r}: expected a header of its own at byte {member.header_offset}.")
         start = (
             member.header_offset
@@ -254,21 +318,22 @@ def _read(file: ReadableFile, path: str, start: int, stop: int) -> bytes:
 # -------------------------------------------------------------------------------------------------------------- legacy
 
 
-def _read_legacy(file: ReadableFile, path: str) -> tuple[Any, dict[str, _Storage]]:
+def _read_legacy(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, _Storage]]:
     """Five pickles: a number, a version, the machine, the tensors, the storages' keys in order."""
     position = 0
-    found: list[Any] = []
+    found: list[Pickle] = []
     for what in ("magic number", "version", "machine", "tensors", "storages"):
-        value, position = _next_pickle(file, path, what, position)
-        found.append(value)
+        pickle = _next_pickle(file, path, what, position)
+        value, position = pickle.root, position + pickle.size_bytes
+        found.append(pickle)
         if (what == "magic number" and value != _MAGIC) or (what == "version" and value != _LEGACY_PROTOCOL):
             raise CheckpointError(f"{path}: this is no file of torch.save: its {what} is another one.")
-    _, _, machine, root, keys = found
+    machine, tensors, keys = found[2].root, found[3], found[4].root
     if isinstance(machine, dict) and machine.get("little_endian") is False:
         raise CheckpointError(f"{path}: expected little-endian values. Save it again on a little-endian machine.")
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise CheckpointError(f"{path}: expected the keys of its storages.")
-    itemsizes = _itemsizes(root)
+    itemsizes = _itemsizes(tensors.calls)
     storages: dict[str, _Storage] = {}
     for key in keys:
         numel = int.from_bytes(file.read(position, 8), "little")
@@ -279,39 +344,27 @@ def _read_legacy(file: ReadableFile, path: str) -> tuple[Any, dict[str, _Storage
         position = storages[key].stop
         if position > file.size_bytes:
             raise CheckpointError(f"{path}: storage {key!r}: it lies beyond the end of the file.")
-    return root, storages
+    return tensors, storages
 
 
-def _next_pickle(file: ReadableFile, path: str, what: str, start: int) -> tuple[Any, int]:
+def _next_pickle(file: ReadableFile, path: str, what: str, start: int) -> Pickle:
     """A pickle whose length nobody says: more and more is read until it ends."""
     length = 2**16
     while True:
         data = _read(file, path, start, min(file.size_bytes, start + length))
         try:
-            value, size = read_pickle(data, f"{path}: {what}")
-            return value, start + size
+            return read_pickle(data, f"{path}: {what}", _OPCODES)
         except CheckpointError:
             if len(data) < length or length >= _MOST_READ:
                 raise
             length *= 4
 
 
-def _itemsizes(root: Any) -> dict[str, int]:
-    """The size of the elements of each storage that a description names."""
+def _itemsizes(calls: Iterable[Call]) -> dict[str, int]:
+    """The size of the elements of each storage that tensors are made of."""
     found: dict[str, int] = {}
-    pending, seen = [root], set[int]()
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        match value:
-            case Persistent(id=(_, Global(module="torch", name=name), str() as key, *_)) if name in _STORAGES:
+    for call in calls:
+        match call.arguments:
+            case (Persistent(id=(_, Global(module="torch", name=name), str() as key, *_)), *_) if name in _STORAGES:
                 found[key] = _STORAGES[name].itemsize
-            case Call(arguments=arguments, entries=entries, members=members, state=state):
-                pending += [*arguments, *(item for pair in entries for item in pair), *members, state]
-            case dict():
-                pending += value.values()
-            case list() | tuple():
-                pending += value
     return found
