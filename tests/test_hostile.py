@@ -203,7 +203,9 @@ def test_corpus(target: str) -> None:
     inputs = sorted((CORPUS / target).iterdir())
     assert len(inputs) > 20
     outcomes = {TARGETS[target](path.read_bytes()) for path in inputs}
-    assert outcomes == ({"read", "refused"} if target in ("index", "names") else {"same", "stricter", "both refuse"})
+    of_torch = {"same", "no map", "refused"}
+    expected = {"index": {"read", "refused"}, "names": {"read", "refused"}, "torch": of_torch, "pickle": of_torch}
+    assert outcomes - {"damaged"} == expected.get(target, {"same", "stricter", "both refuse"})
     assert max(path.stat().st_size for path in inputs) <= 4096
 
 
