@@ -147,6 +147,8 @@ def train_plain_and_save(folder: Path, target: Path, sizes: dict[str, Any] | Non
     training = plain_training(folder, sizes)
     train_plain(*training, range(3))
     model, optimizer, scheduler = training
+    with torch.no_grad():  # after which FSDP2 keeps some parameters gathered
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
     hf_zero_stream.save_state(model, target, optimizer=optimizer, scheduler=scheduler, data={"position": 7})
     return train_plain(*training, (3, 4))
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..ranks.coordinator import Coordinator
+from . import fsdp
 from .slots import Slot, slots_of_parameters
 
 
@@ -57,6 +58,7 @@ def training_of_model(
     model: Any, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, coordinator: Coordinator
 ) -> Training:
     """That of an optimizer that trains the parameters of `model` themselves: FSDP2, tensor parallelism, one rank."""
+    fsdp.reshard(model)  # else the model has gathered parameters, which the optimizer does not know
     ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
     slots = slots_of_parameters(model, optimizer, **ranks)
     device = next((slot.values.device for slot in slots), torch.device("cpu"))
