@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +19,7 @@ from .config import StreamingConfig
 from .errors import ConfigError
 
 
-__all__ = ["Block", "active_configs", "current_config", "decorated", "enter", "leave"]
+__all__ = ["Block", "active_configs", "current_config", "decorated", "enter", "inside", "leave"]
 
 Function = Callable[..., Any]
 MakeContext = Callable[[], AbstractContextManager[Any]]
@@ -61,6 +61,16 @@ def leave(mine: list[Block]) -> None:
     mine.remove(block)
     block.is_open = False
     _blocks.set(_open_blocks())
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """A block without settings of its own, in the running code alone."""
+    mine = [enter(None)]
+    try:
+        yield
+    finally:
+        leave(mine)
 
 
 def _open_blocks() -> tuple[Block, ...]:

@@ -101,10 +101,10 @@ def test_short_cuts_change_nothing(
     fast = hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1)
     short_cuts = {"deepcopy", "spawn_materialize", "tqdm"}
     replacements = {
-        place: make for place, make in integration._patches._replacements.items() if place[1] not in short_cuts
+        place: make for place, make in integration.patches._replacements.items() if place[1] not in short_cuts
     }
-    assert len(replacements) < len(integration._patches._replacements)
-    monkeypatch.setattr(integration._patches, "_replacements", replacements)
+    assert len(replacements) < len(integration.patches._replacements)
+    monkeypatch.setattr(integration.patches, "_replacements", replacements)
     assert hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1) == fast
 
 

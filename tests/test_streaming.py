@@ -24,7 +24,7 @@ from tests.parity import ds_config
 
 
 def patched_attributes() -> dict[Any, Any]:
-    return {place: vars(place[0])[place[1]] for place in integration._patches._replacements}
+    return {place: vars(place[0])[place[1]] for place in integration.patches._replacements}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def nothing_stays_patched() -> Any:
 
 def is_patched() -> bool:
     return modeling_utils.PreTrainedModel.from_pretrained.__func__.__module__ != "hf_zero_stream" and bool(
-        integration._patches._saved
+        integration.patches._saved
     )
 
 

@@ -24,12 +24,12 @@ from tests.parity import ds_config
 
 def streams() -> bool:
     """Whether a load here and now would stream."""
-    return bool(scope.active_configs()) and bool(integration._patches._saved)
+    return bool(scope.active_configs()) and bool(integration.patches._saved)
 
 
 def is_as_before() -> bool:
     gc.collect()
-    return integration._patches._users == 0 and not integration._patches._saved and scope.active_configs() == ()
+    return integration.patches._users == 0 and not integration.patches._saved and scope.active_configs() == ()
 
 
 @pytest.fixture(autouse=True)

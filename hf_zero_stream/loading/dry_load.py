@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 
+from .. import scope
 from ..config import StreamingConfig, buildable, completed
 from ..destinations.base import Batch, Destination
 from ..engine.load import Load
@@ -175,7 +176,7 @@ def lazily_loaded(
     cls = model_class or model_class_of(path, kwargs)
     session = Session(load, is_dry=True, stock_values=stock_values, strict=load.config.strict)
     try:
-        with patches, zero3_hidden(), collector_paused(), session:
+        with patches, scope.inside(), zero3_hidden(), collector_paused(), session:
             cls.from_pretrained(path, **{"dtype": "auto", **kwargs})
     except Stopped as stopped:
         return stopped.lazy_model
