@@ -50,6 +50,7 @@ def measure(arm: str, what: str, folder: str, target: str) -> Figures:
     from transformers.distributed import DistributedConfig
 
     import hf_zero_stream
+    import hf_zero_stream.context
     import hf_zero_stream.destinations.dtensor
     import hf_zero_stream.loading.deferral
     import hf_zero_stream.loading.integration

@@ -125,12 +125,13 @@ class Deferral:
             )
         self._has_spoken = True
 
+    @collector_paused()
     def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
         """Read into `destination` what is lazy in `model` (all ranks of `coordinator`)."""
         checkpoint = self._checkpoint.again(coordinator, destination.device)
         load = Load(self._config, {}, coordinator, destination, checkpoint)
         with torch.inference_mode(False), torch.no_grad():
-            with closing(load), load.memory, load.clock("total"), collector_paused():
+            with closing(load), load.memory, load.clock("total"):
                 load.place(model, set(), set())
             return load.finish(model, logger)
 

@@ -90,7 +90,7 @@ def _load(
         coordinator = Coordinator.of_default_group()
         try:
             with coordinator.watched(choice.occasion, choice.subject), coordinator.reporting():
-                return _streamed(choice.make_load(coordinator), stock, path, kwargs)
+                return _streamed(choice.make_load, coordinator, stock, path, kwargs)
         except (Apart, DisagreementError) as why:
             if not choice.occasion.is_optional:
                 raise
@@ -101,8 +101,12 @@ def _load(
     return _stock_from_pretrained(stock, kwargs, settings_for(found, strict).strict)
 
 
-def _streamed(load: Load, stock: Stock, path: Any, kwargs: dict[str, Any]) -> Any:
+@collector_paused()
+def _streamed(
+    make_load: Callable[[Coordinator], Load], coordinator: Coordinator, stock: Stock, path: Any, kwargs: dict[str, Any]
+) -> Any:
     """Call stock's `from_pretrained` with our seams, which make it stream."""
+    load = make_load(coordinator)
     finish_saves_into(path, load.config.read_from, load.coordinator)
     # A context with the host as torch's default device would slow every function of torch.
     on_the_host = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
@@ -114,7 +118,6 @@ def _streamed(load: Load, stock: Stock, path: Any, kwargs: dict[str, Any]) -> An
         Session(load, strict=load.config.strict) as session,
         load.memory,
         load.clock("total"),
-        collector_paused(),
         torch.inference_mode(False),
         on_the_host,
     ):

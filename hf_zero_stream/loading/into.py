@@ -38,6 +38,7 @@ __all__ = ["load_into"]
 logger = logging.get_logger(__name__)
 
 
+@collector_paused()
 def load_into(
     model: Any, path: str, *, config: StreamingConfig | None = None, strict: bool = True, **kwargs: Any
 ) -> LoadReport:
@@ -96,7 +97,7 @@ def load_into(
             destination, dtype = _memory_of(live_model, coordinator, config)
             load = Load(config, {}, coordinator, destination)
             arguments = {"dtype": dtype, "config": _plain_config(live_model), **kwargs}
-            with closing(load), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
+            with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 # transformers makes a lazy model of the same class, whose values are placed into the live one.
                 lazy = lazily_loaded(path, load, fsdp.original_class(live_model), **arguments)
                 computed = computed_buffers(lazy[0]) if isinstance(destination, LiveShards) else {}

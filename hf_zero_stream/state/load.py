@@ -172,13 +172,14 @@ def _load_weights(
         load_into(training.live, str(place), config=config, strict=False, variant=MASTER)
 
 
+@collector_paused()
 def _load_key(training: Training, place: Path, key: str, settings: StreamingConfig, coordinator: Coordinator) -> None:
     hides_zero3 = any(map(has_partition, training.model.parameters()))
     with coordinator.watched(LOAD), coordinator.reporting():
         destination = SlotMemory(training.slots, key, training.device, hides_zero3=hides_zero3)
         load = Load(settings, {}, coordinator, destination)
         arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
-        with closing(load), load.memory, load.clock("total"), collector_paused(), torch.no_grad():
+        with closing(load), load.memory, load.clock("total"), torch.no_grad():
             load.place(*lazily_loaded(str(place), load, type(training.model), **arguments))
 
 
