@@ -189,7 +189,11 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     if func._schema.is_mutable:
         return _run_on_values(func, args, kwargs)
     try:
-        result = _on_meta(func, args, kwargs)
+        # Most are views of one tensor by numbers, thousands of them in a model of experts.
+        if func.is_view and isinstance(args[0], LazyTensor):
+            result = func(args[0]._meta, *args[1:], **kwargs)
+        else:
+            result = _on_meta(func, args, kwargs)
     except (RuntimeError, NotImplementedError):
         return _run_on_values(func, args, kwargs)
 

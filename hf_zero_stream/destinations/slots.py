@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -166,7 +167,15 @@ def make_entries(slots: Iterable[Slot], keys: Sequence[str]) -> None:
         with slot.opened():
             for key in keys:
                 if key != MASTER and key not in slot.entries:
-                    slot.entries[key] = torch.zeros_like(slot.values, memory_format=torch.preserve_format)
+                    slot.entries[key] = _zeros_like(slot.values)
+
+
+def _zeros_like(values: torch.Tensor) -> torch.Tensor:
+    if isinstance(values, DTensor) or values.device.type != "cpu" or values.is_pinned() or not values.is_contiguous():
+        return torch.zeros_like(values, memory_format=torch.preserve_format)
+    # The system gives numpy zeros when they are first touched; torch would write them, and they will be overwritten.
+    nothing = torch.from_numpy(numpy.zeros(values.nbytes, dtype=numpy.uint8))
+    return nothing.view(values.dtype).view(values.shape)
 
 
 class SlotMemory(Destination):
@@ -175,43 +184,50 @@ class SlotMemory(Destination):
     def __init__(self, slots: Sequence[Slot], key: str, device: torch.device, *, hides_zero3: bool) -> None:
         self.device, self.hides_zero3 = device, hides_zero3
         self._slots, self._key = slots, key
+        self._views: Mapping[str, Any] = {}
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         """Those that fill the slots; the lazy `model` says what with, and stays as it is."""
-        views = {name: source_of(param) for name, param in model.named_parameters() if name not in missing}
+        self._views = {name: source_of(param) for name, param in model.named_parameters() if name not in missing}
+        return self.batches_of(self._key)
+
+    def batches_of(self, key: str) -> list[Batch]:
+        """Those that fill another state, `key`, with what :meth:`batches` has found."""
+        views = self._views
         trained = [member.name for slot in self._slots for member in slot.members]
         lacking = sorted({name for name in trained if views.get(name) is None})
         if lacking:
             raise LoadError(
-                f"load_state: the saved {self._key} lacks {len(lacking)} parameters that are trained: "
+                f"load_state: the saved {key} lacks {len(lacking)} parameters that are trained: "
                 f"{', '.join(lacking[:8])}. Train the same parameters as when the state was saved."
             )
         in_memory = [slot for slot in self._slots if not slot.is_swapped]
-        batches = [Batch([item for slot in in_memory for item in self._items(slot, views)])]
+        batches = [Batch([item for slot in in_memory for item in self._items(slot, key)])]
         for slot in self._slots:
             if slot.is_swapped:
-                batches.append(_batch_inside(slot, list(self._items(slot, views))))
+                batches.append(_batch_inside(slot, list(self._items(slot, key))))
         return batches
 
-    def _items(self, slot: Slot, views: Mapping[str, Any]) -> Iterator[Item]:
+    def _items(self, slot: Slot, key: str) -> Iterator[Item]:
         for member in slot.members:
             start, stop = (0, member.box.numel) if member.is_whole else (member.start, member.stop)
             target = Target(
                 member.name,
-                torch.float32 if slot.is_swapped else slot.flat(self._key).dtype,
+                torch.float32 if slot.is_swapped else slot.flat(key).dtype,
                 stop - start,
                 start,
                 stop,
                 None if member.box.is_whole else member.box,
                 is_copy=member.is_whole and member.start > 0,
             )
-            memory = partial(self._memory, slot, member, stop - start)
-            yield Item(target, narrowed(views[member.name], member.box), memory)
+            memory = partial(_memory, slot, key, member, stop - start)
+            yield Item(target, narrowed(self._views[member.name], member.box), memory)
 
-    def _memory(self, slot: Slot, member: Member, numel: int) -> torch.Tensor:
-        return slot.flat(self._key)[member.first : member.first + numel]
+
+def _memory(slot: Slot, key: str, member: Member, numel: int) -> torch.Tensor:
+    return slot.flat(key)[member.first : member.first + numel]
 
 
 def _batch_inside(slot: Slot, items: Sequence[Item]) -> Batch:

@@ -67,6 +67,7 @@ class Load:
         """Where the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
         self._index: CheckpointIndex | None = None
+        self._leaves: Sequence[Sequence[Leaf]] = ()
         self.absent: Mapping[str, AbsentSlice] = {}
         """Tensors that the checkpoint's index promises and no shard holds."""
 
@@ -150,6 +151,11 @@ class Load:
         is_one_host = len(self.coordinator.topology.ranks_of_host) == self.coordinator.world_size
         return not is_one_host or len(set(folders)) > 1
 
+    @property
+    def files(self) -> list[str]:
+        """The shards of the checkpoint."""
+        return [] if self._index is None else [shard.path for shard in self._index.shards]
+
     def refuse_absent(self) -> None:
         """Raise a CheckpointError if the model needs tensors that the index promises and no shard holds; else warn."""
         if self._index is None or not self.absent:
@@ -206,12 +212,30 @@ class Load:
                     raise
                 raise LoadError(f"out of memory on rank {self.coordinator.rank} while loading: {error}") from error
 
+    def place_like(self, first: Load, batches: Sequence[Batch], files: Sequence[str]) -> bool:
+        """Read into `batches` from `files` as :meth:`place` of a `first` load has read from its own (all ranks).
+
+        Returns False, and reads nothing, if tensors do not lie in `files` as they do in those of `first`.
+        """
+        assert first.plan is not None and first._index is not None
+        with self.coordinator.reporting():
+            self.open(files, None)
+            assert self._index is not None
+            if not all(self.coordinator.all_gather(self._index.tensors == first._index.tensors)):
+                return False
+            self.plan = first.plan
+            self.checkpoint.open(read.shard for read in self.plan)
+            self._reader.fill(batches, self.plan, first._leaves)
+            self.coordinator.agree()
+        return True
+
     def make_plan(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
         """Make the :attr:`plan` that :meth:`place` carries out, and the :attr:`footprint`; spoils `model`."""
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
+        self._leaves = leaves
         self.footprint = self.destination.footprint(model, tied, self.config.staging_bytes)
         return batches, self.plan, leaves
 

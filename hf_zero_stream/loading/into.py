@@ -33,12 +33,11 @@ from .dry_load import lazily_loaded
 from .integration import finish_saves_into
 
 
-__all__ = ["load_into"]
+__all__ = ["load_into", "load_some_into"]
 
 logger = logging.get_logger(__name__)
 
 
-@collector_paused()
 def load_into(
     model: Any, path: str, *, config: StreamingConfig | None = None, strict: bool = True, **kwargs: Any
 ) -> LoadReport:
@@ -75,6 +74,14 @@ def load_into(
         >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         >>> hf_zero_stream.load_into(engine, "checkpoints/best")
     """
+    return load_some_into(model, path, set(), config=config, strict=strict, **kwargs)
+
+
+@collector_paused()
+def load_some_into(
+    model: Any, path: str, without: set[str], *, config: StreamingConfig | None, strict: bool = True, **kwargs: Any
+) -> LoadReport:
+    """Like :func:`load_into`, but parameters `without` keep the values that they have."""
     with expected_at(LOAD):
         config = replace(StreamingConfig.resolve(config, {}), strict=strict)
         live_model = _inside(model)
@@ -99,9 +106,9 @@ def load_into(
             arguments = {"dtype": dtype, "config": _plain_config(live_model), **kwargs}
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 # transformers makes a lazy model of the same class, whose values are placed into the live one.
-                lazy = lazily_loaded(path, load, fsdp.original_class(live_model), **arguments)
-                computed = computed_buffers(lazy[0]) if isinstance(destination, LiveShards) else {}
-                load.place(*lazy)
+                lazy, missing, tied = lazily_loaded(path, load, fsdp.original_class(live_model), **arguments)
+                computed = computed_buffers(lazy) if isinstance(destination, LiveShards) else {}
+                load.place(lazy, missing | without, tied)
                 _copy_buffers(live_model, computed)
             return load.finish(live_model, logger)
 

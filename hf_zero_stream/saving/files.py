@@ -66,12 +66,14 @@ class ShardWriter:
     def put(self, shard: int, position: int, buffers: Sequence[memoryview]) -> None:
         """Write `buffers`, one after the other, from byte `position` on."""
         handle = self._handle(shard)
-        pending = [buffer for buffer in buffers if len(buffer)]
+        pending, start = [buffer for buffer in buffers if len(buffer)], position
         try:
             while pending:
                 written = os.pwritev(handle, pending[:IOV_MAX], position)
                 position += written
                 advance(pending, written)
+            # Has the system begin to write to the disk at once, and not when all of it is in memory.
+            os.posix_fadvise(handle, start, position - start, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise self._error(shard, position, sum(map(len, pending)), error) from error
 

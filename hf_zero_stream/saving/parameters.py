@@ -74,6 +74,16 @@ class Parameters:
         self.sources = Sources()
         self._agree_on_shares(self._lazy.holdings, single_writer, threads)
 
+    def lie_as(self, other: Parameters) -> bool:
+        """Whether this rank gives the same elements, in the same dtypes, as of the parameters of an `other` save."""
+
+        def layout(parameters: Parameters) -> Any:
+            of_names = parameters._lazy.holdings
+            held = [(name, each.box, each.dtype, each.start, each.stop) for name, each in of_names.items()]
+            return held, parameters.sources.shares, parameters.sources.everywhere
+
+        return bool(layout(self) == layout(other))
+
     def entries(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together."""
         if given is None:

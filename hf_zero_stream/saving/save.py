@@ -7,8 +7,8 @@ import inspect
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
+from ..checkpoint.safetensors import NotedShard, lay_out_shard
 from ..checkpoint.without_values import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.gathered import gathered, not_in_full
@@ -38,7 +38,8 @@ from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .files import Comparison, Publication, ShardWriter, reserve
 from .parameters import Held, Parameters, state_dict_without_values
-from .plan import CHUNK_BYTES, SavePlan, make_save_plan
+from .plan import CHUNK_BYTES, make_save_plan
+from .planned import Alike, LayOut, Planned
 from .write import execute_save
 
 
@@ -48,9 +49,6 @@ logger = logging.get_logger(__name__)
 
 ARRIVAL_S = 600.0  # how long the first rank waits for the last one to begin a save
 OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``GatheredParameters``
-
-LayOut = Callable[[Path, Parameters], list[NotedShard]]
-"""Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
 
 # Arguments of transformers' ``save_pretrained``.
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
@@ -143,8 +141,8 @@ class Save:
                 del given["state_dict"]
         self.model.save_pretrained(self._folder, **given)
 
-    def run(self, lay_out: LayOut, index_name: str) -> SaveReport:
-        """Save what `lay_out` lays out, and publish it; all ranks must call it."""
+    def run(self, lay_out: LayOut, index_name: str, beside: Sequence[Alike] = ()) -> SaveReport:
+        """Save what `lay_out` lays out, and what is `beside` it, and publish it; all ranks must call it."""
         coordinator, clock = self._coordinator, self._clock
         publication: Publication | None = None
         with coordinator.watched(occasion_to_save(self.model, coordinator)):
@@ -162,16 +160,22 @@ class Save:
                     if write_from == "auto":
                         write_from = "rank0" if self._is_hidden(folder) else "all"
                     with clock("plan"):
-                        parameters, shards, plan = self._planned(folder, lay_out, write_from == "rank0")
+                        alone = write_from == "rank0"
+                        first = self._planned(folder, lay_out, alone, self._parameters(alone, self._held))
+                        others = (self._planned_like(first, folder, index_name, alone, each) for each in beside)
+                        planned = [first, *others]
+                        shards = [shard for each in planned for shard in each.shards]
                         coordinator.run_on_main(partial(reserve, folder, shards))
-                    paths = [folder / shard.name for shard in shards]
-                    with closing(ShardWriter(paths)) as files:
-                        self._execute("write", plan, parameters, files, "Writing weights")
+                    with ExitStack() as opened:
+                        files = [opened.enter_context(closing(ShardWriter(each.paths(folder)))) for each in planned]
+                        for each, writer in zip(planned, files, strict=True):
+                            self._execute("write", each, writer, "Writing weights")
                         with clock("sync"):
-                            coordinator.run_on_all(files.sync)
-                    if self._verify:
-                        with closing(Comparison(paths)) as comparison:
-                            self._execute("verify", plan, parameters, comparison, "Verifying weights")
+                            for writer in files:
+                                coordinator.run_on_all(writer.sync)
+                    for each in planned if self._verify else ():
+                        with closing(Comparison(each.paths(folder))) as comparison:
+                            self._execute("verify", each, comparison, "Verifying weights")
                     with clock("publish"):
                         weights = _SUFFIX.sub("", shards[0].name)
                         coordinator.run_on_main(partial(publication.commit, weights, index_name))
@@ -179,7 +183,7 @@ class Save:
                 if publication is not None and coordinator.is_main:
                     publication.abandon()
                 raise
-            return self._report(plan, shards)
+            return self._report(planned)
 
     def _begun(self) -> tuple[str, Publication]:
         """Who writes, and where; by rank 0, in the settings of the ``streaming()`` around it, if there is one."""
@@ -194,18 +198,28 @@ class Save:
             logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
         return bool(blind)
 
-    def _planned(
-        self, folder: Path, lay_out: LayOut, single_writer: bool
-    ) -> tuple[Parameters, list[ShardToWrite], SavePlan]:
+    def _parameters(self, single_writer: bool, held: Held | None) -> Parameters:
+        return Parameters(self.model, self._coordinator, self._dtype, single_writer, self._threads(), held)
+
+    def _planned_like(
+        self, first: Planned, folder: Path, index_name: str, single_writer: bool, alike: Alike
+    ) -> Planned:
+        """What to write of something that is held, most likely, as the `first` is."""
+        parameters = self._parameters(single_writer, alike.held)
+        if not all(self._coordinator.all_gather(parameters.lie_as(first.parameters))):
+            return self._planned(folder, alike.lay_out, single_writer, parameters)
+        self._coordinator.run_on_main(partial(alike.write_index, folder, index_name))
+        return first.like(alike, parameters)
+
+    def _planned(self, folder: Path, lay_out: LayOut, single_writer: bool, parameters: Parameters) -> Planned:
         """What to write; on rank 0 everything but the weights gets into `folder`."""
         coordinator = self._coordinator
-        parameters = Parameters(self.model, coordinator, self._dtype, single_writer, self._threads(), self._held)
 
-        def planned() -> tuple[list[ShardToWrite], SavePlan]:
+        def planned() -> Planned:
             with tempfile.TemporaryDirectory() as elsewhere, _quiet(coordinator.is_main):
                 noted = lay_out(folder if coordinator.is_main else Path(elsewhere), parameters)
             shards = [lay_out_shard(shard) for shard in noted]
-            return shards, make_save_plan(
+            plan = make_save_plan(
                 shards,
                 parameters.sources,
                 rank=coordinator.rank,
@@ -213,19 +227,20 @@ class Save:
                 chunk_bytes=self._chunk_bytes,
                 single_writer=single_writer,
             )
+            return Planned(parameters, shards, plan)
 
-        shards, plan = coordinator.run_on_all(planned)
-        digests = coordinator.all_gather(hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest())
+        found = coordinator.run_on_all(planned)
+        headers = b"".join(shard.header for shard in found.shards)
+        digests = coordinator.all_gather(hashlib.sha256(headers).hexdigest())
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if different:
             raise SaveError(
                 f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
             )
-        return parameters, shards, plan
+        return found
 
-    def _execute(
-        self, phase: str, plan: SavePlan, parameters: Parameters, files: ShardWriter, description: str
-    ) -> None:
+    def _execute(self, phase: str, planned: Planned, files: ShardWriter, description: str) -> None:
+        parameters, _, plan = planned
         with self._clock(phase), progress_bar(plan.bytes_written, description, self._progress) as advance:
 
             def put(shard: int, position: int, buffers: Sequence[memoryview]) -> None:
@@ -239,20 +254,21 @@ class Save:
         """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""
         return max(1, min(8, len(os.sched_getaffinity(0)) // self._coordinator.topology.sharing_cores))
 
-    def _report(self, plan: SavePlan, shards: Sequence[ShardToWrite]) -> SaveReport:
+    def _report(self, planned: Sequence[Planned]) -> SaveReport:
+        plans = [each.plan for each in planned]
         mine = SavingRank(
             rank=self._coordinator.rank,
             seconds=self._clock.seconds,
-            bytes_written=plan.bytes_written,
-            rounds=len(plan.rounds),
+            bytes_written=sum(plan.bytes_written for plan in plans),
+            rounds=sum(len(plan.rounds) for plan in plans),
             anonymous_growth_peak=self._memory.growth_peak,
         )
         report = SaveReport(
             folder=str(self._folder),
-            files=tuple(shard.name for shard in shards),
+            files=tuple(shard.name for each in planned for shard in each.shards),
             ranks=tuple(self._coordinator.all_gather(mine)),
             verified=self._verify,
-            materialised={computation.name: computation.reason for computation in plan.computations},
+            materialised={each.name: each.reason for plan in plans for each in plan.computations},
         )
         if self._coordinator.is_main:
             logger.info(report.summary())

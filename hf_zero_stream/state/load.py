@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers.utils import logging
 
 from ..config import StreamingConfig
@@ -22,11 +23,11 @@ from ..engine.load import Load
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..loading.dry_load import lazily_loaded
 from ..loading.integration import finish_saves_into
-from ..loading.into import load_into
+from ..loading.into import load_into, load_some_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
-from .record import FILE, LATEST, GroupRecord, StateRecord, restored
+from .record import FILE, LATEST, GroupRecord, StateRecord, restored, shard_of_key
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
 from .trained import class_of, training_of
@@ -102,9 +103,8 @@ def load_state(
     with training.changing():
         make_entries(training.slots, [key for key in record.keys if key != MASTER])
         _load_weights(training, folder, place, record, config)
-        for key in record.keys:
-            if key != MASTER:
-                _load_key(training, place, key, settings, coordinator)
+        if keys := [key for key in record.keys if key != MASTER]:
+            _load_keys(training, place, keys, settings, coordinator)
         _set_rest(training, record)
         for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the learning rate
             of_group = [slot for slot in training.slots if slot.group == number]
@@ -163,24 +163,43 @@ def _load_weights(
     training: Training, folder: Path, place: Path, record: StateRecord, config: StreamingConfig | None
 ) -> None:
     """Masters and weights; from the weights' own files what has no master."""
-    trained = {name for group in record.groups for name in group.parameters}
     has_masters = MASTER in record.keys
-    others = any(name not in trained for name, _ in training.model.named_parameters())
-    if not has_masters or others or any(True for _ in training.model.buffers()):
-        load_into(training.live, str(folder), config=config)
+    loaded = {name for group in record.groups for name in group.parameters} if has_masters else set()
+    if any(name not in loaded for name, _ in training.model.named_parameters()) or _has_saved_buffers(training.model):
+        load_some_into(training.live, str(folder), loaded, config=config)
     if has_masters:
         load_into(training.live, str(place), config=config, strict=False, variant=MASTER)
 
 
+def _has_saved_buffers(model: nn.Module) -> bool:
+    return any(set(module._buffers) - module._non_persistent_buffers_set for module in model.modules())
+
+
 @collector_paused()
-def _load_key(training: Training, place: Path, key: str, settings: StreamingConfig, coordinator: Coordinator) -> None:
+def _load_keys(
+    training: Training, place: Path, keys: Sequence[str], settings: StreamingConfig, coordinator: Coordinator
+) -> None:
+    """Load elementwise states, one after the other; what is laid out as the one before is read by its plan."""
     hides_zero3 = any(map(has_partition, training.model.parameters()))
     with coordinator.watched(LOAD), coordinator.reporting():
-        destination = SlotMemory(training.slots, key, training.device, hides_zero3=hides_zero3)
-        load = Load(settings, {}, coordinator, destination)
-        arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
-        with closing(load), load.memory, load.clock("total"), torch.no_grad():
-            load.place(*lazily_loaded(str(place), load, type(training.model), **arguments))
+        planned: tuple[str, SlotMemory, Load] | None = None
+        for key in keys:
+            destination = SlotMemory(training.slots, key, training.device, hides_zero3=hides_zero3)
+            load = Load(settings, {}, coordinator, destination)
+            with closing(load), torch.no_grad():
+                if planned is not None:
+                    first, memory, of_first = planned
+                    files = [shard_of_key(path, first, key) for path in of_first.files]
+                    are_there = coordinator.broadcast(partial(_exist, files))
+                    if are_there and load.place_like(of_first, memory.batches_of(key), files):
+                        continue
+                arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
+                load.place(*lazily_loaded(str(place), load, type(training.model), **arguments))
+                planned = key, destination, load
+
+
+def _exist(files: Sequence[str]) -> bool:
+    return all(map(os.path.exists, files))
 
 
 def _set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequence[Slot]) -> None:

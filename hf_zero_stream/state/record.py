@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from ..destinations.slots import Slot
 from ..errors import CheckpointError, UnsupportedError
 
 
-__all__ = ["FILE", "LATEST", "GroupRecord", "StateRecord", "numbers_of", "plain", "restored"]
+__all__ = ["shard_of_key", "FILE", "LATEST", "GroupRecord", "StateRecord", "numbers_of", "plain", "restored"]
 
 FILE = "training_state.json"
 LATEST = "latest"
@@ -139,3 +140,9 @@ def numbers_of(slots: Iterable[Slot]) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
+def shard_of_key(shard: str, first: str, key: str) -> str:
+    """The name of the shard that has of `key` what the one named `shard` has of the key `first`."""
+    folder, name = os.path.split(shard)
+    return os.path.join(folder, name.replace(f".{first}", f".{key}", 1))  # transformers' name for a variant

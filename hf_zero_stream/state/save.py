@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
+from ..saving.planned import Alike
 from ..saving.save import Save
 from ..seams.saving import index_name, lay_out_pretrained
-from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain
+from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain, shard_of_key
 from .rng import FILE as RNG_FILE
 from .rng import RandomStates
 from .trained import class_of, training_of
@@ -87,14 +88,25 @@ def save_state(
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
     with coordinator.watched(SAVE), coordinator.reporting():
         place = folder / coordinator.broadcast(partial(_free_name, folder, tag))
-    for key in keys:
-        held = partial(holdings_of, training.slots, key)
-        save = Save(training.model, place, held=held, **kwargs)
-        save.run(partial(_lay_out_state, training.model, key, kwargs), index_name(key))
+    if keys:
+        _save_states(training, place, keys, kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
         states = RandomStates.gathered(coordinator)
         coordinator.run_on_main(partial(_write_record, place, record, states))
     return _save_weights(training, folder, place.name, coordinator, kwargs)
+
+
+def _save_states(training: Training, place: Path, keys: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+    first, *others = (
+        Alike(
+            partial(holdings_of, training.slots, key),
+            partial(_lay_out_state, training.model, key, kwargs),
+            index_name(key),
+            partial(shard_of_key, first=keys[0], key=key),
+        )
+        for key in keys
+    )
+    Save(training.model, place, held=first.held, **kwargs).run(first.lay_out, first.index_name, others)
 
 
 def _record(training: Training, keys: list[str], data: Any, world_size: int) -> StateRecord:
