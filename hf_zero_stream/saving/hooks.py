@@ -53,7 +53,7 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
             "ranks that gathers nothing, leave them to the Trainer, or call hf_zero_stream.save_pretrained."
         )
         return original(self, model, *args, **kwargs)
-    from .parameters import state_dict_without_values  # imports deepspeed, which takes seconds
+    from .lazy_parameters import state_dict_without_values  # imports deepspeed, which takes seconds
 
     return state_dict_without_values(inner)
 

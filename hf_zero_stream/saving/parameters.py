@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from math import prod
@@ -16,28 +15,22 @@ from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.utils import logging
 
-from ..checkpoint.lazy import LazyTensor, Materialise
+from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
-from ..destinations import kinds
 from ..destinations.base import Holding, narrowed
-from ..destinations.deepspeed.original_experts import with_original_experts
-from ..destinations.shards import whole_of
 from ..engine.compute import Evaluator
-from ..engine.workers import run_in_threads
-from ..errors import SaveError, UnsupportedError
+from ..errors import SaveError
 from ..planning.parameter_box import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
-from .plan import Share, Sources, in_dtype
+from .digests import digests_of
+from .lazy_parameters import Held, LazyParameters
+from .plan import Share, Sources
 
 
-__all__ = ["Held", "Parameters", "Values", "cover", "opened", "state_dict_without_values"]
+__all__ = ["Parameters", "Values", "cover", "opened"]
 
 logger = logging.get_logger(__name__)
-
-
-Held = Callable[[], Mapping[str, Holding]]
-"""What this rank holds of something that a training has for parameters, by their names."""
 
 
 class _Held(NamedTuple):
@@ -67,7 +60,7 @@ class Parameters:
         held: Held | None = None,
     ) -> None:
         self._coordinator = coordinator
-        lazy = functools.partial(_LazyParameters, model, coordinator, dtype, self.gather, held)
+        lazy = functools.partial(LazyParameters, model, coordinator, dtype, self.gather, held)
         self._lazy = coordinator.run_on_all(lazy)
         self.numel = sum(prod(holding.box.shape) for holding in self._lazy.holdings.values())
         self.holdings: dict[str, Holding] = {}  # this rank's, by source
@@ -103,7 +96,7 @@ class Parameters:
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], single_writer: bool, threads: int) -> None:
         compared = {} if single_writer or self._coordinator.is_alone else holdings
-        digests = self._coordinator.run_on_all(functools.partial(_digests, compared, threads))
+        digests = self._coordinator.run_on_all(functools.partial(digests_of, compared, threads))
         mine = [
             _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))
             for name, each in holdings.items()
@@ -214,79 +207,6 @@ class Parameters:
         return full.cpu()
 
 
-class _LazyParameters:
-    """Lazy tensors in place of a model's parameters and buffers, those of floating point in `dtype`."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        coordinator: Coordinator,
-        dtype: torch.dtype | None,
-        materialise: Materialise,
-        held: Held | None = None,
-    ) -> None:
-        self._model, self._dtype, self._materialise = model, dtype, materialise
-        self._has_buffers = held is None
-        rank, world_size = coordinator.rank, coordinator.world_size
-        if held is None:
-            self.holdings = kinds.holdings(model, masters=dtype == torch.float32, rank=rank, world_size=world_size)
-        else:
-            of_names = held()
-            self.holdings = {name: of_names[name] for name, _ in model.named_parameters() if name in of_names}
-        # Names of one parameter have one and the same tensor: transformers must see that they are tied.
-        lazy: dict[int, torch.Tensor] = {}
-        params = dict(model.named_parameters())
-        for name, holding in self.holdings.items():
-            lazy[id(params[name])] = self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
-        named = model.named_parameters(remove_duplicate=False)
-        self.by_name = {name: lazy[id(param)] for name, param in named if id(param) in lazy}
-        self._by_id = lazy
-
-    def _lazy(self, view: View) -> Any:
-        return in_dtype(LazyTensor.of(view, self._materialise), self._dtype)
-
-    def state_dict(self) -> dict[str, Any]:
-        """``model.state_dict()`` with lazy tensors."""
-        memories: dict[tuple[int, torch.dtype], HostTensor] = {}
-
-        def view_of(buffer: torch.Tensor) -> View:
-            # One node for all that share a memory: transformers puts these into one shard, and saves equal ones once.
-            storage = buffer.untyped_storage()
-            if storage.data_ptr() == 0 or storage.nbytes() % buffer.dtype.itemsize:  # none, or of other dtypes, too
-                return View.whole(HostTensor.of(buffer))
-            key = (storage.data_ptr(), buffer.dtype)
-            if key not in memories:
-                memories[key] = HostTensor.of(torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage))
-            return View(memories[key], tuple(buffer.shape), buffer.stride(), int(buffer.storage_offset()))
-
-        # With the parameters themselves: accelerate's activation checkpointing has its own part in their names in the
-        # model, but not in the state dict.
-        entries = self._model.state_dict(keep_vars=True)
-        if not self._has_buffers:
-            entries = {name: value for name, value in entries.items() if id(value) in self._by_id}
-        for name, value in entries.items():
-            lazy = self.by_name.get(name, self._by_id.get(id(value)))
-            if lazy is not None:
-                entries[name] = lazy
-            elif isinstance(value, torch.Tensor):  # a buffer; every rank has its own values, and rank 0's are written
-                entries[name] = self._lazy(view_of(whole_of(name, value)))
-        return with_original_experts(self._model, dict(entries))
-
-
-def state_dict_without_values(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """``model.state_dict()`` with lazy tensors, which all ranks can save; reading their values raises."""
-    return _LazyParameters(model, Coordinator.of_default_group(), dtype, _refuse_values).state_dict()
-
-
-def _refuse_values(view: View) -> torch.Tensor:
-    raise UnsupportedError(
-        "This state dict is lazy: accelerator.get_state_dict() gives such a one inside streaming(), and a "
-        "save_pretrained of a model's own is given one. Its tensors can be saved, by all ranks, with "
-        "save_pretrained(..., state_dict=...), and their values are not there. For the values themselves use "
-        "deepspeed.zero.GatheredParameters, or call accelerator.get_state_dict() outside streaming()."
-    )
-
-
 def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) -> View:
     """A parameter put together of boxes: it is cut into slabs along dimension `dim`, and each slab along the next.
 
@@ -333,19 +253,6 @@ def cover(name: str, numel: int, held: Mapping[int, tuple[int, int]]) -> tuple[S
     return tuple(shares)
 
 
-def _digests(holdings: Mapping[str, Holding], threads: int) -> dict[str, bytes]:
-    """A digest of each parameter of which this rank holds all its box."""
-    digests: dict[str, bytes] = {}
-
-    def work(names: Iterator[str]) -> None:
-        for name in names:
-            with holdings[name].open() as values:
-                digests[name] = digest(values)
-
-    run_in_threads([name for name, holding in holdings.items() if holding.is_whole], work, threads)
-    return digests
-
-
 Values = Callable[[str, int], torch.Tensor]
 """``values(source, start)``: the flat values of a source from element `start` on, as far as this rank holds them."""
 
@@ -368,39 +275,3 @@ def opened(holdings: Mapping[str, Holding]) -> Iterator[Values]:
 
     with ExitStack() as in_memory, ExitStack() as from_file:
         yield values
-
-
-_ROW = 128  # numbers in a row
-_BLOCK = 2**16  # numbers that are summed at once on a CPU: they stay in its cache from one step to the next
-
-
-def digest(values: torch.Tensor) -> bytes:
-    """The same 8 bytes for the same bytes, in much less time than writing them takes, on CPU and GPU.
-
-    The bytes are taken as 64-bit numbers, in rows. Each row becomes a sum with odd, random weights for the lower and
-    the upper half of each number, modulo 2**64 (multilinear hashing: Lemire and Kaser, "Strongly universal string
-    hashing is fast", 2014). Only these sums are hashed. Rows that change places, signs that flip or single values that
-    differ give other sums, but for one chance in billions.
-    """
-    data = values.detach().contiguous().view(-1).view(torch.uint8)
-    tail = data.numel() % (8 * _ROW)
-    numbers = data[: data.numel() - tail]
-    if numbers.storage_offset() % 8 or numbers.data_ptr() % 8:
-        numbers = numbers.clone()
-    lower, upper = _weights(str(numbers.device))
-    block = _BLOCK if values.device.type == "cpu" else 2**6 * _BLOCK
-    blocks = numbers.view(torch.int64).view(numbers.numel() // 8 // _ROW, _ROW).split(block // _ROW)
-    sums = torch.cat([(rows * lower).addcmul_(rows >> 32, upper).sum(1) for rows in blocks])
-    state = hashlib.blake2b(f"{values.dtype} {values.numel()}".encode(), digest_size=8)
-    for part in (sums, data[data.numel() - tail :]):
-        state.update(part.cpu().numpy().tobytes())
-    return state.digest()
-
-
-@functools.cache
-def _weights(device: str) -> torch.Tensor:
-    """The weights of the lower and of the upper halves; the same on all ranks and devices."""
-    generator = torch.Generator().manual_seed(2014)
-    bounds = torch.iinfo(torch.int64)
-    drawn = torch.randint(bounds.min, bounds.max, (2, _ROW), generator=generator, dtype=torch.int64) | 1
-    return drawn.to(device)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..checkpoint.safetensors import NotedShard, ShardToWrite
-from .parameters import Held, Parameters
+from .lazy_parameters import Held
+from .parameters import Parameters
 from .plan import SavePlan
 
 

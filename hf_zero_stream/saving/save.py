@@ -37,7 +37,8 @@ from ..seams import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .files import Comparison, Publication, ShardWriter, reserve
-from .parameters import Held, Parameters, state_dict_without_values
+from .lazy_parameters import Held, state_dict_without_values
+from .parameters import Parameters
 from .plan import CHUNK_BYTES, make_save_plan
 from .planned import Alike, LayOut, Planned
 from .write import execute_save

@@ -1,0 +1,98 @@
+"""Lazy tensors in place of the parameters of a model that is saved: names, dtypes and shapes, and no values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.lazy import LazyTensor, Materialise
+from ..checkpoint.nodes import HostTensor, Stored, View
+from ..destinations import kinds
+from ..destinations.base import Holding
+from ..destinations.deepspeed.original_experts import with_original_experts
+from ..destinations.shards import whole_of
+from ..errors import UnsupportedError
+from ..ranks.coordinator import Coordinator
+from .plan import in_dtype
+
+
+__all__ = ["Held", "LazyParameters", "state_dict_without_values"]
+
+Held = Callable[[], Mapping[str, Holding]]
+"""What this rank holds of something that a training has for parameters, by their names."""
+
+
+class LazyParameters:
+    """Lazy tensors in place of a model's parameters and buffers, those of floating point in `dtype`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coordinator: Coordinator,
+        dtype: torch.dtype | None,
+        materialise: Materialise,
+        held: Held | None = None,
+    ) -> None:
+        self._model, self._dtype, self._materialise = model, dtype, materialise
+        self._has_buffers = held is None
+        rank, world_size = coordinator.rank, coordinator.world_size
+        if held is None:
+            self.holdings = kinds.holdings(model, masters=dtype == torch.float32, rank=rank, world_size=world_size)
+        else:
+            of_names = held()
+            self.holdings = {name: of_names[name] for name, _ in model.named_parameters() if name in of_names}
+        # Names of one parameter have one and the same tensor: transformers must see that they are tied.
+        lazy: dict[int, torch.Tensor] = {}
+        params = dict(model.named_parameters())
+        for name, holding in self.holdings.items():
+            lazy[id(params[name])] = self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
+        named = model.named_parameters(remove_duplicate=False)
+        self.by_name = {name: lazy[id(param)] for name, param in named if id(param) in lazy}
+        self._by_id = lazy
+
+    def _lazy(self, view: View) -> Any:
+        return in_dtype(LazyTensor.of(view, self._materialise), self._dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """``model.state_dict()`` with lazy tensors."""
+        memories: dict[tuple[int, torch.dtype], HostTensor] = {}
+
+        def view_of(buffer: torch.Tensor) -> View:
+            # One node for all that share a memory: transformers puts these into one shard, and saves equal ones once.
+            storage = buffer.untyped_storage()
+            if storage.data_ptr() == 0 or storage.nbytes() % buffer.dtype.itemsize:  # none, or of other dtypes, too
+                return View.whole(HostTensor.of(buffer))
+            key = (storage.data_ptr(), buffer.dtype)
+            if key not in memories:
+                memories[key] = HostTensor.of(torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage))
+            return View(memories[key], tuple(buffer.shape), buffer.stride(), int(buffer.storage_offset()))
+
+        # With the parameters themselves: accelerate's activation checkpointing has its own part in their names in the
+        # model, but not in the state dict.
+        entries = self._model.state_dict(keep_vars=True)
+        if not self._has_buffers:
+            entries = {name: value for name, value in entries.items() if id(value) in self._by_id}
+        for name, value in entries.items():
+            lazy = self.by_name.get(name, self._by_id.get(id(value)))
+            if lazy is not None:
+                entries[name] = lazy
+            elif isinstance(value, torch.Tensor):  # a buffer; every rank has its own values, and rank 0's are written
+                entries[name] = self._lazy(view_of(whole_of(name, value)))
+        return with_original_experts(self._model, dict(entries))
+
+
+def state_dict_without_values(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """``model.state_dict()`` with lazy tensors, which all ranks can save; reading their values raises."""
+    return LazyParameters(model, Coordinator.of_default_group(), dtype, _refuse_values).state_dict()
+
+
+def _refuse_values(view: View) -> torch.Tensor:
+    raise UnsupportedError(
+        "This state dict is lazy: accelerator.get_state_dict() gives such a one inside streaming(), and a "
+        "save_pretrained of a model's own is given one. Its tensors can be saved, by all ranks, with "
+        "save_pretrained(..., state_dict=...), and their values are not there. For the values themselves use "
+        "deepspeed.zero.GatheredParameters, or call accelerator.get_state_dict() outside streaming()."
+    )
