@@ -14,7 +14,7 @@ from .saving import calls, hooks
 from .state import hooks as state
 
 
-__all__ = ["streaming"]
+__all__ = ["enter_for_process", "streaming"]
 
 Function = TypeVar("Function")
 
@@ -51,12 +51,7 @@ class streaming:  # noqa: N801 - used like a function
 
     def __enter__(self) -> streaming:
         make_contact()
-        with ExitStack() as entered:
-            for patches in _PATCHES:
-                entered.enter_context(patches)
-            hooks.replace_trainer()
-            state.replace_engine()
-            entered.pop_all()
+        _patch()
         self._open.append(scope.enter(self.config))
         return self
 
@@ -67,6 +62,32 @@ class streaming:  # noqa: N801 - used like a function
 
     def __call__(self, function: Function) -> Function:
         return scope.decorated(function, lambda: streaming(self.config), "streaming()")
+
+
+def enter_for_process() -> None:
+    """Begin a ``streaming()`` block for all threads, which nothing ends; later calls patch what came since.
+
+    Its settings are those of the environment and of the DeepSpeed config.
+    """
+    make_contact()
+    if scope.enter_for_process():
+        _patch()
+    else:
+        _patch_what_came_late()
+
+
+def _patch() -> None:
+    with ExitStack() as entered:
+        for patches in _PATCHES:
+            entered.enter_context(patches)
+        _patch_what_came_late()
+        entered.pop_all()
+
+
+def _patch_what_came_late() -> None:
+    """Patch the Trainer and DeepSpeed's engine if they have been imported."""
+    hooks.replace_trainer()
+    state.replace_engine()
 
 
 _PATCHES = (integration.patches, calls.patches, hooks.patches, state.patches)

@@ -19,7 +19,16 @@ from .config import StreamingConfig
 from .errors import ConfigError
 
 
-__all__ = ["Block", "active_configs", "current_config", "decorated", "enter", "inside", "leave"]
+__all__ = [
+    "Block",
+    "active_configs",
+    "current_config",
+    "decorated",
+    "enter",
+    "enter_for_process",
+    "inside",
+    "leave",
+]
 
 Function = Callable[..., Any]
 MakeContext = Callable[[], AbstractContextManager[Any]]
@@ -34,11 +43,13 @@ class Block:
 
 
 _blocks: ContextVar[tuple[Block, ...]] = ContextVar("hf_zero_stream_blocks", default=())
+_of_the_process: list[Block] = []
+"""At most one block, around all others, in which every thread is."""
 
 
 def active_configs() -> tuple[StreamingConfig | None, ...]:
     """The settings of the open blocks around the running code, the innermost last."""
-    return tuple(block.config for block in _open_blocks())
+    return tuple(block.config for block in (*_of_the_process, *_open_blocks()))
 
 
 def current_config() -> StreamingConfig | None:
@@ -51,6 +62,14 @@ def enter(config: StreamingConfig | None) -> Block:
     block = Block(current_config() if config is None else config)
     _blocks.set((*_open_blocks(), block))
     return block
+
+
+def enter_for_process(config: StreamingConfig | None = None) -> bool:
+    """Begin a block for all threads, which nothing ends; returns False if there is one already."""
+    if _of_the_process:
+        return False
+    _of_the_process.append(Block(config))
+    return True
 
 
 def leave(mine: list[Block]) -> None:

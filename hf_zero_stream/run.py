@@ -1,0 +1,189 @@
+"""``python -m hf_zero_stream.run train.py``: run a script or a module inside ``streaming()``, its code unchanged.
+
+Works under every launcher that starts modules::
+
+    python -m hf_zero_stream.run train.py --its own --arguments
+    accelerate launch --config_file zero3.yaml -m hf_zero_stream.run train.py --its own --arguments
+    torchrun --nproc_per_node 8 -m hf_zero_stream.run -m package.train --its own --arguments
+    deepspeed --module hf_zero_stream.run train.py --its own --arguments
+
+The block is that of the whole process: all threads are in it. Arguments, exit code, ``sys.path`` and tracebacks are
+those of ``python train.py``. Settings come from the environment and from the DeepSpeed config.
+
+Nothing is imported before the script asks for it. So a script may still set environment variables that torch,
+transformers or huggingface_hub read at their import. The block is entered at the first call of one of the functions
+in :data:`ENTRANCES`.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib.abc
+import io
+import os
+import runpy
+import sys
+import threading
+import zipfile
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType, TracebackType
+from typing import Any
+
+
+__all__ = ["ENTRANCES", "main"]
+
+ENTRANCES = (
+    ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained"),
+    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
+    ("transformers.trainer", "Trainer", "__init__"),
+    ("accelerate.accelerator", "Accelerator", "__init__"),
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "__init__"),
+)
+"""(module, class, function): their first calls enter the block. Every load, save and training passes one of them."""
+
+USAGE = """\
+usage: python -m hf_zero_stream.run SCRIPT [ARGUMENT ...]
+       python -m hf_zero_stream.run -m MODULE [ARGUMENT ...]
+
+Run a Python script or module inside hf_zero_stream.streaming(): each rank reads and writes only its own bytes of
+checkpoints. Settings come from environment variables, HF_ZERO_STREAM_<NAME>, and from the section "hf_zero_stream" of
+the DeepSpeed config.
+"""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Run the script or module that the command line's `arguments` name; raises what it raises, ``SystemExit`` too."""
+    # deepspeed's launcher puts its own option in front of what it runs; it is meant for the script.
+    rest = list(arguments)
+    own = [rest.pop(0)] if rest and rest[0].startswith(("--local_rank=", "--local-rank=")) else []
+    is_module = rest[:1] == ["-m"]
+    target, rest = "".join(rest[is_module : is_module + 1]), rest[is_module + 1 :]
+    if not target or (target.startswith("-") and not is_module):
+        is_help = target in ("-h", "--help")
+        print(USAGE, file=sys.stdout if is_help else sys.stderr, end="")
+        sys.exit(0 if is_help else 2)
+    sys.argv[:] = [target, *own, *rest]
+    sys.excepthook = functools.partial(_excepthook, sys.excepthook)
+    sys.meta_path.insert(0, _Watch())
+    for module in {module for module, _, _ in ENTRANCES} & set(sys.modules):
+        _put_entrances(sys.modules[module])
+    main_module = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main_module).update(__builtins__=builtins)
+    path = os.path.abspath(target)
+    if is_module:
+        _run_module(target)
+    elif os.path.isdir(path) or zipfile.is_zipfile(path):
+        sys.path[: 0 if sys.flags.safe_path else 1] = [path]
+        _run_module("__main__", False)
+    else:
+        _run_file(path, vars(main_module))
+
+
+def _run_file(path: str, names: dict[str, Any]) -> None:
+    """Run the source at the absolute `path`, with `names` for its globals, as ``python`` does."""
+    if not sys.flags.safe_path:  # python -m has put the working directory there
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    names.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        print(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}", file=sys.stderr)
+        sys.exit(2)
+    exec(compile(source, path, "exec", dont_inherit=True), names)
+
+
+# What the interpreter itself calls for `python -m`. The public functions of runpy take their `__main__` away at the
+# end, before functions of atexit run, and end in another way where a module is not found.
+_run_module: Callable[..., Any] = runpy._run_module_as_main  # type: ignore[attr-defined]
+
+
+_entering = threading.RLock()
+
+
+def _enter() -> None:
+    with _entering:
+        from .context import enter_for_process
+
+        enter_for_process()
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Puts entrances into the modules of :data:`ENTRANCES` when they have been imported; finds nothing itself."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not any(fullname == module for module, _, _ in ENTRANCES):
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                loader: Any = spec.loader
+                execute = loader.exec_module
+
+                def exec_module(module: ModuleType) -> None:
+                    execute(module)
+                    _put_entrances(module)
+
+                loader.exec_module = exec_module
+                return spec
+        return None
+
+
+def _put_entrances(module: ModuleType) -> None:
+    for name, owner, function in ENTRANCES:
+        if name == module.__name__ and function in vars(getattr(module, owner, object)):
+            _put_entrance(getattr(module, owner), function)
+
+
+def _put_entrance(owner: type, name: str) -> None:
+    """Make the first call of ``owner.name`` enter the block; `streaming()`'s own replacement then stands there."""
+    found = vars(owner)[name]
+    is_class_method = isinstance(found, classmethod)
+    original: Callable[..., Any] = found.__func__ if is_class_method else found
+    was_called = False
+
+    @functools.wraps(original)
+    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal was_called
+        if was_called:  # by what somebody has put in its place, or by what was taken from the class before
+            return original(self, *args, **kwargs)
+        was_called = True
+        if vars(owner)[name] is placed:
+            setattr(owner, name, found)
+        _enter()
+        return vars(owner)[name].__get__(*((None, self) if is_class_method else (self,)))(*args, **kwargs)
+
+    placed: Any = classmethod(entrance) if is_class_method else entrance
+    setattr(owner, name, placed)
+
+
+def _excepthook(
+    shown_by: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Show an uncaught error as ``python train.py`` would: without the frames of this module."""
+    frames = []
+    while trace is not None:
+        frames.append(trace)
+        trace = trace.tb_next
+    names = [frame.tb_frame.f_code.co_filename for frame in frames]
+    own = [number for number, name in enumerate(names) if name == __file__]
+    if own:
+        first = next((n for n in range(own[-1], len(names)) if names[n] not in (__file__, *_RUNPY)), len(names))
+        # `python -m` shows runpy's frames too. They have come here already, in front of ours.
+        kept = [*frames[: own[0]], *frames[first:]] if names[own[-1] + 1] in _RUNPY else frames[first:]
+        for frame, following in zip(kept, [*kept[1:], None], strict=True):
+            frame.tb_next = following
+        frames = kept
+    top = frames[0] if frames else None
+    shown_by(kind, error.with_traceback(top), top)
+
+
+_RUNPY = (runpy.__file__, "<frozen runpy>")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
