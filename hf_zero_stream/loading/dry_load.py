@@ -166,15 +166,21 @@ def load_of_layouts(config: StreamingConfig) -> Load:
 
 
 def lazily_loaded(
-    path: str, load: Load, model_class: Any = None, *, stock_values: dict[str, Any] | None = None, **kwargs: Any
+    path: str,
+    load: Load,
+    model_class: Any = None,
+    *,
+    stock_values: dict[str, Any] | None = None,
+    is_quiet: bool = False,
+    **kwargs: Any,
 ) -> LazyModel:
     """The lazy model of the checkpoint at `path`, for :meth:`Load.place`; `load` gives the lazy tensors.
 
-    Its class is `model_class`, or the one that the checkpoint was saved from. For `stock_values` see
+    Its class is `model_class`, or the one that the checkpoint was saved from. For `stock_values` and `is_quiet` see
     :class:`..seams.session.Session`. Raises an UnsupportedError if the load would be left to stock.
     """
     cls = model_class or model_class_of(path, kwargs)
-    session = Session(load, is_dry=True, stock_values=stock_values, strict=load.config.strict)
+    session = Session(load, is_dry=True, stock_values=stock_values, strict=load.config.strict, is_quiet=is_quiet)
     try:
         with patches, scope.inside(), zero3_hidden(), collector_paused(), session:
             cls.from_pretrained(path, **{"dtype": "auto", **kwargs})

@@ -22,7 +22,7 @@ from ..destinations.deferred import fill_whole
 from ..destinations.live_shards import LiveShards
 from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, LoadError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -79,9 +79,19 @@ def load_into(
 
 @collector_paused()
 def load_some_into(
-    model: Any, path: str, without: set[str], *, config: StreamingConfig | None, strict: bool = True, **kwargs: Any
+    model: Any,
+    path: str,
+    without: set[str],
+    *,
+    config: StreamingConfig | None,
+    strict: bool = True,
+    needed: set[str] | None = None,
+    **kwargs: Any,
 ) -> LoadReport:
-    """Like :func:`load_into`, but parameters `without` keep the values that they have."""
+    """Like :func:`load_into`, but parameters `without` keep the values that they have.
+
+    With `needed`, the parameters that the checkpoint must have, nothing is said about others that it lacks.
+    """
     with expected_at(LOAD):
         config = replace(StreamingConfig.resolve(config, {}), strict=strict)
         live_model = _inside(model)
@@ -106,7 +116,13 @@ def load_some_into(
             arguments = {"dtype": dtype, "config": _plain_config(live_model), **kwargs}
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 # transformers makes a lazy model of the same class, whose values are placed into the live one.
-                lazy, missing, tied = lazily_loaded(path, load, fsdp.original_class(live_model), **arguments)
+                cls, is_quiet = fsdp.original_class(live_model), needed is not None
+                lazy, missing, tied = lazily_loaded(path, load, cls, is_quiet=is_quiet, **arguments)
+                if lacking := sorted((needed or set()) & (missing - tied)):
+                    raise LoadError(
+                        f"{path}: expected values for {len(needed or ())} parameters; {len(lacking)} are not there: "
+                        f"{', '.join(lacking[:8])}."
+                    )
                 computed = computed_buffers(lazy) if isinstance(destination, LiveShards) else {}
                 load.place(lazy, missing | without, tied)
                 _copy_buffers(live_model, computed)

@@ -232,6 +232,9 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
         missing -= {name for name, tensor in tensors if not tensor.is_meta} - tied
     if session.is_dry:
         loading_info.missing_keys -= tied  # transformers, which would drop them when it ties, stops before that
+        if session.is_quiet:
+            loading_info.missing_keys.clear()
+            loading_info.unexpected_keys.clear()
         raise Stopped((model, missing, tied))
     session.load.place(model, missing, tied)
     if session.load.destination.hides_zero3:

@@ -77,6 +77,7 @@ class Session:
             parameters is collected here, by name.
         inside: the session whose model is being built, if that model's ``__init__`` makes this ``from_pretrained``.
             Then this session's model stays lazy, and is placed as a part of the other.
+        is_quiet: transformers shall not report what the checkpoint lacks: the caller looks at it.
         has_nested: whether the model's ``__init__`` called ``from_pretrained``.
         stock_reason: why the load is left to stock; empty while it streams.
         model: the lazy model, once transformers loads its weights.
@@ -89,6 +90,7 @@ class Session:
     stock_values: dict[str, Any] | None = None
     inside: Session | None = None
     strict: bool = False
+    is_quiet: bool = False
     has_nested: bool = field(default=False, init=False)
     stock_reason: str = field(default="", init=False)
     building: bool = field(default=False, init=False)
