@@ -87,7 +87,7 @@ def _patch() -> None:
 def _patch_what_came_late() -> None:
     """Patch the Trainer and DeepSpeed's engine if they have been imported."""
     hooks.replace_trainer()
-    state.replace_engine()
+    state.replace_imported()
 
 
 _PATCHES = (integration.patches, calls.patches, hooks.patches, state.patches)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
@@ -51,9 +52,19 @@ def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> No
     run_ranks(3, load_by_engine, folder, tmp_path / "ours", config)
 
 
-def train_by_trainer(folder: Path, output: Path, resume_from: Path | None) -> list[float]:
+class OwnSave(transformers.Trainer):
+    """Saves in a way of its own, into the files that we would write."""
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        if self.args.should_save:
+            Path(output_dir).mkdir(parents=True, exist_ok=True)
+            Path(output_dir, "model.safetensors").write_text("my own")
+
+
+def train_by_trainer(folder: Path, output: Path, resume_from: Path | None, cls: Any = None) -> list[float]:
     with hf_zero_stream.streaming():
         trainer = make_trainer(folder, output, True, **STEPS)
+        trainer.__class__ = cls or trainer.__class__
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
     assert trainer.state.global_step == 4
     return losses_of(trainer)
@@ -62,10 +73,15 @@ def train_by_trainer(folder: Path, output: Path, resume_from: Path | None) -> li
 def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, middle = zoo_checkpoint("llama"), tmp_path / "first" / "checkpoint-2"
     losses = run_ranks(2, train_by_trainer, folder, tmp_path / "first", None)
-    assert (middle / "global_step2" / "training_state.json").exists()
+    record = middle / "global_step2" / "training_state.json"
+    assert (middle / "model.safetensors").stat().st_mtime_ns < record.stat().st_mtime_ns, "the weights are saved once"
     assert run_ranks(2, train_by_trainer, folder, tmp_path / "second", middle) == losses
     others = run_ranks(3, train_by_trainer, folder, tmp_path / "third", middle)[0]
     assert others[:2] == losses[0][:2] and len(others) == 4
+    run_ranks(2, train_by_trainer, folder, tmp_path / "own", None, OwnSave)
+    own = tmp_path / "own" / "checkpoint-2"
+    assert (own / "model.safetensors").read_text() == "my own"
+    assert run_ranks(2, train_by_trainer, folder, tmp_path / "again", own) == losses
 
 
 def save_by_accelerate(folder: Path, target: Path, config: dict[str, Any]) -> dict[str, list[float]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,16 @@ def resume_and_save(
     engine = engine_of(folder, config, prepare)
     hf_zero_stream.load_state(engine, source, with_scheduler=with_scheduler)
     hf_zero_stream.save_state(engine, again, data={"position": 7})
+
+
+# ---------------------------------------------------------------------------------------------------- by the Trainer
+
+
+@dataclass(frozen=True)
+class TrainerRun:
+    """A training by the Trainer, from a checkpoint or from the beginning, under FSDP2 or ZeRO-3."""
+
+    resume: Path | None = None
+    zero: bool = False
+    state_dict_type: str = "FULL_STATE_DICT"
+    arguments: dict[str, Any] = field(default_factory=dict)

@@ -33,12 +33,15 @@ __all__ = [
     "SlotMemory",
     "elementwise_keys",
     "holdings_of",
+    "is_number",
     "make_entries",
     "slots_of_parameters",
 ]
 
 MASTER = "fp32"
 """The name of the masters among the states of a slot."""
+
+_ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
 
 
 class Member(NamedTuple):
@@ -120,16 +123,26 @@ def elementwise_keys(slots: Iterable[Slot]) -> list[str]:
     for slot in slots:
         has_masters = has_masters or slot.is_apart
         for key, value in slot.entries.items():
-            if not isinstance(value, torch.Tensor) or value.dim() == 0:
+            if is_number(value) or value is None:
                 continue
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedError(
+                    f"The optimizer keeps {key}, a {type(value).__name__}, for {_names(slot)}. Only numbers, and "
+                    f"state that has one floating-point number for an element, can be saved. {_ELSE}"
+                )
             if local_of(value).numel() != local_of(slot.values).numel() or not value.is_floating_point():
                 raise UnsupportedError(
                     f"The optimizer keeps {key}, {value.dtype} of shape {tuple(value.shape)}, for {_names(slot)}, of "
                     f"shape {tuple(slot.values.shape)}. Only state that has one floating-point number for an element "
-                    "can be cut for another number of ranks. Use an optimizer like AdamW, or DeepSpeed's checkpoints."
+                    f"can be cut for another number of ranks. {_ELSE}"
                 )
             keys[key] = None
     return [*keys, *([MASTER] if has_masters else [])]
+
+
+def is_number(value: Any) -> bool:
+    """Whether an optimizer keeps one number, as ``step``."""
+    return isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def _names(slot: Slot) -> str:

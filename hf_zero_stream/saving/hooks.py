@@ -9,7 +9,11 @@ the state dict than save it gets stock's.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +38,7 @@ from ..seams.wrappers import (
 from . import calls
 
 
-__all__ = ["patches", "replace_trainer"]
+__all__ = ["noted_saves", "noting_saves", "patches", "replace_trainer"]
 
 logger = logging.get_logger(__name__)
 
@@ -92,6 +96,38 @@ def _save_model(
         Save(model, save_directory).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
 
 
+@dataclass(eq=False)
+class NotedSaves:
+    """The saves of the whole model by a Trainer's ``save_model`` inside :func:`noting_saves`.
+
+    Attributes:
+        begin: called on rank 0 with the folder before a save.
+        folders: those that have the model's weights now, as absolute paths.
+    """
+
+    begin: Callable[[Path], object]
+    folders: set[str] = field(default_factory=set)
+
+
+_noted: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
+
+
+@contextmanager
+def noting_saves(begin: Callable[[Path], object]) -> Iterator[NotedSaves]:
+    """Inside, saves are noted."""
+    noted = NotedSaves(begin)
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def noted_saves() -> NotedSaves | None:
+    """Those of the innermost :func:`noting_saves` around the running code."""
+    return _noted.get()
+
+
 def _trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:
@@ -99,7 +135,16 @@ def _trainer_save_model(
     is_ours = active_configs() and shares_its_model(model) and _saves_as_transformers(self)
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, output_dir, _internal_call=_internal_call)
-    calls.led(model, lambda: original(self, output_dir, _internal_call=True))
+    noted = _noted.get()
+
+    def save() -> None:
+        if noted is not None:
+            noted.begin(Path(output_dir or self.args.output_dir))
+        original(self, output_dir, _internal_call=True)
+
+    report = calls.led(model, save)
+    if noted is not None and report is not None:
+        noted.folders.add(os.path.abspath(report.folder))
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -60,6 +60,7 @@ class Parameters:
         held: Held | None = None,
     ) -> None:
         self._coordinator = coordinator
+        self.replaces_values = held is not None
         lazy = functools.partial(LazyParameters, model, coordinator, dtype, self.gather, held)
         self._lazy = coordinator.run_on_all(lazy)
         self.numel = sum(prod(holding.box.shape) for holding in self._lazy.holdings.values())

@@ -39,7 +39,7 @@ from ..seams.wrappers import unwrapped
 from .files import Comparison, Publication, ShardWriter, reserve
 from .lazy_parameters import Held, state_dict_without_values
 from .parameters import Parameters
-from .plan import CHUNK_BYTES, make_save_plan
+from .plan import CHUNK_BYTES, SavePlan, make_save_plan
 from .planned import Alike, LayOut, Planned
 from .write import execute_save
 
@@ -228,6 +228,8 @@ class Save:
                 chunk_bytes=self._chunk_bytes,
                 single_writer=single_writer,
             )
+            if parameters.replaces_values:
+                _refuse_computed(plan)
             return Planned(parameters, shards, plan)
 
         found = coordinator.run_on_all(planned)
@@ -274,6 +276,16 @@ class Save:
         if self._coordinator.is_main:
             logger.info(report.summary())
         return report
+
+
+def _refuse_computed(plan: SavePlan) -> None:
+    """Raise if anything would be computed of what belongs to parameters and is not their values, such as moments."""
+    if computed := [f"{each.name} ({each.reason})" for each in plan.computations]:
+        raise UnsupportedError(
+            "What is kept beside the parameters can only be saved as it lies. To save the model, transformers "
+            f"computes {len(computed)} tensors and does not merely put them in another order: "
+            f"{', '.join(computed[:8])}. Use the checkpoints of DeepSpeed or accelerate."
+        )
 
 
 def _refuse_fsdp1(model: torch.nn.Module) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
-from accelerate.utils import extract_model_from_parallel, fsdp_utils
+from accelerate.utils import DeepSpeedSchedulerWrapper, extract_model_from_parallel, fsdp_utils
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -23,15 +27,25 @@ from ..ranks.topology import announces_fsdp2
 __all__ = [
     "accelerate_config_file",
     "accelerator_replacements",
+    "batch_size_of",
     "fsdp2_replacements",
+    "fsdp_state_replacements",
     "ignored_by_fsdp2",
+    "is_fsdp2",
     "is_of_a_trainer",
+    "keeping_schedulers",
+    "optimizers_of",
     "saves_by_default",
+    "scheduler_of",
+    "schedulers_of",
     "shards_by_fsdp2",
     "shares_its_model",
+    "steps_per_step",
+    "trainer_fsdp_state_replacements",
     "trainer_replacements",
     "unwrapped",
     "unwrapped_optimizer",
+    "unwrapped_scheduler",
 ]
 
 
@@ -51,6 +65,74 @@ def unwrapped(model: Any) -> Any:
 def unwrapped_optimizer(optimizer: Any) -> Any:
     """The optimizer inside what ``accelerator.prepare`` made of it."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def unwrapped_scheduler(scheduler: Any) -> Any:
+    """The scheduler inside what ``accelerator.prepare`` made of it."""
+    return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
+
+
+def steps_per_step(scheduler: Any) -> int:
+    """How many steps `scheduler` makes for each step of the optimizer."""
+    counts_ranks = isinstance(scheduler, AcceleratedScheduler) and not isinstance(scheduler, DeepSpeedSchedulerWrapper)
+    if not counts_ranks or scheduler.split_batches or not scheduler.step_with_optimizer:
+        return 1
+    return int(AcceleratorState().num_processes)
+
+
+def schedulers_of(accelerator: Accelerator) -> Sequence[Any]:
+    """The schedulers that `accelerator` has prepared."""
+    return tuple(accelerator._schedulers)
+
+
+def scheduler_of(schedulers: Sequence[Any], optimizer: Any) -> Any:
+    """The only one of `optimizer` among `schedulers` that accelerate steps and saves itself; else None."""
+    inner = unwrapped_optimizer(optimizer)
+    found = [
+        scheduler
+        for scheduler in schedulers
+        if isinstance(scheduler, AcceleratedScheduler)
+        and not isinstance(scheduler, DeepSpeedSchedulerWrapper)
+        and any(getattr(each, "optimizer", each) is inner for each in scheduler.optimizers)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def optimizers_of(accelerator: Accelerator) -> Sequence[Any]:
+    """The optimizers that `accelerator` has prepared, the one of each model at the model's place."""
+    return accelerator._optimizers
+
+
+@contextmanager
+def keeping_schedulers(accelerator: Accelerator, restored: Sequence[Any]) -> Iterator[None]:
+    """Inside, accelerate restores no scheduler that is in the list `restored` by then."""
+    before = accelerator._schedulers
+
+    def stand_in(scheduler: Any) -> Any:
+        def load_state_dict(state: Any) -> None:
+            if not any(scheduler is each for each in restored):
+                scheduler.load_state_dict(state)
+
+        return SimpleNamespace(load_state_dict=load_state_dict)
+
+    accelerator._schedulers = [
+        each if isinstance(each, DeepSpeedSchedulerWrapper) else stand_in(each) for each in before
+    ]
+    try:
+        yield
+    finally:
+        accelerator._schedulers = before
+
+
+def batch_size_of(accelerator: Accelerator) -> int | None:
+    """The samples in a step of all ranks, if the data loaders that `accelerator` has prepared agree about it."""
+    sizes = {getattr(loader, "total_batch_size", None) for loader in accelerator._dataloaders}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return None if size is None else int(size) * accelerator.gradient_accumulation_steps
+
+
+def is_fsdp2(accelerator: Accelerator) -> bool:
+    return bool(getattr(accelerator, "is_fsdp2", False))
 
 
 def shares_its_model(engine: Any) -> bool:
@@ -111,6 +193,22 @@ def fsdp2_replacements(prepare: Replacement, load: Replacement) -> dict[tuple[An
     return found | {(fsdp_utils, "fsdp2_load_full_state_dict"): load}
 
 
+def fsdp_state_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
+    """Replacements of the functions that save and load trainings under FSDP, where accelerate calls them."""
+    missing = [name for name in functions if not hasattr(accelerate.accelerator, name)]
+    refuse_unknown_version("accelerate", missing)
+    return {(accelerate.accelerator, name): function for name, function in functions.items()}
+
+
+def trainer_fsdp_state_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
+    """The same where the Trainer calls them; none until somebody has imported the Trainer."""
+    trainer = sys.modules.get("transformers.trainer")
+    if trainer is None:
+        return {}
+    refuse_unknown_version("transformers", [f"trainer.{name}" for name in functions if not hasattr(trainer, name)])
+    return {(trainer, name): function for name, function in functions.items()}
+
+
 def ignored_by_fsdp2(accelerator: Accelerator, model: nn.Module) -> set[torch.Tensor]:
     """The parameters that `accelerator` has FSDP2 leave alone; they are on its device afterwards."""
     ignored = accelerator.state.fsdp_plugin.ignored_modules
@@ -122,5 +220,6 @@ def trainer_replacements(**functions: Replacement) -> dict[tuple[Any, str], Repl
     trainer = sys.modules.get("transformers.trainer")
     if trainer is None:
         return {}
-    refuse_unknown_version("transformers", [] if hasattr(trainer.Trainer, "_save") else ["Trainer._save"])
+    missing = [name for name in ("_save", *functions) if not hasattr(trainer.Trainer, name)]
+    refuse_unknown_version("transformers", [f"Trainer.{name}" for name in missing])
     return {(trainer.Trainer, name): function for name, function in functions.items()}

@@ -1,7 +1,8 @@
-"""What DeepSpeed's own ways to save and resume a training become inside ``streaming()``.
+"""What ways of others to save and resume a training become inside ``streaming()``.
 
-The Trainer's checkpoints and accelerate's ``save_state`` and ``load_state`` end in ``engine.save_checkpoint`` and
-``engine.load_checkpoint``. A folder that DeepSpeed wrote is loaded by DeepSpeed.
+Under DeepSpeed accelerate and the Trainer call the engine (see :mod:`.engine_hooks`), under FSDP2 functions of
+accelerate's (:mod:`.fsdp_hooks`). Here is what these cannot know: which scheduler belongs to the training, and whether
+the weights are saved already.
 """
 
 from __future__ import annotations
@@ -9,107 +10,174 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers.utils import logging
+from torch.optim.lr_scheduler import LRScheduler
 
-from ..config import StreamingConfig
-from ..errors import ConfigError, UnsupportedError
 from ..loading.into import load_into
 from ..patching import Patches
-from ..scope import active_configs, current_config
-from ..seams import found_config
-from ..seams.wrappers import accelerator_replacements
+from ..saving.hooks import noted_saves, noting_saves
+from ..scope import active_configs
+from ..seams.wrappers import (
+    accelerator_replacements,
+    batch_size_of,
+    fsdp_state_replacements,
+    is_fsdp2,
+    keeping_schedulers,
+    saves_by_default,
+    scheduler_of,
+    schedulers_of,
+    trainer_fsdp_state_replacements,
+    trainer_replacements,
+)
+from . import engine_hooks, fsdp_hooks
+from .callers import Caller, entered, is_on, state_in
 from .load import load_state
-from .record import FILE, LATEST
-from .save import save_state
+from .record import LATEST
 
 
-__all__ = ["patches", "replace_engine"]
-
-logger = logging.get_logger(__name__)
-
-_CLIENT = "client_state"
-"""Where our `data` has what the caller gives to the engine."""
+__all__ = ["patches", "replace_imported"]
 
 
-def _save_checkpoint(
-    original: Callable[..., Any],
-    self: Any,
-    save_dir: Any,
-    tag: Any = None,
-    client_state: Any = None,
-    save_latest: bool = True,
-    exclude_frozen_parameters: bool = False,
-) -> Any:
-    if _is_on() and save_latest:
-        # A tag of the caller's own may be one of several models in the folder: each gets a folder with its weights.
-        folder = Path(save_dir) if tag is None else Path(save_dir) / str(tag)
-        try:
-            save_state(self, folder, data={_CLIENT: client_state or {}})
-        except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
-            logger.warning_once(f"This training is saved by DeepSpeed, in its own format: {error}")
-        else:
-            if tag is not None and self.global_rank == 0:
-                (Path(save_dir) / LATEST).write_text(str(tag), encoding="utf-8")
-            return True
-    return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
-
-
-def _load_checkpoint(
-    original: Callable[..., Any],
-    self: Any,
-    load_dir: Any,
-    tag: Any = None,
-    load_module_strict: bool = True,
-    load_optimizer_states: bool = True,
-    load_lr_scheduler_states: bool = True,
-    load_module_only: bool = False,
-    custom_load_fn: Any = None,
-) -> Any:
-    found = _state_in(Path(load_dir), tag) if active_configs() and custom_load_fn is None else None
-    if found is None:
-        flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-        return original(self, load_dir, tag, *flags)
-    folder, name = found
-    if load_module_only or not load_optimizer_states:
-        load_into(self, str(folder), strict=load_module_strict)
-        return str(folder / name), {}
-    resumed = load_state(self, folder, tag=name, with_scheduler=load_lr_scheduler_states)
-    return str(folder / name), (resumed.data or {}).get(_CLIENT, {})
-
-
-def _state_in(load_dir: Path, tag: Any) -> tuple[Path, str] | None:
-    """The folder of a state of ours that `load_dir` and `tag` mean, and its name there; None if it is none."""
-    name = str(tag) if tag is not None else _latest(load_dir)
-    if name and (load_dir / name / FILE).exists():
-        return load_dir, name
-    inner = _latest(load_dir / name) if name else ""
-    return (load_dir / name, inner) if inner and (load_dir / name / inner / FILE).exists() else None
-
-
-def _latest(folder: Path) -> str:
-    path = folder / LATEST
-    return path.read_text(encoding="utf-8").strip() if os.path.isfile(path) else ""
-
-
-def _is_on() -> bool:
-    return bool(active_configs()) and StreamingConfig.resolve(current_config(), found_config()[0]).training_state
-
-
-def _with_engine(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Accelerate's own functions, which call the engine's: it may have been imported only now."""
-    replace_engine()
+def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    replace_imported()  # the Trainer, DeepSpeed's engine: they may have been imported only now
     return original(self, *args, **kwargs)
 
 
-patches = Patches(accelerator_replacements(prepare=_with_engine, save_state=_with_engine, load_state=_with_engine))
+# ------------------------------------------------------------------------------------------------------ accelerate
 
 
-def replace_engine() -> None:
-    """Replace the functions of DeepSpeed's engine too if it has been imported."""
+def _of_accelerator(accelerator: Any) -> Caller:
+    def place(folder: Path, number: int) -> Path:
+        return folder / (f"pytorch_model_{number}" if number else "pytorch_model")  # as under DeepSpeed
+
+    mine = partial(scheduler_of, schedulers_of(accelerator))
+    return Caller(scheduler_of=mine, place=place, batch_size=batch_size_of(accelerator))
+
+
+def _save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    replace_imported()
+    if not active_configs():
+        return original(self, *args, **kwargs)
+    with entered(_of_accelerator(self)):
+        return original(self, *args, **kwargs)
+
+
+def _load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    replace_imported()
+    if not active_configs():
+        return original(self, *args, **kwargs)
+    with entered(_of_accelerator(self)) as caller, keeping_schedulers(self, caller.restored):
+        return original(self, *args, **kwargs)
+
+
+# ------------------------------------------------------------------------------------------------------ the Trainer
+
+
+def _trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Trainer._save_checkpoint``, which saves the model, and then the rest, into one folder."""
+    if not is_on():
+        return original(self, *args, **kwargs)
+    with noting_saves(_forget_state):
+        return original(self, *args, **kwargs)
+
+
+def _forget_state(folder: Path) -> None:
+    """A state of an earlier training in `folder` must not be taken for one that belongs to new weights."""
+    (folder / LATEST).unlink(missing_ok=True)
+
+
+def _trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) -> Any:
+    """``Trainer._save_optimizer_and_scheduler``."""
+    if not is_on():
+        return original(self, output_dir)
+    noted = noted_saves()
+    caller = _of_trainer(self)
+    caller.has_weights = noted is not None and os.path.abspath(output_dir) in noted.folders
+    caller.apart = "" if saves_by_default(self) else f"global_step{self.state.global_step}"
+    with entered(caller):
+        return original(self, output_dir)
+
+
+def _of_trainer(trainer: Any) -> Caller:
+    args = trainer.args
+    batch_size = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    # The scheduler of a DeepSpeed config is the engine's.
+    own = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, LRScheduler) else None
+    return Caller(scheduler_of=lambda optimizer: own, batch_size=batch_size)
+
+
+def _trainer_load_model(
+    original: Callable[..., Any], self: Any, resume_from_checkpoint: Any, model: Any = None
+) -> Any:
+    """``Trainer._load_from_checkpoint``; under FSDP2 the optimizer is there by now, and is loaded with the model."""
+    if model is None or not is_fsdp2(self.accelerator) or _found(resume_from_checkpoint) is None:
+        return original(self, resume_from_checkpoint, model)
+    _load_all(self, model, resume_from_checkpoint)
+    self._hf_zero_stream_resumed = resume_from_checkpoint
+    return None
+
+
+def _trainer_load_rest(original: Callable[..., Any], self: Any, checkpoint: Any) -> Any:
+    """``Trainer._load_optimizer_and_scheduler``, which the Trainer calls next."""
+    resumed = vars(self).pop("_hf_zero_stream_resumed", None)
+    if self.is_deepspeed_enabled or _found(checkpoint) is None:
+        return original(self, checkpoint)
+    if resumed != checkpoint:  # of a model that FSDP2 does not shard
+        _load_all(self, self.model, checkpoint)
+    return None
+
+
+def _load_all(trainer: Any, model: Any, checkpoint: Any) -> None:
+    """Load all but the random numbers, which the Trainer restores at its own time, after the data were shuffled."""
+    found = _found(checkpoint)
+    assert found is not None
+    caller = _of_trainer(trainer)
+    load_state(
+        model,
+        found[0],
+        optimizer=trainer.optimizer,
+        scheduler=trainer.lr_scheduler,
+        tag=found[1],
+        batch_size=caller.batch_size,
+        with_rng=False,
+    )
+
+
+def _trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
+    """``Trainer._load_best_model``; under DeepSpeed it ends in the engine's function."""
+    found = _found(self.state.best_model_checkpoint) if is_fsdp2(self.accelerator) else None
+    if found is None:
+        return original(self)
+    load_into(self.model, str(found[0]))
+    return None
+
+
+def _found(checkpoint: Any) -> tuple[Path, str] | None:
+    return state_in(Path(checkpoint)) if checkpoint is not None and active_configs() else None
+
+
+# ---------------------------------------------------------------------------------------------------- replacements
+
+patches = Patches(
+    accelerator_replacements(prepare=_prepare, save_state=_save_state, load_state=_load_state)
+    | fsdp_state_replacements(**fsdp_hooks.REPLACEMENTS)
+)
+
+
+def replace_imported() -> None:
+    """Replace the functions of DeepSpeed's engine and of the Trainer too if they have been imported."""
+    of_trainer = trainer_replacements(
+        _save_checkpoint=_trainer_save,
+        _save_optimizer_and_scheduler=_trainer_save_rest,
+        _load_from_checkpoint=_trainer_load_model,
+        _load_optimizer_and_scheduler=_trainer_load_rest,
+        _load_best_model=_trainer_load_best,
+    )
+    patches.add(of_trainer | trainer_fsdp_state_replacements(**fsdp_hooks.REPLACEMENTS))
     engine = sys.modules.get("deepspeed.runtime.engine")
     if engine is not None and hasattr(engine, "DeepSpeedEngine"):
-        functions: dict[str, Any] = {"save_checkpoint": _save_checkpoint, "load_checkpoint": _load_checkpoint}
-        patches.add({(engine.DeepSpeedEngine, name): function for name, function in functions.items()})
+        of_engine = engine_hooks.REPLACEMENTS.items()
+        patches.add({(engine.DeepSpeedEngine, name): function for name, function in of_engine})

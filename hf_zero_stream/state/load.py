@@ -23,22 +23,21 @@ from ..engine.load import Load
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..loading.dry_load import lazily_loaded
 from ..loading.integration import finish_saves_into
-from ..loading.into import load_into, load_some_into
+from ..loading.into import load_some_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
+from . import schedules
 from .record import FILE, LATEST, GroupRecord, StateRecord, restored, shard_of_key
+from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
-from .trained import class_of, training_of
+from .trained import training_of
 
 
 __all__ = ["Resumed", "load_state"]
 
 logger = logging.get_logger(__name__)
-
-_ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
-"""They keep the same."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,9 @@ def load_state(
     scheduler: Any = None,
     scaler: Any = None,
     tag: str | None = None,
+    batch_size: int | None = None,
     with_scheduler: bool = True,
+    with_rng: bool = True,
     config: StreamingConfig | None = None,
 ) -> Resumed:
     """Go on from a training state, at any number of ranks and any ZeRO stage, and between ZeRO and FSDP2 (all ranks).
@@ -79,7 +80,9 @@ def load_state(
             as for a new training, of the same model with the same groups.
         folder: what ``save_state`` wrote.
         tag: the name of the state; default: what `latest` says.
+        batch_size: as for ``save_state``.
         with_scheduler: load the scheduler's state too.
+        with_rng: go on with the random numbers that this rank had.
         config: our settings; default: from the environment.
 
     Raises:
@@ -91,7 +94,8 @@ def load_state(
     coordinator = Coordinator.of_default_group()
     with expected_at(LOAD):
         settings = StreamingConfig.resolve(config, {})
-        training = training_of(trained, optimizer, scheduler, scaler, coordinator)
+        training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
+        refuse_optimizer(training.optimizer)
         if not training.is_between_steps:
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     with coordinator.watched(LOAD), coordinator.reporting():
@@ -99,17 +103,19 @@ def load_state(
         place, record = coordinator.broadcast(partial(_found, folder, tag))
         if not with_scheduler:
             record = replace(record, scheduler=None)
-        coordinator.run_on_all(partial(_refuse_other_training, training, record, place))
+        coordinator.run_on_all(partial(refuse_other_training, training, record, place))
     with training.changing():
         make_entries(training.slots, [key for key in record.keys if key != MASTER])
         _load_weights(training, folder, place, record, config)
         if keys := [key for key in record.keys if key != MASTER]:
             _load_keys(training, place, keys, settings, coordinator)
-        _set_rest(training, record)
+        rates = _set_rest(training, record)
         for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the learning rate
             of_group = [slot for slot in training.slots if slot.group == number]
             _set_group(training.optimizer, number, recorded, of_group)
-    if not restore_rank(place / RNG_FILE, coordinator.rank):
+            if rates is not None:
+                _set_option(training.optimizer.param_groups[number], "lr", rates[number])
+    if with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):
         logger.warning_once(
             f"{place}: rank {coordinator.rank} was not there when the state was saved ({record.world_size} ranks), so "
             "its random numbers are new."
@@ -129,34 +135,10 @@ def _found(folder: Path, tag: str | None) -> tuple[Path, StateRecord]:
             ) from error
     if not tag or Path(tag).name != tag:
         raise CheckpointError(f"{folder / LATEST}: expected the name of a folder; found {tag!r}")
-    return folder / tag, StateRecord.read(folder / tag / FILE)
-
-
-def _refuse_other_training(training: Training, record: StateRecord, place: Path) -> None:
-    """Raise a ConfigError if the optimizer keeps something else, or trains other parameters in its groups."""
-    kind = type(training.optimizer).__name__
-    if kind != record.optimizer and not {kind, record.optimizer} <= _ADAMS:
-        raise ConfigError(f"{place}: the state of {record.optimizer} cannot go on in {kind}. Use the same optimizer.")
-    if training.scheduler is not None and record.scheduler is not None:
-        kind, saved = class_of(training.scheduler), record.scheduler["class"]
-        if kind != saved:
-            raise ConfigError(
-                f"{place}: the scheduler was a {saved}, and is a {kind} now. Use the same, or pass "
-                "with_scheduler=False and set the new one yourself."
-            )
-    groups = training.optimizer.param_groups
-    if len(groups) != len(record.groups):
-        raise ConfigError(
-            f"{place}: the optimizer had {len(record.groups)} groups, and has {len(groups)} now. Make the same groups."
-        )
-    for number, recorded in enumerate(record.groups):
-        mine = {member.name for slot in training.slots if slot.group == number for member in slot.members}
-        different = sorted(mine ^ set(recorded.parameters))
-        if different:
-            raise ConfigError(
-                f"{place}: group {number} of the optimizer trained {len(recorded.parameters)} parameters, and trains "
-                f"{len(mine)} now. Only one of the two has {', '.join(different[:8])}. Make the same groups."
-            )
+    place = folder / tag
+    record = StateRecord.read(place / FILE)
+    refuse_missing_files(place, record.keys)
+    return place, record
 
 
 def _load_weights(
@@ -168,7 +150,7 @@ def _load_weights(
     if any(name not in loaded for name, _ in training.model.named_parameters()) or _has_saved_buffers(training.model):
         load_some_into(training.live, str(folder), loaded, config=config)
     if has_masters:
-        load_into(training.live, str(place), config=config, strict=False, variant=MASTER)
+        load_some_into(training.live, str(place), set(), config=config, strict=False, needed=loaded, variant=MASTER)
 
 
 def _has_saved_buffers(model: nn.Module) -> bool:
@@ -194,7 +176,7 @@ def _load_keys(
                     if are_there and load.place_like(of_first, memory.batches_of(key), files):
                         continue
                 arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
-                load.place(*lazily_loaded(str(place), load, type(training.model), **arguments))
+                load.place(*lazily_loaded(str(place), load, type(training.model), is_quiet=True, **arguments))
                 planned = key, destination, load
 
 
@@ -207,10 +189,7 @@ def _set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequen
     for name, value in restored(recorded.options).items():
         if name not in group:
             continue
-        if isinstance(group[name], torch.Tensor):
-            group[name].fill_(value)
-        else:
-            group[name] = tuple(value) if isinstance(group[name], tuple) else value
+        _set_option(group, name, value)
     positions = {name: position for position, name in enumerate(recorded.parameters)}
     for slot in slots:
         for key, values in recorded.numbers.items():
@@ -226,6 +205,13 @@ def _set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequen
             slot.entries[key] = _number_like(slot.entries.get(key), of_slot[0], optimizer, group, slot)
 
 
+def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
+    if isinstance(group[name], torch.Tensor):
+        group[name].fill_(value)
+    else:
+        group[name] = tuple(value) if isinstance(group[name], tuple) else value
+
+
 def _number_like(old: Any, value: Any, optimizer: Any, group: Any, slot: Slot) -> Any:
     """`value` as the optimizer keeps such a number; a new tensor for each slot."""
     if isinstance(old, torch.Tensor):
@@ -236,12 +222,15 @@ def _number_like(old: Any, value: Any, optimizer: Any, group: Any, slot: Slot) -
     return torch.tensor(float(value), dtype=torch.float32, device=slot.values.device if on_device else None)
 
 
-def _set_rest(training: Training, record: StateRecord) -> None:
+def _set_rest(training: Training, record: StateRecord) -> list[float] | None:
+    """Returns the learning rates of the groups, if they are not those that were saved."""
+    rates = None
     if training.scheduler is not None and record.scheduler is not None:
-        training.scheduler.load_state_dict(restored(record.scheduler["state"]))
+        rates = schedules.restore(training.scheduler, record.scheduler, record.batch_size, training.batch_size)
     if training.scaler_state is not None and record.scaler is not None:
         training.set_scaler_state(restored(record.scaler))
     training.set_counters(record.counters)
+    return rates
 
 
 def _say_what_follows(training: Training, record: StateRecord, coordinator: Coordinator) -> None:

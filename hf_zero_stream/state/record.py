@@ -11,11 +11,21 @@ from typing import Any
 
 import torch
 
-from ..destinations.slots import Slot
+from ..destinations.slots import Slot, is_number
 from ..errors import CheckpointError, UnsupportedError
 
 
-__all__ = ["shard_of_key", "FILE", "LATEST", "GroupRecord", "StateRecord", "numbers_of", "plain", "restored"]
+__all__ = [
+    "FILE",
+    "LATEST",
+    "GroupRecord",
+    "StateRecord",
+    "numbers_of",
+    "plain",
+    "restored",
+    "shard_of_key",
+    "write_latest",
+]
 
 FILE = "training_state.json"
 LATEST = "latest"
@@ -34,11 +44,13 @@ class GroupRecord:
         parameters: names of those that are trained, in the model.
         numbers: what the optimizer keeps of each of them that is one number, as `step`: by name, one for all
             parameters, or a list with one for each.
+        shapes: of the parameters; may be empty if they are not known.
     """
 
     options: Mapping[str, Any]
     parameters: Sequence[str]
     numbers: Mapping[str, Any]
+    shapes: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +106,13 @@ class StateRecord:
             raise CheckpointError(f"{path}: expected names of parameters, each in one group")
 
 
+def write_latest(folder: Path, tag: str) -> None:
+    """Name the newest state of `folder`."""
+    draft = folder / f"{LATEST}.draft"
+    draft.write_text(tag, encoding="utf-8")
+    os.replace(draft, folder / LATEST)
+
+
 _PAIRS = "(key, value)"  # JSON has only strings as keys
 
 
@@ -129,17 +148,13 @@ def numbers_of(slots: Iterable[Slot]) -> dict[str, Any]:
     """What the slots of one group keep that is one number."""
     of_slots = []
     for slot in slots:
-        numbers = {key: value for key, value in slot.entries.items() if _is_number(value)}
+        numbers = {key: value for key, value in slot.entries.items() if is_number(value)}
         of_slots += [numbers] * len(slot.members)
     found: dict[str, Any] = {}
     for key in {key: None for entries in of_slots for key in entries}:
         values = [plain(entries.get(key), key) for entries in of_slots]
         found[key] = values[0] if all(value == values[0] for value in values) else values
     return found
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
 def shard_of_key(shard: str, first: str, key: str) -> str:

@@ -30,10 +30,12 @@ from ..reports.save import SaveReport
 from ..saving.planned import Alike
 from ..saving.save import Save
 from ..seams.saving import index_name, lay_out_pretrained
-from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain, shard_of_key
+from . import schedules
+from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain, shard_of_key, write_latest
+from .refusals import refuse_optimizer
 from .rng import FILE as RNG_FILE
 from .rng import RandomStates
-from .trained import class_of, training_of
+from .trained import training_of
 
 
 __all__ = ["save_state"]
@@ -48,6 +50,8 @@ def save_state(
     scaler: Any = None,
     tag: str | None = None,
     data: Any = None,
+    batch_size: int | None = None,
+    with_weights: bool = True,
     **kwargs: Any,
 ) -> SaveReport:
     """Save the weights and the training state of a model, such that any number of ranks can go on (all ranks).
@@ -61,10 +65,13 @@ def save_state(
         optimizer, scheduler, scaler: what trains a model that is not in an engine; an engine has its own.
         tag: the name of the state's folder; default: ``global_step`` and the number of steps.
         data: anything that JSON can hold and that you will need, such as the position in the data.
+        batch_size: samples in a step of all ranks, of a model that is not in an engine; needed to go on with another
+            number of ranks in a scheduler that accelerate steps once for each rank.
+        with_weights: save the weights too; False if `folder` has those of this very step already.
         kwargs: as for :func:`hf_zero_stream.save_pretrained`: ``write_from``, ``max_shard_size``, ``verify``, ...
 
     Returns:
-        What every rank did when it saved the weights.
+        What every rank did when it saved the weights, or without them the states.
 
     Raises:
         UnsupportedError: the optimizer's state is not elementwise, or gradients are being accumulated.
@@ -76,7 +83,8 @@ def save_state(
     folder = Path(folder)
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
-        training = training_of(trained, optimizer, scheduler, scaler, coordinator)
+        training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
+        refuse_optimizer(training.optimizer)
         if not training.is_between_steps:
             raise UnsupportedError(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
@@ -88,15 +96,19 @@ def save_state(
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
     with coordinator.watched(SAVE), coordinator.reporting():
         place = folder / coordinator.broadcast(partial(_free_name, folder, tag))
-    if keys:
-        _save_states(training, place, keys, kwargs)
+    report = _save_states(training, place, keys, kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
         states = RandomStates.gathered(coordinator)
         coordinator.run_on_main(partial(_write_record, place, record, states))
+        if not with_weights:
+            coordinator.run_on_main(partial(write_latest, folder, place.name))
+            return report
     return _save_weights(training, folder, place.name, coordinator, kwargs)
 
 
-def _save_states(training: Training, place: Path, keys: Sequence[str], kwargs: Mapping[str, Any]) -> None:
+def _save_states(training: Training, place: Path, keys: Sequence[str], kwargs: Mapping[str, Any]) -> SaveReport:
+    if not keys:
+        return SaveReport(folder=str(place), files=(), ranks=(), verified=False, materialised={})
     first, *others = (
         Alike(
             partial(holdings_of, training.slots, key),
@@ -106,7 +118,7 @@ def _save_states(training: Training, place: Path, keys: Sequence[str], kwargs: M
         )
         for key in keys
     )
-    Save(training.model, place, held=first.held, **kwargs).run(first.lay_out, first.index_name, others)
+    return Save(training.model, place, held=first.held, **kwargs).run(first.lay_out, first.index_name, others)
 
 
 def _record(training: Training, keys: list[str], data: Any, world_size: int) -> StateRecord:
@@ -114,24 +126,23 @@ def _record(training: Training, keys: list[str], data: Any, world_size: int) -> 
     for number, group in enumerate(training.optimizer.param_groups):
         slots = [slot for slot in training.slots if slot.group == number]
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-        names = [member.name for slot in slots for member in slot.members]
-        groups.append(GroupRecord(plain(options, f"group {number} of the optimizer"), names, numbers_of(slots)))
+        members = [member for slot in slots for member in slot.members]
+        names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
+        groups.append(
+            GroupRecord(plain(options, f"group {number} of the optimizer"), names, numbers_of(slots), shapes)
+        )
     scheduler = training.scheduler
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
         keys=keys,
         groups=groups,
-        scheduler=None if scheduler is None else _scheduler_record(scheduler),
+        scheduler=None if scheduler is None else schedules.recorded(scheduler),
         scaler=None if training.scaler_state is None else plain(training.scaler_state, "loss scaler"),
         counters=dict(training.counters),
         world_size=world_size,
         batch_size=training.batch_size,
         data=data,
     )
-
-
-def _scheduler_record(scheduler: Any) -> dict[str, Any]:
-    return {"class": class_of(scheduler), "state": plain(scheduler.state_dict(), "scheduler")}
 
 
 def _free_name(folder: Path, tag: str) -> str:

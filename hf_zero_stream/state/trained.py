@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,10 +14,12 @@ from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 
 
-__all__ = ["class_of", "training_of"]
+__all__ = ["training_of"]
 
 
-def training_of(trained: Any, optimizer: Any, scheduler: Any, scaler: Any, coordinator: Coordinator) -> Training:
+def training_of(
+    trained: Any, optimizer: Any, scheduler: Any, scaler: Any, batch_size: int | None, coordinator: Coordinator
+) -> Training:
     """For the arguments see :func:`.save.save_state`; raises a ConfigError if they do not fit together."""
     model = unwrapped(trained)
     if not isinstance(model, PreTrainedModel):
@@ -25,14 +28,10 @@ def training_of(trained: Any, optimizer: Any, scheduler: Any, scaler: Any, coord
         from ..destinations.deepspeed.engine_training import is_engine, training_of_engine
 
         if is_engine(trained):
-            if optimizer is not None or scaler is not None:
-                raise ConfigError("optimizer, scaler: an engine has its own; leave them out")
+            if optimizer is not None or scaler is not None or batch_size is not None:
+                raise ConfigError("optimizer, scaler, batch_size: an engine has its own; leave them out")
             return training_of_engine(trained, model, scheduler, coordinator)
     if optimizer is None:
         raise ConfigError(f"optimizer: expected what trains the {type(model).__name__}; got None")
-    return training_of_model(model, unwrapped_optimizer(optimizer), scheduler, scaler, coordinator)
-
-
-def class_of(scheduler: Any) -> str:
-    """The class of a scheduler, or of that inside what ``accelerator.prepare`` made of it."""
-    return type(getattr(scheduler, "scheduler", scheduler)).__name__
+    training = training_of_model(model, unwrapped_optimizer(optimizer), scheduler, scaler, coordinator)
+    return replace(training, batch_size=batch_size)

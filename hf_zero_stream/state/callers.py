@@ -1,0 +1,88 @@
+"""What the callers of our hooks know, and the hooks do not: accelerate and the Trainer, while they save or load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..config import StreamingConfig
+from ..ranks.coordinator import Coordinator
+from ..ranks.rendezvous import SAVE
+from ..scope import active_configs, current_config
+from ..seams import found_config
+from .record import FILE, LATEST, write_latest
+
+
+__all__ = ["Caller", "current", "entered", "is_on", "name_state", "state_in"]
+
+
+@dataclass(eq=False)
+class Caller:
+    """One save or load of a whole training.
+
+    Attributes:
+        scheduler_of: the scheduler that belongs to an optimizer; None if the caller keeps that itself.
+        place: the folder for the state of the model of a number, below the one that the caller gives.
+        batch_size: samples in a step of all ranks; None if it is not known.
+        has_weights: whether the weights of this very step are in the folder already.
+        apart: the folder for the state and its weights where the caller writes weights in a way of its own.
+        waiting: the stock functions that save models of which the optimizer has not come yet, by number.
+        restored: schedulers that a load has restored.
+    """
+
+    scheduler_of: Callable[[Any], Any] = lambda optimizer: None
+    place: Callable[[Path, int], Path] = lambda folder, number: folder
+    batch_size: int | None = None
+    has_weights: bool = False
+    apart: str = ""
+    waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
+    restored: list[Any] = field(default_factory=list)
+
+
+_caller: ContextVar[Caller | None] = ContextVar("hf_zero_stream_caller", default=None)
+
+
+def current() -> Caller | None:
+    """The caller of the running hook."""
+    return _caller.get()
+
+
+@contextmanager
+def entered(caller: Caller) -> Iterator[Caller]:
+    """Inside, `caller` calls."""
+    token = _caller.set(caller)
+    try:
+        yield caller
+    finally:
+        _caller.reset(token)
+
+
+def is_on() -> bool:
+    """Whether trainings are saved by us: inside ``streaming()``, if its settings do not say otherwise."""
+    return bool(active_configs()) and StreamingConfig.resolve(current_config(), found_config()[0]).training_state
+
+
+def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
+    """The folder of a state of ours that `folder` and `tag` mean, and its name there; None if it is none."""
+    name = str(tag) if tag is not None else _latest(folder)
+    if name and (folder / name / FILE).exists():
+        return folder, name
+    inner = _latest(folder / name) if name else ""
+    return (folder / name, inner) if inner and (folder / name / inner / FILE).exists() else None
+
+
+def name_state(folder: Path, tag: str) -> None:
+    """Say in `folder` that its newest state is the one in its folder `tag` (all ranks)."""
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched(SAVE), coordinator.reporting():
+        coordinator.run_on_main(partial(write_latest, folder, tag))
+
+
+def _latest(folder: Path) -> str:
+    path = folder / LATEST
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else ""

@@ -1,0 +1,142 @@
+"""What accelerate and the Trainer call to save and load a training under FSDP2, inside ``streaming()``.
+
+They save a model first and its optimizer later, by two functions. A state is saved when both are known, or both are
+saved by accelerate. Folders that accelerate wrote are loaded by accelerate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, UnsupportedError
+from ..loading.into import load_into
+from ..scope import active_configs
+from ..seams.wrappers import is_fsdp2, optimizers_of
+from .callers import Caller, current, is_on, name_state, state_in
+from .engine_hooks import say_refused
+from .load import load_state
+from .save import save_state
+
+
+__all__ = ["REPLACEMENTS"]
+
+
+def _save_model(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    model: Any,
+    folder: Any,
+    number: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    save = partial(original, plugin, accelerator, model, folder, number, *args, **kwargs)
+    caller = current()
+    if caller is None or not is_on() or not is_fsdp2(accelerator) or number >= len(optimizers_of(accelerator)):
+        return save()
+    caller.waiting[number] = save
+    return None
+
+
+def _save_optimizer(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    folder: Any,
+    number: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    caller = current()
+    save_model = None if caller is None else caller.waiting.pop(number, None)
+    if caller is not None and save_model is not None:
+        place = caller.place(Path(folder), number)
+        try:
+            save_state(
+                model,
+                place / caller.apart,
+                optimizer=optimizer,
+                scheduler=caller.scheduler_of(optimizer),
+                batch_size=caller.batch_size,
+                with_weights=not caller.has_weights,
+            )
+        except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
+            say_refused(error, "accelerate")
+            save_model()
+        else:
+            if caller.apart:
+                name_state(place, caller.apart)
+            return None
+    return original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)
+
+
+def _load_model(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    model: Any,
+    folder: Any,
+    number: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    found, caller = _found(accelerator, folder, number)
+    if found is None:
+        return original(plugin, accelerator, model, folder, number, *args, **kwargs)
+    optimizers = optimizers_of(accelerator)
+    if number >= len(optimizers):
+        load_into(model, str(found[0]))
+        return None
+    optimizer = optimizers[number]
+    scheduler = caller.scheduler_of(optimizer)
+    load_state(
+        model,
+        found[0],
+        optimizer=optimizer,
+        scheduler=scheduler,
+        tag=found[1],
+        batch_size=caller.batch_size,
+        with_rng=False,
+    )
+    caller.restored.append(scheduler)
+    return None
+
+
+def _load_optimizer(
+    original: Callable[..., Any],
+    plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: Any,
+    folder: Any,
+    number: int = 0,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    found, _ = _found(accelerator, folder, number)
+    if found is None:  # else it was loaded with the model
+        return original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)
+    return None
+
+
+def _found(accelerator: Any, folder: Any, number: int) -> tuple[tuple[Path, str] | None, Caller]:
+    """The state of ours that is to be loaded, if there is one, and who loads it."""
+    caller = current()
+    if caller is None or not active_configs() or not is_fsdp2(accelerator):
+        return None, Caller()
+    return state_in(caller.place(Path(folder), number)), caller
+
+
+REPLACEMENTS: dict[str, Any] = {
+    "save_fsdp_model": _save_model,
+    "save_fsdp_optimizer": _save_optimizer,
+    "load_fsdp_model": _load_model,
+    "load_fsdp_optimizer": _load_optimizer,
+}
+"""By the names of accelerate's functions."""
