@@ -14,6 +14,7 @@ with atheris.instrument_imports(include=["hf_zero_stream.checkpoint"], enable_lo
     import hf_zero_stream.checkpoint.index_file
     import hf_zero_stream.checkpoint.pickles
     import hf_zero_stream.checkpoint.torch_files
+    import hf_zero_stream.checkpoint.torch_zip
     import hf_zero_stream.checkpoint.untrusted_json  # noqa: F401
 
 from .seeds import CORPUS

@@ -17,7 +17,8 @@ __all__ = ["Format", "Shard", "ShardHeader", "TensorEntry"]
 class TensorEntry(NamedTuple):
     """One tensor of a shard: bytes ``[start, stop)`` of the file, row-major and little-endian.
 
-    `shard` is the position of its shard in :attr:`.index.CheckpointIndex.shards`.
+    `shard` is the position of its shard in :attr:`.index.CheckpointIndex.shards`. Where elements lie in another order,
+    `strides` (in elements, of each dimension) says in which, and the bytes reach from its first element to its last.
     """
 
     name: str
@@ -26,6 +27,7 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+    strides: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

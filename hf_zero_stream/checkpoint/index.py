@@ -14,11 +14,11 @@ from ..sources.local import LocalFiles
 from . import formats, safetensors
 from .format import Format, Shard, ShardHeader, TensorEntry
 from .lazy import LazyTensor, Materialise
-from .nodes import FileTensor, HostTensor, Node
+from .nodes import FileTensor, HostTensor, View
 from .untrusted_json import excerpt
 
 
-__all__ = ["AbsentSlice", "CheckpointIndex", "CheckpointSlice", "checkpoint_slices"]
+__all__ = ["AbsentSlice", "CheckpointIndex", "CheckpointSlice", "checkpoint_slices", "view_of"]
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,15 @@ class CheckpointIndex:
     def from_files(
         cls, paths: Sequence[str | os.PathLike[str]], weight_map: Mapping[str, str] | None = None
     ) -> CheckpointIndex:
-        """Read and check the headers of safetensors files of this host.
+        """Read and check the headers of files of this host.
 
         Raises:
             ReadError: a file is missing or cannot be read.
             CheckpointError: a header is not valid, or two shards hold a tensor and `weight_map` names neither for it.
+            NotAMap: a file of ``torch.save`` holds something else than tensors.
         """
         source = LocalFiles()
-        headers = [safetensors.read_header(source, os.fspath(path)) for path in paths]
+        headers = [formats.read_header(source, os.fspath(path)) for path in paths]
         return cls.from_headers(paths, headers, weight_map)
 
     @classmethod
@@ -121,28 +122,29 @@ def _some(names: Iterable[str]) -> str:
 class CheckpointSlice:
     """One tensor, like ``safetensors.safe_open(...).get_slice``; indexing it gives a :class:`LazyTensor`."""
 
-    __slots__ = ("_materialise", "_node")
+    __slots__ = ("_materialise", "_view")
 
-    def __init__(self, node: Node, materialise: Materialise) -> None:
-        self._node = node
+    def __init__(self, view: View, materialise: Materialise) -> None:
+        self._view = view
         self._materialise = materialise
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        tensor = LazyTensor.whole(self._node, self._materialise)
+        tensor = LazyTensor.of(self._view, self._materialise)
         return tensor if index is Ellipsis else tensor[index]
 
     def get_shape(self) -> list[int]:
-        return list(self._node.sizes)
+        return list(self._view.sizes)
 
     def get_dtype(self) -> str:
-        return safetensors.dtype_name(self._node.dtype)
+        return safetensors.dtype_name(self._view.node.dtype)
 
 
 class AbsentSlice(CheckpointSlice):
     """A tensor that the checkpoint's index promises and no shard holds; `is_wanted` once somebody indexed it."""
 
     def __init__(self) -> None:
-        super().__init__(HostTensor.of(torch.empty(0, dtype=torch.float32)), lambda view: torch.empty(0))
+        nothing = HostTensor.of(torch.empty(0, dtype=torch.float32))
+        super().__init__(View.whole(nothing), lambda view: torch.empty(0))
         self.is_wanted = False
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -154,9 +156,14 @@ def checkpoint_slices(
     index: CheckpointIndex, materialise: Materialise, first_shard: int = 0
 ) -> dict[str, CheckpointSlice]:
     """A state dict of lazy slices of `index`, whose shards are numbered from `first_shard` on."""
-    slices: dict[str, CheckpointSlice] = {}
-    for name, entry in index.tensors.items():
-        if first_shard:
-            entry = entry._replace(shard=entry.shard + first_shard)
-        slices[name] = CheckpointSlice(FileTensor(entry.shape, entry.dtype, entry), materialise)
-    return slices
+    return {name: CheckpointSlice(view_of(entry, first_shard), materialise) for name, entry in index.tensors.items()}
+
+
+def view_of(entry: TensorEntry, first_shard: int = 0) -> View:
+    """The elements of `entry`, whose shards are numbered from `first_shard` on."""
+    if first_shard:
+        entry = entry._replace(shard=entry.shard + first_shard)
+    if entry.strides is None:
+        return View.whole(FileTensor(entry.shape, entry.dtype, entry))
+    span = ((entry.stop - entry.start) // entry.dtype.itemsize,)
+    return View(FileTensor(span, entry.dtype, entry._replace(shape=span, strides=None)), entry.shape, entry.strides)

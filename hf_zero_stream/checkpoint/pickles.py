@@ -68,12 +68,14 @@ class Pickle(NamedTuple):
         size_bytes: of the pickle itself; something else may follow it.
         globals: all that it names, whether or not `root` leads to them.
         calls: likewise.
+        persistents: likewise.
     """
 
     root: Any
     size_bytes: int
     globals: list[Global]
     calls: list[Call]
+    persistents: list[Persistent]
 
 
 class _Mark:
@@ -95,7 +97,7 @@ def read_pickle(data: bytes, what: str, opcodes: AbstractSet[str] | None = None)
                 raise CheckpointError(f"the opcode {opcode.name} is in no such file")
             if opcode.name == "STOP":
                 (root,) = machine.stack
-                return Pickle(root, (position or 0) + 1, machine.globals, machine.calls)
+                return Pickle(root, (position or 0) + 1, machine.globals, machine.calls, machine.persistents)
             machine.step(opcode.name, argument)
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
@@ -111,6 +113,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.globals: list[Global] = []
         self.calls: list[Call] = []
+        self.persistents: list[Persistent] = []
         self._memo: dict[int, Any] = {}
         self._nodes = 0
 
@@ -220,7 +223,8 @@ def _global(machine: _Machine, names: Any) -> None:
 
 
 def _persistent(machine: _Machine, _: Any) -> None:
-    machine.stack.append(Persistent(machine.pop()))
+    machine.persistents.append(Persistent(machine.pop()))
+    machine.stack.append(machine.persistents[-1])
 
 
 def _dict(machine: _Machine, _: Any) -> None:

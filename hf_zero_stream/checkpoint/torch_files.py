@@ -9,13 +9,10 @@ Rank 0 turns the description into a header like that of a safetensors file, with
 
 from __future__ import annotations
 
-import io
 import json
-import struct
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,16 +21,12 @@ from ..sources.base import ByteSource, ReadableFile
 from .format import Shard, ShardHeader, TensorEntry
 from .nodes import row_major_strides
 from .pickles import Call, Global, Persistent, Pickle, read_pickle
-from .safetensors import dtype_name, parse_entry
-from .untrusted_json import parse_object
+from .safetensors import MAX_DIMENSIONS, dtype_name, parse_entry
+from .torch_zip import MOST_READ, OPCODES, SIGNATURE, NotAMap, Storage, read_zip
+from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["parse_header", "read_header", "why_not"]
-
-_ZIP = b"PK\x03\x04"
-_LOCAL_HEADER = 30  # bytes, and then the name and an extra field, whose lengths are its last two numbers
-_MOST_READ = 512 * 2**20
-"""Of anything but storages, at once."""
+__all__ = ["NotAMap", "parse_header", "read_header", "why_not"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
@@ -56,18 +49,6 @@ _REBUILD_PARAMETER = Global("torch._utils", "_rebuild_parameter")
 _ORDERED = Global("collections", "OrderedDict")
 _KNOWN = {_REBUILD, _REBUILD_PARAMETER, _ORDERED, *(Global("torch", name) for name in _STORAGES)}
 
-_OPCODES = {
-    *("PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "BUILD", "BINPERSID", "NONE", "NEWTRUE", "NEWFALSE"),
-    *("BININT", "BININT1", "BININT2", "BINFLOAT", "LONG1", "BINUNICODE", "SHORT_BINSTRING"),
-    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "EMPTY_SET", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
-    *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"),
-}
-"""Of ``torch/_weights_only_unpickler.py``: those that torch itself writes."""
-
-
-class NotAMap(Exception):
-    """A sound file, as far as was seen, whose tensors are not plain ranges of bytes; the message says why."""
-
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
     """See :meth:`.format.Format.read_header`; raises :class:`NotAMap` too."""
@@ -75,6 +56,8 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
         with source.open_file(path) as file:
             tensors = _tensors(file, path)
             return ShardHeader(file.size_bytes, json.dumps(tensors).encode())
+    except NotAMap as reason:
+        raise NotAMap(f"{path}: {reason}") from reason
     except OSError as error:
         raise ReadError(
             f"{path}: cannot read what torch.save wrote: {error.strerror or error}. Check that the file exists on "
@@ -88,14 +71,14 @@ def why_not(source: ByteSource, paths: Sequence[str]) -> str:
         try:
             read_header(source, path)
         except NotAMap as reason:
-            return f"{path}: {reason}"
+            return str(reason)
     return ""
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
     """See :meth:`.format.Format.parse_header`; tensors may share bytes."""
     fields = parse_object(header.text, f"{path}: header")
-    entries = [parse_entry(path, number, 0, name, field) for name, field in fields.items()]
+    entries = [_entry(path, number, name, field) for name, field in fields.items()]
     for entry in entries:
         if entry.stop > header.size_bytes:
             raise CheckpointError(
@@ -105,22 +88,25 @@ def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, li
     return Shard(path, header.size_bytes, {}), entries
 
 
-class _Storage(NamedTuple):
-    """Bytes ``[start, stop)`` of the file."""
-
-    start: int
-    stop: int
+def _entry(path: str, number: int, name: str, field: dict[str, Any]) -> TensorEntry:
+    """An entry of a field of a header, which another rank of ours has made and checked."""
+    if (strides := field.pop("strides", None)) is None:
+        return parse_entry(path, number, 0, name, field)
+    shape, span = field["shape"], field.pop("span")
+    return parse_entry(path, number, 0, name, {**field, "shape": [span]})._replace(
+        shape=tuple(shape), strides=tuple(strides)
+    )
 
 
 def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
     """The tensors of a file, as fields of a header."""
-    is_zip = file.read(0, len(_ZIP)) == _ZIP
-    pickle, storages = (_read_zip if is_zip else _read_legacy)(file, path)
+    is_zip = file.read(0, len(SIGNATURE)) == SIGNATURE
+    pickle, storages = (read_zip if is_zip else _read_legacy)(file, path)
     strange = next((each for each in pickle.globals if each not in _KNOWN), None)
     if strange is not None:
         raise NotAMap(f"it names {strange}")
-    for call in pickle.calls:
-        _check_call(path, call, storages)
+    _dtypes(pickle.persistents, 5 if is_zip else 6)
+    _check_storages(path, pickle.persistents, storages)
     root = pickle.root
     if isinstance(root, Call) and root.function == _ORDERED:
         root = dict(root.entries)
@@ -131,10 +117,40 @@ def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: expected names of tensors, found a {type(name).__name__} among them.")
         found[name] = _field(path, name, value, storages)
+    for call in pickle.calls:
+        _check_call(path, call, storages)
     return found
 
 
-def _check_call(path: str, call: Call, storages: Mapping[str, _Storage]) -> None:
+def _dtypes(persistents: Iterable[Persistent], length: int) -> dict[str, torch.dtype]:
+    """The dtype of each storage, by its key; each must be named as torch names them, by this many fields."""
+    dtypes: dict[str, torch.dtype] = {}
+    for persistent in persistents:
+        match persistent.id:
+            case ("storage", Global("torch", name), str() as key, str(), _, *view) if (
+                name in _STORAGES and len(persistent.id) == length and view in ([], [None])
+            ):
+                if dtypes.setdefault(key, _STORAGES[name]) != _STORAGES[name]:
+                    raise NotAMap(f"its storage {key} has two dtypes")  # torch makes it once, of the first
+            case _:
+                raise NotAMap("it has a storage of an unknown kind")
+    return dtypes
+
+
+def _check_storages(path: str, persistents: Iterable[Persistent], storages: Mapping[str, Storage]) -> None:
+    """Check that every storage that is named has the announced size, whether or not a tensor is made of it."""
+    for persistent in persistents:
+        _, storage_class, key, _, numel, *_ = persistent.id
+        place, dtype = storages.get(key), _STORAGES[storage_class.name]
+        if type(numel) is not int or place is None or place.stop - place.start != numel * dtype.itemsize:
+            held = "no storage" if place is None else f"{place.stop - place.start} bytes"
+            raise CheckpointError(
+                f"{path}: expected {excerpt(numel)} elements of {dtype} in storage {excerpt(key)}, found {held}. The "
+                "file is damaged; save it again."
+            )
+
+
+def _check_call(path: str, call: Call, storages: Mapping[str, Storage]) -> None:
     """What torch would call must be what it calls in every file, also where no tensor of ours comes of it."""
     sets_state = call.state is not None or call.members or call.entries
     if call.function == _ORDERED and not call.arguments and isinstance(call.state, (dict, type(None))):
@@ -149,7 +165,7 @@ def _check_call(path: str, call: Call, storages: Mapping[str, _Storage]) -> None
     raise NotAMap(f"it makes something else than a tensor ({call.function})")
 
 
-def _field(path: str, name: str, value: Any, storages: Mapping[str, _Storage]) -> dict[str, Any]:
+def _field(path: str, name: str, value: Any, storages: Mapping[str, Storage]) -> dict[str, Any]:
     """A tensor as a field of a header; checks that it lies in its storage."""
     if isinstance(value, Call) and value.function == _REBUILD_PARAMETER and value.arguments:
         value = value.arguments[0]
@@ -159,166 +175,42 @@ def _field(path: str, name: str, value: Any, storages: Mapping[str, _Storage]) -
     storage, offset, shape, strides, requires_grad, hooks = value.arguments
     if not isinstance(requires_grad, bool) or not isinstance(hooks, Call) or hooks.function != _ORDERED:
         raise NotAMap(f"{name} is no plain tensor")
-    if not isinstance(storage, Persistent) or not isinstance(storage.id, tuple) or len(storage.id) < 5:
+    if not isinstance(storage, Persistent):
         raise NotAMap(f"{name} has no plain storage")
-    kind, storage_class, key, _, numel, *view = storage.id
-    dtype = _STORAGES.get(getattr(storage_class, "name", ""))
-    if kind != "storage" or dtype is None or getattr(storage_class, "module", "") != "torch" or any(view):
-        raise NotAMap(f"{name} has a storage of an unknown kind ({storage_class})")
-    numbers = [offset, numel, *shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
-    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers) or len(shape) != len(strides):
+    _, storage_class, key, _, numel, *_ = storage.id  # which has been checked
+    dtype = _STORAGES[storage_class.name]
+    numbers = [offset, *shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
+    # Bounded before any sizes are multiplied.
+    are_sizes = len(numbers) <= 1 + 2 * MAX_DIMENSIONS and all(
+        type(number) is int and 0 <= number < 2**63 for number in numbers
+    )
+    if not are_sizes or len(shape) != len(strides):
         raise CheckpointError(f"{path}: tensor {name!r}: expected sizes, strides and an offset, found {numbers[:8]}.")
-    place = storages.get(str(key))
-    if place is None or place.stop - place.start != numel * dtype.itemsize:
-        held = "no storage" if place is None else f"{place.stop - place.start} bytes"
-        raise CheckpointError(
-            f"{path}: tensor {name!r}: expected {numel} elements of {dtype} in storage {key!r}, found {held}. The "
-            "file is damaged; save it again."
-        )
+    place = storages[key]
     count = prod(shape)
-    if count:
-        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if last >= numel:
-            raise CheckpointError(
-                f"{path}: tensor {name!r}: element {last} lies beyond its storage, which has {numel} elements."
-            )
-        expected = row_major_strides(shape)
-        if any(size > 1 and mine != its for size, mine, its in zip(shape, strides, expected, strict=True)):
-            raise NotAMap(f"{name} is not stored row by row")
-    start = place.start + offset * dtype.itemsize if count else place.start
-    return {
+    field: dict[str, Any] = {
         "dtype": dtype_name(dtype),
         "shape": list(shape),
-        "data_offsets": [start, start + count * dtype.itemsize],
+        "data_offsets": [place.start, place.start],
     }
-
-
-# ----------------------------------------------------------------------------------------------------------------- zip
-
-
-class _Bytes(io.RawIOBase):
-    """A file of a source, for ``zipfile``."""
-
-    def __init__(self, file: ReadableFile) -> None:
-        self._file, self._position = file, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size_bytes}[whence]
-        if base + offset < 0:
-            raise zipfile.BadZipFile("a position before the beginning of the file")
-        self._position = base + offset
-        return self._position
-
-    def read(self, size: int = -1) -> bytes:
-        left = max(0, self._file.size_bytes - self._position)
-        wanted = left if size < 0 else min(size, left)
-        if wanted > _MOST_READ:
-            raise zipfile.BadZipFile(f"{wanted} bytes of something that is no tensor")
-        data = self._file.read(self._position, wanted)
-        self._position += len(data)
-        return data
-
-
-def _read_zip(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, _Storage]]:
-    count = _checked_count(file, path)
-    try:
-        with zipfile.ZipFile(_Bytes(file)) as archive:
-            if len(archive.infolist()) != count:
-                raise CheckpointError(f"{path}: expected {count} members, found {len(archive.infolist())}.")
-            places = _places(file, path, archive.infolist())
-            pickles = [name for name in places if name.endswith("/data.pkl")]
-            if len(pickles) != 1:
-                raise CheckpointError(f"{path}: expected one data.pkl in the archive, found {len(pickles)}.")
-            description = archive.read(pickles[0])  # which compares its checksum
-    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
-        raise CheckpointError(f"{path}: this is no sound zip archive of torch.save: {error}") from error
-    prefix = pickles[0].removesuffix("data.pkl")
-    if f"{prefix}constants.pkl" in places:
-        raise NotAMap("it is a TorchScript archive")
-    order = places.get(f"{prefix}byteorder")
-    if order is not None and file.read(order.start, min(8, order.stop - order.start)) != b"little":
-        raise CheckpointError(f"{path}: byteorder: expected 'little'. Save it again on a little-endian machine.")
-    pickle = read_pickle(description, f"{path}: data.pkl", _OPCODES)
-    data = f"{prefix}data/"
-    return pickle, {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
-
-
-def _checked_count(file: ReadableFile, path: str) -> int:
-    """How many members there are, if the directory is where torch looks for it: ``zipfile`` looks elsewhere, too.
-
-    After the directory come one record, or three where numbers have 64 bits (APPNOTE.TXT of PKWARE, 4.3.14 to 4.3.16).
-    """
-    stop = file.size_bytes - _END.size
-    end = _unpacked(_END, file, stop)
-    if end[0] == b"PK\5\6" and end[1:3] == (0, 0) and end[3] == end[4] and end[7] == 0:
-        begin, count = end[5] + end[6], end[4]
-        locator = _unpacked(_LOCATOR, file, stop - _LOCATOR.size)
-        if locator[0] == b"PK\6\7":
-            stop -= _LOCATOR.size + _END_64.size
-            last = _unpacked(_END_64, file, stop)
-            is_sound = last[:2] == (b"PK\6\6", _END_64.size - 12) and last[4:6] == (0, 0) and last[6] == last[7]
-            begin, count = last[8] + last[9] if is_sound and locator[1:] == (0, stop, 1) else -1, last[7]
-        if begin == stop:
-            return int(count)
-    raise CheckpointError(f"{path}: this is no sound zip archive of torch.save: it was cut, or has another end.")
-
-
-_END = struct.Struct("<4s4H2IH")  # signature, disks, entries here and in all, size and offset, length of a comment
-_LOCATOR = struct.Struct("<4sIQI")  # signature, disk, where the next is, disks
-_END_64 = struct.Struct("<4sQ2H2I4Q")  # signature, length, versions, disks, entries here and in all, size and offset
-
-
-def _unpacked(record: struct.Struct, file: ReadableFile, start: int) -> tuple[Any, ...]:
-    """A record at this place, of zeros where the file has none."""
-    data = file.read(start, record.size) if start >= 0 else b""
-    return record.unpack(data.ljust(record.size, b"\0"))
-
-
-def _places(file: ReadableFile, path: str, members: Sequence[zipfile.ZipInfo]) -> dict[str, _Storage]:
-    """Where the bytes of each member lie; raises a CheckpointError unless each has its own, as they are."""
-    places: dict[str, _Storage] = {}
-    end = 0
-    for member in sorted(members, key=lambda member: member.header_offset):
-        name, size = member.filename, member.file_size
-        is_plain = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & 1 and not member.volume
-        if not is_plain or size != member.compress_size:
-            raise CheckpointError(f"{path}: {name!r}: expected bytes as they are, found compressed or encrypted ones.")
-        if not end <= member.header_offset < file.size_bytes:
-            raise CheckpointError(f"{path}: {name!r}: it overlaps another member, or lies beyond the end of the file.")
-        header = file.read(member.header_offset, _LOCAL_HEADER)
-        if len(header) < _LOCAL_HEADER or not header.startswith(_ZIP):
-            raise CheckpointError(f"{path}: {name!r}: expected a header of its own at byte {member.header_offset}.")
-        start = (
-            member.header_offset
-            + _LOCAL_HEADER
-            + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+    if not count:
+        return field
+    last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    if last >= numel:
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: element {last} lies beyond its storage, which has {numel} elements."
         )
-        end = start + size
-        if end > file.size_bytes or name in places:
-            raise CheckpointError(f"{path}: {name!r}: it lies beyond the end of the file, or is there twice.")
-        places[name] = _Storage(start, end)
-    return places
+    field["data_offsets"] = [place.start + number * dtype.itemsize for number in (offset, last + 1)]
+    expected = row_major_strides(shape)
+    if any(size > 1 and mine != its for size, mine, its in zip(shape, strides, expected, strict=True)):
+        span = last + 1 - offset
+        if count > span:
+            raise NotAMap(f"{name} has more elements than it stores")  # a file of any size may say any number
+        field |= {"strides": list(strides), "span": span}
+    return field
 
 
-def _read(file: ReadableFile, path: str, start: int, stop: int) -> bytes:
-    if stop - start > _MOST_READ:
-        raise CheckpointError(f"{path}: expected a description of at most {_MOST_READ} bytes; got {stop - start}")
-    return file.read(start, stop - start)
-
-
-# -------------------------------------------------------------------------------------------------------------- legacy
-
-
-def _read_legacy(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, _Storage]]:
+def _read_legacy(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Storage]]:
     """Five pickles: a number, a version, the machine, the tensors, the storages' keys in order."""
     position = 0
     found: list[Pickle] = []
@@ -333,14 +225,14 @@ def _read_legacy(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, _Stor
         raise CheckpointError(f"{path}: expected little-endian values. Save it again on a little-endian machine.")
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise CheckpointError(f"{path}: expected the keys of its storages.")
-    itemsizes = _itemsizes(tensors.calls)
-    storages: dict[str, _Storage] = {}
+    dtypes = _dtypes(tensors.persistents, 6)
+    storages: dict[str, Storage] = {}
     for key in keys:
         numel = int.from_bytes(file.read(position, 8), "little")
-        if key not in itemsizes:
+        if key not in dtypes:
             raise NotAMap(f"its storage {key} is of an unknown kind")
         position += 8
-        storages[key] = _Storage(position, position + numel * itemsizes[key])
+        storages[key] = Storage(position, position + numel * dtypes[key].itemsize)
         position = storages[key].stop
         if position > file.size_bytes:
             raise CheckpointError(f"{path}: storage {key!r}: it lies beyond the end of the file.")
@@ -353,18 +245,14 @@ def _next_pickle(file: ReadableFile, path: str, what: str, start: int) -> Pickle
     while True:
         data = _read(file, path, start, min(file.size_bytes, start + length))
         try:
-            return read_pickle(data, f"{path}: {what}", _OPCODES)
+            return read_pickle(data, f"{path}: {what}", OPCODES)
         except CheckpointError:
-            if len(data) < length or length >= _MOST_READ:
+            if len(data) < length or length >= MOST_READ:
                 raise
             length *= 4
 
 
-def _itemsizes(calls: Iterable[Call]) -> dict[str, int]:
-    """The size of the elements of each storage that tensors are made of."""
-    found: dict[str, int] = {}
-    for call in calls:
-        match call.arguments:
-            case (Persistent(id=(_, Global(module="torch", name=name), str() as key, *_)), *_) if name in _STORAGES:
-                found[key] = _STORAGES[name].itemsize
-    return found
+def _read(file: ReadableFile, path: str, start: int, stop: int) -> bytes:
+    if stop - start > MOST_READ:
+        raise CheckpointError(f"{path}: expected a description of at most {MOST_READ} bytes; got {stop - start}")
+    return file.read(start, stop - start)

@@ -18,7 +18,7 @@ from torch import nn
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import HostTensor, Leaf
+from ..checkpoint.nodes import HostTensor, Leaf, View
 from ..checkpoint.without_values import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
@@ -180,7 +180,7 @@ class Load:
         self._index, self.absent = None, {}
         materialise = self.checkpoint.materialise
         return tensors | {
-            name: CheckpointSlice(HostTensor.of(tensor), materialise)
+            name: CheckpointSlice(View.whole(HostTensor.of(tensor)), materialise)
             for name, tensor in tensors.items()
             if not _is_extra_state(name)
         }
