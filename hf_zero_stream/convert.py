@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,10 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from .checkpoint.index import CheckpointIndex, checkpoint_slices
-from .checkpoint.nodes import View
+from .checkpoint.contents import Contents, contents_of
+from .checkpoint.lazy import LazyTensor
+from .checkpoint.nodes import Copy, FileTensor, View
 from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
-from .checkpoint.soundness import shards_of
 from .config import StreamingConfig
 from .destinations.base import Batch, Item
 from .engine.opened import OpenCheckpoint
@@ -70,7 +70,8 @@ def convert(
     """Write the checkpoint in folder `source` into folder `destination`, in bounded memory.
 
     Args:
-        source: a folder with safetensors shards; it may be `destination`.
+        source: a folder with safetensors shards or with files of ``torch.save`` (``pytorch_model.bin``), or one such
+            file; it may be `destination`.
         dtype: of the floating-point tensors; default: each keeps its own.
         max_shard_size: in bytes, or as in ``"5GB"``.
         layout: names and layouts of tensors: the ``"same"``; those of the ``"hub"``, as ``save_pretrained`` writes
@@ -80,28 +81,26 @@ def convert(
     Raises:
         CheckpointError, ReadError: `source` is not a sound checkpoint.
         SaveError: `destination` cannot be written to; what was there before is still there.
-        UnsupportedError: the checkpoint is quantised, and another dtype would make it something else.
+        UnsupportedError: the checkpoint is quantised, and another dtype would make it something else; or what
+            ``torch.save`` wrote is no map of names to plain tensors.
     """
     if layout not in ("same", "hub", "model"):
         raise ConfigError(f'layout: expected "same", "hub" or "model"; got {layout!r}')
     source = Path(source)
-    paths, weight_map = shards_of(source)
-    index = CheckpointIndex.from_files(paths, weight_map)
-    index.refuse_absent(index.absent)  # the copy would not even say that they are lost
-    for note in index.notes:
+    contents = contents_of(source)
+    for note in contents.notes:
         logger.warning("%s: %s", source, note)
     if dtype is not None:
-        _refuse_quantised(source, index)
+        _refuse_quantised(source, contents)
     memory = AnonymousMemory()
     checkpoint = OpenCheckpoint(StreamingConfig(progress=progress), Coordinator(0, 1, alone=True))
-    checkpoint.add(index.shards)
     publication = Publication.begin(Path(destination))
     try:
         with closing(checkpoint), memory:
             folder = publication.temporary
             _copy_other_files(source, folder, dtype)
             if layout == "same":
-                noted = _split(index, checkpoint, folder, dtype, max_shard_size)
+                noted = _split(contents, checkpoint, folder, dtype, max_shard_size)
             else:
                 how: dict[str, Any] = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
                 noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, **how)
@@ -126,10 +125,11 @@ def convert(
     )
 
 
-def _refuse_quantised(source: Path, index: CheckpointIndex) -> None:
+def _refuse_quantised(source: Path, contents: Contents) -> None:
     config = source / "config.json"
     quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
-    small = [name for name, it in index.tensors.items() if it.dtype.itemsize == 1 and it.dtype.is_floating_point]
+    dtypes = {name: view.node.dtype for name, view in contents.views.items()}
+    small = [name for name, dtype in dtypes.items() if dtype.itemsize == 1 and dtype.is_floating_point]
     if quantised or small:
         found = f"tensor {small[0]!r}" if small else "its config has a quantization_config"
         raise UnsupportedError(
@@ -140,7 +140,7 @@ def _refuse_quantised(source: Path, index: CheckpointIndex) -> None:
 
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
     """Copy config, tokenizer, code, licence: everything but weights."""
-    for path in sorted(source.iterdir()):
+    for path in sorted(source.iterdir()) if source.is_dir() else ():
         if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
     if dtype is not None and (folder / "config.json").exists():
@@ -148,18 +148,18 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
 
 
 def _split(
-    index: CheckpointIndex, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, shard_size: int | str
+    contents: Contents, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, shard_size: int | str
 ) -> list[NotedShard]:
     """The same tensors, in order of the source's files."""
-    slices = checkpoint_slices(index, checkpoint.materialise)
-    tensors = {name: in_dtype(piece[...], dtype) for name, piece in slices.items()}
+    checkpoint.add(contents.shards)
+    lazy = {name: LazyTensor.of(view, checkpoint.materialise) for name, view in contents.views.items()}
+    tensors = {name: in_dtype(tensor, dtype) for name, tensor in lazy.items()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_size)
     if split.is_sharded:
         content = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    metadata = index.shards[0].metadata if index.shards else {}
     return [
-        NotedShard(name, {tensor: tensors[tensor] for tensor in names}, metadata)
+        NotedShard(name, {tensor: tensors[tensor] for tensor in names}, contents.metadata)
         for name, names in split.filename_to_tensors.items()
     ]
 
@@ -179,9 +179,31 @@ def _laid_out(
             "not all of the model. Keep its layout, or load and save the model."
         )
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = tied | _stored_once(parameters, model.all_tied_weights_keys)
     state_dict = {name: in_dtype(value, dtype) for name, value in model.state_dict().items() if name not in tied}
     count = sum(param.numel() for name, param in parameters.items() if name not in tied)
     return lay_out_pretrained(model, folder, state_dict, parameters, count, dtype, **how)
+
+
+def _stored_once(parameters: Mapping[str, torch.Tensor], ties: Mapping[str, str]) -> set[str]:
+    """Tied parameters that lie in the same bytes as what they are tied to, as ``torch.save`` writes them."""
+    views = {name: value.view_of_node for name, value in parameters.items() if isinstance(value, LazyTensor)}
+    return {
+        name
+        for name, source in ties.items()
+        if name in views and source in views and _are_same_bytes(views[name], views[source])
+    }
+
+
+def _are_same_bytes(first: View, second: View) -> bool:
+    if (first.sizes, first.strides, first.offset) != (second.sizes, second.strides, second.offset):
+        return False
+    match first.node, second.node:
+        case FileTensor(entry=entry), FileTensor(entry=other):
+            return entry._replace(name="") == other._replace(name="")
+        case Copy(), Copy():
+            return first.node.dtype == second.node.dtype and _are_same_bytes(first.node.source, second.node.source)
+    return False
 
 
 Piece = tuple[int, int, Target, View]

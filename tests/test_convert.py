@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -81,6 +83,78 @@ def test_same_layout(zoo_checkpoint: Callable[..., Path], tmp_path: Path, size: 
                 assert name in shard.keys()
     else:
         assert done.files == ("model.safetensors",)
+
+
+def pickled(source: Path, folder: Path, shards: int, zipped: bool = True) -> dict[str, torch.Tensor]:
+    """The checkpoint `source` as files of ``torch.save`` in `folder`; its values, some of them in other strides."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    values = {name: value.clone().t().contiguous().t() for name, value in tensors(source).items() if value.dim() == 2}
+    values = {**tensors(source), **values}
+    if "lm_head.weight" in values:
+        values["tied to lm_head.weight"] = values["lm_head.weight"]
+    names = sorted(values)
+    files = [f"pytorch_model-{number + 1:05}-of-{shards:05}.bin" for number in range(shards)]
+    if shards == 1:
+        files = ["pytorch_model.bin"]
+    else:
+        weight_map = {name: files[number % shards] for number, name in enumerate(names)}
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for number, file in enumerate(files):
+        part = {name: values[name] for name in names[number::shards]}
+        torch.save(part, folder / file, _use_new_zipfile_serialization=zipped)
+    return values
+
+
+@pytest.mark.parametrize(("shards", "zipped"), [(1, True), (1, False), (3, True), (3, False)])
+def test_files_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path, shards: int, zipped: bool) -> None:
+    values = pickled(zoo_checkpoint("qwen3_moe", BF16), tmp_path / "bin", shards, zipped)
+    done = convert(tmp_path / "bin", tmp_path / "ours", max_shard_size="40KB")
+    found = tensors(tmp_path / "ours")
+    assert found.keys() == values.keys() and all(torch.equal(found[name], values[name]) for name in values)
+    assert done.bytes_written == sum(value.nbytes for value in values.values())
+    assert not list((tmp_path / "ours").glob("*.bin*")) and (tmp_path / "ours" / "config.json").exists()
+    with safe_open(tmp_path / "ours" / done.files[0], "pt") as shard:
+        assert shard.metadata() == {"format": "pt"}
+    if shards == 1:
+        convert(tmp_path / "bin" / "pytorch_model.bin", tmp_path / "file", dtype=FP32)
+        assert all(torch.equal(value, values[name].float()) for name, value in tensors(tmp_path / "file").items())
+
+
+def test_layouts_of_tied_weights_of_torch_save(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Two names of one storage, as ``torch.save(model.state_dict())`` writes them."""
+    source = zoo_checkpoint("qwen3", BF16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= model.state_dict().keys()
+    shutil.copytree(source, tmp_path / "bin", ignore=shutil.ignore_patterns("*.safetensors*"))
+    torch.save(model.state_dict(), tmp_path / "bin" / "pytorch_model.bin")
+    for layout in ("same", "hub", "model"):
+        convert(tmp_path / "bin", tmp_path / layout, layout=layout, max_shard_size="1GB")  # type: ignore[arg-type]
+        loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / layout, output_loading_info=True)
+        assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.state_dict().items())
+    model.save_pretrained(tmp_path / "stock", max_shard_size="1GB")
+    assert different(tmp_path / "hub", tmp_path / "stock") == []
+
+
+def test_what_is_refused_of_torch_save(tmp_path: Path) -> None:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    torch.save({"model": {"a": torch.ones(2)}}, folder / "pytorch_model.bin")
+    with pytest.raises(UnsupportedError, match="pytorch_model.bin: model is no plain tensor"):
+        convert(folder, tmp_path / "ours")
+    (folder / "pytorch_model.bin").unlink()
+    torch.save({"a": torch.ones(2)}, folder / "pytorch_model-00001-of-00002.bin")
+    weight_map = dict.fromkeys("ab", "pytorch_model-00001-of-00002.bin")
+    index = folder / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="promises tensor 'b'"):
+        convert(folder, tmp_path / "ours")
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {"a": "../pytorch_model-00001-of-00002.bin"}}))
+    with pytest.raises(CheckpointError, match="'..'"):
+        convert(folder, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
 
 
 def test_in_place(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

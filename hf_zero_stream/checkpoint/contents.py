@@ -1,0 +1,92 @@
+"""What a folder holds: its tensors as views of byte ranges of its files, whatever the format.
+
+To add a format of folders, write a function that returns :class:`Contents`, and call it in :func:`contents_of`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UnsupportedError
+from .format import Shard
+from .index import CheckpointIndex, view_of
+from .index_file import check_files, read_index_file
+from .nodes import View
+from .soundness import INDEX, SINGLE, shards_of
+from .torch_files import NotAMap
+
+
+__all__ = ["Contents", "contents_of", "torch_files_of"]
+
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a checkpoint, none of them read.
+
+    Attributes:
+        format: "safetensors", "torch.save".
+        shards: the files; an entry's ``shard`` counts in them.
+        views: name -> its elements, in the tensor's own shape and dtype.
+        notes: what is odd, and no fault.
+        metadata: for the headers of safetensors files with these tensors.
+    """
+
+    format: str
+    shards: tuple[Shard, ...]
+    views: Mapping[str, View]
+    notes: tuple[str, ...]
+    metadata: Mapping[str, str]
+
+
+def contents_of(path: str | os.PathLike[str]) -> Contents:
+    """The contents of a checkpoint: a folder or a single file of this host, whose headers are read.
+
+    Of a folder with both kinds, the files are those that transformers would load: safetensors go first.
+
+    Raises:
+        ReadError: a file is missing or cannot be read.
+        CheckpointError: the checkpoint is not sound, or lacks a tensor that its index promises.
+        UnsupportedError: its tensors are no ranges of bytes.
+    """
+    pickled = torch_files_of(Path(path))
+    files, weight_map = pickled or shards_of(path)
+    try:
+        index = CheckpointIndex.from_files(files, weight_map)
+    except NotAMap as reason:
+        raise UnsupportedError(
+            f"{reason}. So its tensors are no plain ranges of bytes. Load the checkpoint with from_pretrained, and "
+            "save that as safetensors."
+        ) from reason
+    index.refuse_absent(index.absent)  # who copies the others would not even say that they are lost
+    views = {name: view_of(entry) for name, entry in index.tensors.items()}
+    metadata = {"format": "pt"} if pickled or not index.shards else index.shards[0].metadata
+    return Contents("torch.save" if pickled else "safetensors", index.shards, views, index.notes, metadata)
+
+
+def torch_files_of(path: Path) -> tuple[list[str], dict[str, str] | None] | None:
+    """(files of ``torch.save`` that a load would read, their index's weight map); None if it reads others.
+
+    Raises:
+        CheckpointError: the index is not sound, or one of them is no regular file.
+    """
+    if path.is_file():
+        return ([str(path)], None) if path.suffix in (".bin", ".pt", ".pth") else None
+    if os.path.lexists(path / SINGLE) or os.path.lexists(path / INDEX):
+        return None
+    weight_map: dict[str, str] | None = None
+    if os.path.lexists(path / TORCH_SINGLE):
+        names = [TORCH_SINGLE]
+    elif os.path.lexists(path / TORCH_INDEX):
+        weight_map = read_index_file(path / TORCH_INDEX)["weight_map"]
+        names = sorted(set(weight_map.values()))
+    else:
+        return None
+    files = [str(path / name) for name in names]
+    check_files(files)
+    return files, weight_map
