@@ -76,6 +76,7 @@ PUBLIC = {
         "torch.distributed.tensor",
         "torch.nn",
         "torch.nn.parameter",
+        "torch.optim.lr_scheduler",
         "torch.overrides",
         "torch.utils._pytree",  # private by its name; torch's documentation and libraries around torch use it
     ),
