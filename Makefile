@@ -24,12 +24,13 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test compat sweep fuzz quality style demo bench scale clean
+.PHONY: help system venv test test-all compat sweep fuzz quality style demo bench scale clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
 	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
-	@echo "make test     run the tests (PYTEST_ARGS='-k name' narrows them, WORKERS=0 runs one at a time)"
+	@echo "make test     run what a change must pass (PYTEST_ARGS='-k name' narrows it, WORKERS=0 runs one at a time)"
+	@echo "make test-all run all tests: whole matrices, long trials, every command of the documentation"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
@@ -55,6 +56,9 @@ $(STAMP): pyproject.toml constraints.txt | system
 	touch $@
 
 test: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+
+test-all: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # Modules that DeepSpeed compiles are not shared between versions.

@@ -1,13 +1,18 @@
 """Fixtures that every test may use."""
 
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tests.cluster import ENVIRONMENT, warm_up
 
+
+STARTS_RANKS = {"cluster", "compiler", "async_io"}
+"""Fixtures of tests that start ranks."""
 
 # Before anything imports deepspeed or huggingface_hub in this process.
 for _name, _value in ENVIRONMENT.items():
@@ -19,6 +24,34 @@ import torch  # noqa: E402
 from scripts import system_packages  # noqa: E402
 from scripts.system_packages import ASYNC_IO, COMPILER, HEADERS  # noqa: E402
 from tests.zoo import make_checkpoint  # noqa: E402
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark rows of matrices as slow: ``make test`` runs just so many that each value of each parameter occurs.
+
+    A matrix is a test that starts ranks and has several ``parametrize`` decorators. ``make test-all`` runs it whole.
+    """
+    matrices: dict[str, list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and STARTS_RANKS & set(item.fixturenames):
+            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in matrices.values():
+        random.Random(0).shuffle(rows)  # else the first value of one parameter would meet all values of the others
+        occurred: set[tuple[Any, ...]] = set()
+        for row in rows:
+            values = _values(row)
+            if values <= occurred:
+                row.add_marker(pytest.mark.slow)
+            occurred |= values
+
+
+def _values(row: pytest.Function) -> set[tuple[Any, ...]]:
+    """What each `parametrize` of a row's test gave it: the names, and which objects."""
+    given = row.callspec.params
+    together = [mark.args[0] for mark in row.iter_markers("parametrize")]
+    names = [each.split(",") if isinstance(each, str) else each for each in together]
+    return {tuple((name.strip(), id(given[name.strip()])) for name in each) for each in names}
 
 
 def skip_if_lacking(*needs: system_packages.Need) -> None:
