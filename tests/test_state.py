@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.training_state import (
     frozen_embeddings,
     resume_all,
     resume_and_save,
+    resume_and_save_all,
     resume_plain,
     state_config,
     train_and_save,
@@ -28,6 +30,13 @@ from tests.training_state import (
 Checkpoint = Callable[..., Path]
 
 CPU_ADAM = {"offload_optimizer": {"device": "cpu"}}
+
+
+def optimizer(name: str, **params: Any) -> dict[str, Any]:
+    """Another one of torch's in a DeepSpeed config."""
+    return {"optimizer": {"type": name, "params": {"lr": 1e-2, **params}}}
+
+
 HOMES: dict[str, tuple[dict[str, Any], Prepare]] = {
     "stage 3": (state_config(3), all_in_one_group),
     "stage 2": (state_config(2), all_in_one_group),
@@ -39,6 +48,8 @@ HOMES: dict[str, tuple[dict[str, Any], Prepare]] = {
     "frozen": (state_config(3), frozen_embeddings),
     "frozen, stage 1": (state_config(1), frozen_embeddings),
     "offload": (state_config(3, **CPU_ADAM, offload_param={"device": "cpu"}), all_in_one_group),
+    "SGD": (state_config(3) | optimizer("SGD", momentum=0.9), all_in_one_group),
+    "RMSprop, stage 2": (state_config(2) | optimizer("RMSprop", momentum=0.9), all_in_one_group),
     "hpz": (state_config(3, zero_hpz_partition_size=2), all_in_one_group),
 }
 
@@ -52,9 +63,11 @@ def test_losses_equal_deepspeeds_own_resume(cluster: None, zoo_checkpoint: Check
         assert found == {"ours": losses, "stock": losses}, name
 
 
-def same_state(first: Path, second: Path) -> list[str]:
-    """Names of the files of weights and elementwise states that differ between two folders of ``save_state``."""
-    return [name for name in different(first, second) if name.endswith(".safetensors") and "rng" not in name]
+def different_states(first: Path, second: Path) -> list[str]:
+    """What differs between two folders of ``save_state``: files of weights and elementwise states; steps, options."""
+    files = [name for name in different(first, second) if name.endswith(".safetensors") and "rng" not in name]
+    groups = [json.loads(next(each.glob("*/training_state.json")).read_text())["groups"] for each in (first, second)]
+    return files if groups[0] == groups[1] else [*files, "groups"]
 
 
 @pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, None], ids=["fsdp", "one rank"])
@@ -67,15 +80,23 @@ def test_without_an_engine(
     assert run_ranks(world_size, resume_plain, folder, tmp_path / "state", sizes) == continued
 
 
-def test_other_numbers_of_ranks(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+SIZES = (1, 2, 3, 4)
+
+
+def test_every_number_of_ranks(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Masters, moments and steps that M ranks load are those that N ranks saved: saving them again gives the same."""
-    folder = zoo_checkpoint("llama")
-    config = state_config(3, torch.bfloat16)
-    run_ranks(2, train_and_save, folder, tmp_path, [config], [two_groups])
-    for world_size, stage in ((1, 3), (3, 3), (4, 3), (3, 1), (2, 2)):
-        again = tmp_path / f"again {world_size} {stage}"
-        run_ranks(world_size, resume_and_save, folder, tmp_path / "ours 0", state_config(stage), two_groups, again)
-        assert same_state(tmp_path / "ours 0", again) == []
+    folder, stages = zoo_checkpoint("llama"), {1: [3], 2: [3, 2], 3: [3, 1], 4: [3]}
+    for saved in SIZES:
+        run_ranks(saved, train_and_save, folder, tmp_path / f"{saved}", [state_config(3)], [two_groups])
+    sources = [tmp_path / f"{saved}" / "ours 0" for saved in SIZES]
+    for loaded in SIZES:
+        configs = [state_config(stage) for stage in stages[loaded]]
+        run_ranks(loaded, resume_and_save_all, folder, sources, configs, two_groups, tmp_path / f"by {loaded}")
+        for number, config in enumerate(configs):
+            for source in sources:
+                again = tmp_path / f"by {loaded}" / f"{number} {source.parent.name}"
+                stage = config["zero_optimization"]["stage"]
+                assert different_states(source, again) == [], (source, loaded, stage)
 
 
 def test_between_zero_and_fsdp2(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -85,4 +106,4 @@ def test_between_zero_and_fsdp2(cluster: None, zoo_checkpoint: Checkpoint, tmp_p
     again = tmp_path / "fsdp again"
     losses = run_ranks(2, resume_plain, folder, tmp_path / "zero", {"fsdp_size": 2}, again, False)
     assert losses == train
-    assert same_state(tmp_path / "fsdp", again) == []
+    assert different_states(tmp_path / "fsdp", again) == []

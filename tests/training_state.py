@@ -75,7 +75,9 @@ def train(engine: Any, steps: Sequence[int]) -> list[float]:
     return losses
 
 
-def train_and_save(folder: Path, target: Path, configs: list[dict[str, Any]], prepares: list[Prepare]) -> Any:
+def train_and_save(
+    folder: Path, target: Path, configs: list[dict[str, Any]], prepares: list[Prepare], by_both: bool = True
+) -> Any:
     """Three steps; save by ours and by DeepSpeed; the losses of two more."""
     import hf_zero_stream
 
@@ -84,7 +86,8 @@ def train_and_save(folder: Path, target: Path, configs: list[dict[str, Any]], pr
         engine = engine_of(folder, config, prepare)
         train(engine, range(3))
         hf_zero_stream.save_state(engine, target / f"ours {number}", data={"position": 7})
-        engine.save_checkpoint(str(target / f"stock {number}"))
+        if by_both:
+            engine.save_checkpoint(str(target / f"stock {number}"))
         losses.append(train(engine, (3, 4)))
     return losses
 
@@ -179,6 +182,19 @@ def resume_and_save(
     engine = engine_of(folder, config, prepare)
     hf_zero_stream.load_state(engine, source, with_scheduler=with_scheduler)
     hf_zero_stream.save_state(engine, again, data={"position": 7})
+
+
+def resume_and_save_all(
+    folder: Path, sources: list[Path], configs: list[dict[str, Any]], prepare: Prepare, target: Path
+) -> None:
+    """The same from several states, one after the other, by the engine of each config."""
+    import hf_zero_stream
+
+    for number, config in enumerate(configs):
+        engine = engine_of(folder, config, prepare)
+        for source in sources:
+            hf_zero_stream.load_state(engine, source)
+            hf_zero_stream.save_state(engine, target / f"{number} {source.parent.name}", data={"position": 7})
 
 
 # ---------------------------------------------------------------------------------------------------- by the Trainer

@@ -194,8 +194,17 @@ def _zeros_like(values: torch.Tensor) -> torch.Tensor:
 class SlotMemory(Destination):
     """The elementwise state `key` of slots, which a checkpoint of the same parameters fills."""
 
-    def __init__(self, slots: Sequence[Slot], key: str, device: torch.device, *, hides_zero3: bool) -> None:
-        self.device, self.hides_zero3 = device, hides_zero3
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        key: str,
+        device: torch.device,
+        *,
+        hides_zero3: bool,
+        prepare: Callable[[nn.Module, set[str]], object] = lambda model, missing: None,
+    ) -> None:
+        """`prepare`: gives a lazy model the names of the one that is trained, where these differ."""
+        self.device, self.hides_zero3, self._prepare = device, hides_zero3, prepare
         self._slots, self._key = slots, key
         self._views: Mapping[str, Any] = {}
 
@@ -203,6 +212,7 @@ class SlotMemory(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         """Those that fill the slots; the lazy `model` says what with, and stays as it is."""
+        self._prepare(model, missing)
         self._views = {name: source_of(param) for name, param in model.named_parameters() if name not in missing}
         return self.batches_of(self._key)
 
@@ -226,17 +236,20 @@ class SlotMemory(Destination):
     def _items(self, slot: Slot, key: str) -> Iterator[Item]:
         for member in slot.members:
             start, stop = (0, member.box.numel) if member.is_whole else (member.start, member.stop)
+            view = self._views[member.name]
+            # After `prepare`, there may be nothing but the box.
+            box = None if member.box.is_whole or view.sizes != member.box.shape else member.box
             target = Target(
                 member.name,
                 torch.float32 if slot.is_swapped else slot.flat(key).dtype,
                 stop - start,
                 start,
                 stop,
-                None if member.box.is_whole else member.box,
+                box,
                 is_copy=member.is_whole and member.start > 0,
             )
             memory = partial(_memory, slot, key, member, stop - start)
-            yield Item(target, narrowed(self._views[member.name], member.box), memory)
+            yield Item(target, view if box is None else narrowed(view, box), memory)
 
 
 def _memory(slot: Slot, key: str, member: Member, numel: int) -> torch.Tensor:

@@ -17,12 +17,11 @@ from ..checkpoint.without_values import refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations import fsdp
 from ..destinations.base import Destination
-from ..destinations.deepspeed import original_experts
 from ..destinations.deferred import fill_whole
 from ..destinations.live_shards import LiveShards
 from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
-from ..errors import ConfigError, LoadError, UnsupportedError
+from ..errors import ConfigError, LoadError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -86,21 +85,18 @@ def load_some_into(
     config: StreamingConfig | None,
     strict: bool = True,
     needed: set[str] | None = None,
+    with_masters: bool = True,
     **kwargs: Any,
 ) -> LoadReport:
     """Like :func:`load_into`, but parameters `without` keep the values that they have.
 
-    With `needed`, the parameters that the checkpoint must have, nothing is said about others that it lacks.
+    With `needed`, the parameters that the checkpoint must have, nothing is said about others that it lacks. Without
+    masters, what ZeRO-3 trains in place of parameters keeps its values too.
     """
     with expected_at(LOAD):
         config = replace(StreamingConfig.resolve(config, {}), strict=strict)
         live_model = _inside(model)
         fill_whole(live_model)
-        if original_experts.converted_layers(live_model):
-            raise UnsupportedError(
-                "load_into(model): the model's experts were converted for expert parallelism when it was loaded. Load "
-                "it anew with from_pretrained, or use DeepSpeed's checkpoints (engine.load_checkpoint)."
-            )
         fsdp.reshard(live_model)  # after a forward pass, FSDP2 may have gathered parameters in place of its own
         refuse_wrapped(
             [*((name, local_of(param)) for name, param in live_model.named_parameters()), *live_model.named_buffers()],
@@ -111,7 +107,7 @@ def load_some_into(
         coordinator = Coordinator.of_default_group()
         with coordinator.watched(LOAD), coordinator.reporting():
             finish_saves_into(path, config.read_from, coordinator)
-            destination, dtype = _memory_of(live_model, coordinator, config)
+            destination, dtype = _memory_of(live_model, coordinator, config, with_masters)
             load = Load(config, {}, coordinator, destination)
             arguments = {"dtype": dtype, "config": _plain_config(live_model), **kwargs}
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
@@ -130,7 +126,7 @@ def load_some_into(
 
 
 def _memory_of(
-    model: PreTrainedModel, coordinator: Coordinator, config: StreamingConfig
+    model: PreTrainedModel, coordinator: Coordinator, config: StreamingConfig, with_masters: bool
 ) -> tuple[Destination, torch.dtype]:
     """Where the values of `model` are, and the dtype to load them in, so that none is rounded on the way."""
     if is_sharded(model):
@@ -138,7 +134,7 @@ def _memory_of(
         return shards, shards.widest_dtype
     from ..destinations.deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
 
-    live = LiveModel(model, coordinator, config.staging_bytes)
+    live = LiveModel(model, coordinator, config.staging_bytes, with_masters=with_masters)
     return live, torch.float32 if live.masters else model.dtype
 
 

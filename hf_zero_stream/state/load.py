@@ -107,7 +107,7 @@ def load_state(
     with training.changing():
         make_entries(training.slots, [key for key in record.keys if key != MASTER])
         _load_weights(training, folder, place, record, config)
-        if keys := [key for key in record.keys if key != MASTER]:
+        if keys := [key for key in record.keys if key != MASTER or _swapped(training)]:
             _load_keys(training, place, keys, settings, coordinator)
         rates = _set_rest(training, record)
         for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the learning rate
@@ -144,13 +144,22 @@ def _found(folder: Path, tag: str | None) -> tuple[Path, StateRecord]:
 def _load_weights(
     training: Training, folder: Path, place: Path, record: StateRecord, config: StreamingConfig | None
 ) -> None:
-    """Masters and weights; from the weights' own files what has no master."""
-    has_masters = MASTER in record.keys
-    loaded = {name for group in record.groups for name in group.parameters} if has_masters else set()
-    if any(name not in loaded for name, _ in training.model.named_parameters()) or _has_saved_buffers(training.model):
-        load_some_into(training.live, str(folder), loaded, config=config)
-    if has_masters:
-        load_some_into(training.live, str(place), set(), config=config, strict=False, needed=loaded, variant=MASTER)
+    """Masters in memory, and weights; from the weights' own files what has no master, or one in a swap file."""
+    swapped = _swapped(training)
+    is_apart = MASTER in record.keys
+    in_memory = {name for group in record.groups for name in group.parameters if name not in swapped and is_apart}
+    model = training.model
+    if any(name not in in_memory for name, _ in model.named_parameters()) or _has_saved_buffers(model):
+        load_some_into(training.live, str(folder), in_memory, config=config, with_masters=not swapped)
+    if in_memory:
+        load_some_into(
+            training.live, str(place), swapped, config=config, strict=False, needed=in_memory, variant=MASTER
+        )
+
+
+def _swapped(training: Training) -> set[str]:
+    """The parameters whose masters lie in swap files."""
+    return {member.name for slot in training.slots if slot.is_swapped for member in slot.members}
 
 
 def _has_saved_buffers(model: nn.Module) -> bool:
@@ -166,10 +175,13 @@ def _load_keys(
     with coordinator.watched(LOAD), coordinator.reporting():
         planned: tuple[str, SlotMemory, Load] | None = None
         for key in keys:
-            destination = SlotMemory(training.slots, key, training.device, hides_zero3=hides_zero3)
+            slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
+            destination = SlotMemory(
+                slots, key, training.device, hides_zero3=hides_zero3, prepare=training.prepare_lazy
+            )
             load = Load(settings, {}, coordinator, destination)
             with closing(load), torch.no_grad():
-                if planned is not None:
+                if planned is not None and key != MASTER:
                     first, memory, of_first = planned
                     files = [shard_of_key(path, first, key) for path in of_first.files]
                     are_there = coordinator.broadcast(partial(_exist, files))
@@ -177,7 +189,7 @@ def _load_keys(
                         continue
                 arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
                 load.place(*lazily_loaded(str(place), load, type(training.model), is_quiet=True, **arguments))
-                planned = key, destination, load
+                planned = planned if key == MASTER else (key, destination, load)
 
 
 def _exist(files: Sequence[str]) -> bool:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from torch.optim import lr_scheduler
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from ..errors import ConfigError, UnsupportedError
 from ..seams.wrappers import steps_per_step, unwrapped_scheduler
@@ -21,7 +21,7 @@ __all__ = ["class_of", "recorded", "refuse_other", "restore"]
 
 _PER_STEP = "steps_per_step"
 
-_CLOSED_FORMS = (lr_scheduler.LambdaLR, lr_scheduler.OneCycleLR)
+_CLOSED_FORMS = (LambdaLR, OneCycleLR)
 """Their ``get_lr`` computes from the position alone, as others' ``_get_closed_form_lr`` does."""
 
 

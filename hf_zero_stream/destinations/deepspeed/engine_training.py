@@ -19,6 +19,7 @@ from ..slots import Member, Slot, slots_of_parameters
 from ..training import STEPS, Training
 from . import zero3
 from .masters import ZENFLOW, fragments_of
+from .original_experts import converted_layers
 
 
 __all__ = ["is_engine", "training_of_engine"]
@@ -61,7 +62,15 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         changing=partial(_changing, wrapper),
         batch_size=engine.train_batch_size(),
         device=zero3.local_device(),
+        prepare_lazy=partial(_prepare_lazy, model),
     )
+
+
+def _prepare_lazy(model: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
+    if converted_layers(model):
+        from .experts import convert_like  # needs a DeepSpeed that has them
+
+        convert_like(model, lazy, missing)
 
 
 def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:

@@ -49,7 +49,7 @@ except ImportError as error:
 refuse_unknown_version("deepspeed", _missing, "expert_parallel (AutoEP, from 0.19.8 on)")
 
 
-__all__ = ["convert"]
+__all__ = ["convert", "convert_like"]
 
 
 def convert(
@@ -87,6 +87,39 @@ def convert(
             layer._hf_zero_stream_origin = Origin(spec, of_block)
     if make_groups:
         _PREEMPTION.__enter__()  # for good: nobody says when the model is initialised, or how often
+
+
+def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
+    """Give a `lazy` model, for each layer that was converted in `live`, lazy values under the names that it has there.
+
+    Expert parameters are this rank's, as they are in `live`. Names that are `missing` are not in the checkpoint.
+    """
+    for name, origin in converted_layers(live).items():
+        _refuse_missing(origin.spec, missing)
+        layer, block = live.get_submodule(name), lazy.get_submodule(name)
+        replacement = nn.Module()
+        for path, value in _take_values(block, origin.spec, _Place(layer.ep_size, layer.ep_rank, 0, 1)).items():
+            prefix, _, key = path.rpartition(".")
+            owner, is_param = _submodule(replacement, prefix), path in dict(layer.named_parameters())
+            if is_param:
+                owner.register_parameter(key, nn.Parameter(value.detach(), requires_grad=value.requires_grad))
+            else:
+                owner.register_buffer(key, value)
+        spec = origin.spec
+        kept = (("shared_experts", spec.shared_experts_name), ("shared_experts_gate", spec.shared_experts_gate_name))
+        for theirs, ours in kept:
+            if ours:
+                replacement.add_module(theirs, block.get_submodule(ours))
+        lazy.set_submodule(name, replacement)
+
+
+def _submodule(module: nn.Module, path: str) -> nn.Module:
+    """The module at `path` inside `module`, made if it is not there."""
+    for name in filter(None, path.split(".")):
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    return module
 
 
 class _Place(NamedTuple):

@@ -24,6 +24,7 @@ from ..replicated import exchange_batches
 from . import nvme, zero3
 from .gathered import gathered
 from .masters import ZENFLOW, Master, masters_of
+from .original_experts import converted_layers
 
 
 __all__ = ["LiveModel"]
@@ -36,11 +37,14 @@ refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for
 class LiveModel(Destination):
     """The memory that a model in use has, ZeRO-3's or whole on every rank, and what optimizers train in its place."""
 
-    def __init__(self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int) -> None:
+    def __init__(
+        self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int, *, with_masters: bool = True
+    ) -> None:
+        """Without masters, what ZeRO-3 trains in place of parameters keeps its values: the caller fills it."""
         self.device = zero3.local_device()
         self._model = model
         self._coordinator = coordinator
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, self._with_masters = chunk_bytes, with_masters
         self._loaded: list[Any] = []
         self._in_context: list[Any] = []
         self.hides_zero3 = self.fills_missing = any(map(is_zero_param, model.parameters()))
@@ -61,6 +65,10 @@ class LiveModel(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
+        if converted_layers(self._model):
+            from .experts import convert_like  # needs a DeepSpeed that has them
+
+            convert_like(self._model, model, missing)
         parameters, buffers, repeated = live_sources(self._model, model, missing)
         if repeated:
             raise LoadError(
@@ -74,7 +82,7 @@ class LiveModel(Destination):
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), when everything is read
         for name, (param, view) in parameters.items():
             if is_zero_param(param):
-                master = _master_partition(param)
+                master = _master_partition(param) if self._with_masters else None
                 target = Target(name, param.dtype if master is None else master.dtype, *zero3.own_range(param))
                 if master is not None:
                     direct.append(item_of(target, view, master))
