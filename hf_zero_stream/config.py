@@ -101,6 +101,13 @@ class StreamingConfig:
     leaves such loads to transformers.
     """
 
+    keep_quantized: bool = True
+    """Under ZeRO-3, keep a quantised checkpoint's weights as they are in the file: frozen, partitioned, packed bytes.
+
+    They are dequantised in the forward pass, and adapters (PEFT) train beside them; see docs/quantised.md for the
+    formats. A `quantization_config` with `dequantize=True` counts more. False dequantises where transformers would.
+    """
+
     replicas_on: Literal["cpu", "device"] = "cpu"
     """Where a load that shares reads puts parameters: `"cpu"`, as stock, or `"device"`, on which this rank trains.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -189,11 +189,15 @@ def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterab
 
 @dataclass(frozen=True)
 class NotedShard:
-    """What transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header."""
+    """What transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header.
+
+    Of those in `packed`, the lazy tensor is the flat bytes of a tensor with the dtype and shape of the entry.
+    """
 
     name: str
     tensors: Mapping[str, torch.Tensor]
     metadata: Mapping[str, str]
+    packed: Mapping[str, TensorEntry] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,10 @@ class ShardToWrite:
 def lay_out_shard(noted: NotedShard) -> ShardToWrite:
     """A file with the header that ``safetensors.torch.save_file`` would write, from names, dtypes and shapes alone."""
     # The library writes a header for tensors without elements; sizes and offsets are then filled in.
-    empty = {tensor.dtype: torch.empty(0, dtype=tensor.dtype) for tensor in noted.tensors.values()}
+    as_written: dict[str, TensorEntry | torch.Tensor] = {**noted.tensors, **noted.packed}
+    empty = {each.dtype: torch.empty(0, dtype=each.dtype) for each in as_written.values()}
     without_elements = save(
-        {name: empty[tensor.dtype] for name, tensor in noted.tensors.items()}, dict(noted.metadata) or None
+        {name: empty[each.dtype] for name, each in as_written.items()}, dict(noted.metadata) or None
     )
     fields = json.loads(without_elements[8:])
     starts: dict[str, int] = {}
@@ -225,7 +230,7 @@ def lay_out_shard(noted: NotedShard) -> ShardToWrite:
         views[name] = tensor.view_of_node if isinstance(tensor, LazyTensor) else View.whole(HostTensor.of(tensor))
         starts[name] = stop
         stop += tensor.nbytes
-        field["shape"], field["data_offsets"] = list(tensor.shape), [starts[name], stop]
+        field["shape"], field["data_offsets"] = list(as_written[name].shape), [starts[name], stop]
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     header = len(text).to_bytes(8, "little") + text

@@ -135,6 +135,9 @@ class Destination(Protocol):
     takes_dtensors: bool = False
     """Whether transformers may shard the model before it is loaded, so that parameters are DTensors."""
 
+    takes_packed: bool = False
+    """Whether parameters may be frozen bytes, which the model dequantises in its forward pass (see ``packed/``)."""
+
     fills_missing: bool = False
     """Whether parameters that no checkpoint fills get their memory here; if not, transformers makes it."""
 
@@ -146,6 +149,10 @@ class Destination(Protocol):
 
     recast: Sequence[str] = ()
     """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""
+
+    def refuse_packed(self) -> None:
+        """Raise an UnsupportedError if something that was asked for does not go with frozen parameters of bytes."""
+        return
 
     def observe(self, model: nn.Module) -> None:
         """Look at the empty `model`, whose parameters show by whom and how they were sharded."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.format import ShardHeader
+from ..checkpoint.format import ShardHeader, TensorEntry
 from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Leaf, View
@@ -155,6 +155,11 @@ class Load:
     def files(self) -> list[str]:
         """The shards of the checkpoint."""
         return [] if self._index is None else [shard.path for shard in self._index.shards]
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """The tensors in these files, by name."""
+        return {} if self._index is None else self._index.tensors
 
     def refuse_absent(self) -> None:
         """Raise a CheckpointError if the model needs tensors that the index promises and no shard holds; else warn."""

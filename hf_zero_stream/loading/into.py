@@ -21,7 +21,8 @@ from ..destinations.deferred import fill_whole
 from ..destinations.live_shards import LiveShards
 from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
-from ..errors import ConfigError, LoadError
+from ..errors import ConfigError, LoadError, UnsupportedError
+from ..packed.modules import packed_weights
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -97,6 +98,11 @@ def load_some_into(
         config = replace(StreamingConfig.resolve(config, {}), strict=strict)
         live_model = _inside(model)
         fill_whole(live_model)
+        if any(map(packed_weights, live_model.modules())):
+            raise UnsupportedError(
+                "load_into(model): the model's weights are packed as in the checkpoint that it was loaded from "
+                "(keep_quantized). Load it anew with from_pretrained."
+            )
         fsdp.reshard(live_model)  # after a forward pass, FSDP2 may have gathered parameters in place of its own
         refuse_wrapped(
             [*((name, local_of(param)) for name, param in live_model.named_parameters()), *live_model.named_buffers()],

@@ -7,7 +7,8 @@
    tensors, so that renames, conversions, prefix and dtype rules and the report of missing keys stay transformers' own;
 3. ``_move_missing_keys_from_meta_to_device``: lazy tensors become ZeRO-3 partitions and are read;
 4. ``_initialize_weights`` and the comparison of tied weights work on partitions;
-5. dequantising ops, which would make whole tensors, are given a piece at a time.
+5. dequantising ops, which would make whole tensors, are given a piece at a time; or their inputs become parameters,
+   and the model dequantises in its forward pass.
 
 Tried with transformers 5.1.0, 5.17.0 and 5.23.0.
 """
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 from ..errors import refuse_unknown_version
-from . import keys, loading, quantised, sharding  # noqa: F401 - they fill REPLACEMENTS
+from . import keys, loading, packing, quantised, sharding  # noqa: F401 - they fill REPLACEMENTS
 from .ds_config import ModelsConfig, found_config
 from .loading import raise_if_misfit
 from .session import REPLACEMENTS, LazyModel, Session, Stopped, missing_names
@@ -32,6 +33,7 @@ _CALLED = (
     (modeling_utils, "_add_variant"),
     (modeling_utils, "safe_save_file"),
     (modeling_utils, "set_zero3_state"),
+    (modeling_utils, "split_torch_state_dict_into_shards"),
     (modeling_utils, "unwrap_model"),
     (transformers_deepspeed, "_hf_deepspeed_config_weak_ref"),
     (transformers_deepspeed, "set_hf_deepspeed_config"),

@@ -19,6 +19,7 @@ from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from .ds_config import zero3_hidden
+from .packing import pack_model
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
 from .session import Original, Session, Stopped, replaces, seam
 
@@ -206,6 +207,10 @@ def _finalize_model_loading(
     if session.model is not model:
         return original(model, load_config, loading_info)
     session.placing = partial(_place, session, model, load_config, loading_info)
+    dtype = session.load.destination.dtype(load_config.dtype)
+    if session.kept_config is not None:
+        with session.load.clock("plan"):
+            pack_model(session, model, dtype)
     clock, inside = session.load.clock, ("plan", "read", "convert", "copy")
     with zero3_hidden(), clock("finalise"):
         before = sum(clock.seconds[phase] for phase in inside)

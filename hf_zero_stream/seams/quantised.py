@@ -88,7 +88,7 @@ def _dequantize_one(original: Original, self: Any, quantized: Any, scales: Any, 
     def dequantise(origin: tuple[int, ...], values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         for dim, size in enumerate((values.shape[0], values.shape[1] * packing)):
             if origin[dim] % block[dim] or size % block[dim]:  # else the op itself repeats those of whole blocks
-                index = torch.arange(origin[dim], origin[dim] + size) // block[dim]
+                index = torch.arange(origin[dim], origin[dim] + size, device=scales.device) // block[dim]
                 scales = scales.index_select(dim, index - index[0])
         return original(self, values, scales, output_dtype=output_dtype)
 

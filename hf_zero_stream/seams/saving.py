@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,19 +20,38 @@ from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import patching
+from ..checkpoint.format import TensorEntry
+from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
+from .packing import take_packed
 
 
 __all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
 
-_noted: ContextVar[list[NotedShard] | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
+@dataclass(frozen=True)
+class _Noted:
+    """The shards so far, and the tensors that packed weights hold: their bytes, and how the header describes them."""
+
+    shards: list[NotedShard]
+    packed: Mapping[str, tuple[TensorEntry, LazyTensor]]
+
+
+_noted: ContextVar[_Noted | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
 
 
 def _save_file(original: Callable[..., Any], tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
     if (noted := _noted.get()) is None:
         return original(tensors, filename, metadata=metadata, **kwargs)
-    noted.append(NotedShard(Path(filename).name, tensors, metadata or {}))
+    packed = {name: noted.packed[name][0] for name in tensors if name in noted.packed}
+    noted.shards.append(NotedShard(Path(filename).name, tensors, metadata or {}, packed))
     return None
+
+
+def _split(original: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Add what packed weights hold, under the names of the checkpoint, which transformers is done converting."""
+    if (noted := _noted.get()) is not None:
+        state_dict.update({name: lazy for name, (_, lazy) in noted.packed.items()})
+    return original(state_dict, *args, **kwargs)
 
 
 def is_noting() -> bool:
@@ -45,7 +65,11 @@ def _unwrap_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs
 
 
 _patches = patching.Patches(
-    {(modeling_utils, "safe_save_file"): _save_file, (modeling_utils, "unwrap_model"): _unwrap_model}
+    {
+        (modeling_utils, "safe_save_file"): _save_file,
+        (modeling_utils, "split_torch_state_dict_into_shards"): _split,
+        (modeling_utils, "unwrap_model"): _unwrap_model,
+    }
 )
 
 
@@ -69,7 +93,7 @@ def lay_out_pretrained(
         dtype: written to the config as the dtype of the weights; default: the model's own.
         own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
     """
-    noted: list[NotedShard] = []
+    noted = _Noted([], take_packed(model, state_dict))
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
         "should_save_on_this_rank": lambda *_: True,  # transformers asks since 5.15
@@ -92,7 +116,7 @@ def lay_out_pretrained(
         _noted.reset(token)
     if dtype is not None:
         note_dtype(folder / "config.json", dtype)
-    return noted
+    return noted.shards
 
 
 def index_name(variant: str | None) -> str:

@@ -27,6 +27,7 @@ class Partitioned(Destination):
     """The partitions of a model that is built under ZeRO-3; a plan may be for another device, and without a config."""
 
     hides_zero3 = True
+    takes_packed = True
     fills_missing = True
 
     def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, trains_on: str | None = None) -> None:
@@ -37,6 +38,9 @@ class Partitioned(Destination):
         self._dtype = zero3.partition_dtype(ds_config) if ds_config else None
         self._model: nn.Module | None = None
         self._swapped: list[nn.Parameter] = []
+
+    def refuse_packed(self) -> None:
+        zero3.refuse_packed(self._ds_config)
 
     def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
         """DeepSpeed's, as in stock."""

@@ -48,6 +48,7 @@ __all__ = [
     "partitions_equal",
     "place_in_group",
     "placeholder",
+    "refuse_packed",
     "refuse_unsupported",
     "undecided",
 ]
@@ -248,6 +249,36 @@ def compatible_ops() -> dict[str, bool]:
             found[name] = False
     found.pop("deepspeed_not_implemented", None)  # stands for ops that do not exist for this accelerator
     return found
+
+
+def refuse_packed(ds_config: Mapping[str, Any]) -> None:
+    """Refuse settings under which parameters of bytes beside those of floating point fail, or were never tried."""
+    zero = ds_config.get("zero_optimization", {})
+    reasons = {
+        "zero_optimization.stage3_use_all_reduce_for_fetch_params": (
+            zero.get("stage3_use_all_reduce_for_fetch_params"),
+            "gathers all parameters of a module in one buffer of one dtype",
+        ),
+        "zero_optimization.offload_param.device: nvme": (
+            nvme.uses_nvme(ds_config),
+            "has swap buffers of one floating-point dtype",
+        ),
+        "zero_optimization.zero_quantized_weights": (
+            zero.get("zero_quantized_weights"),
+            "would quantise packed bytes a second time when they are gathered",
+        ),
+        "expert_parallel": (
+            (ds_config.get("expert_parallel") or {}).get("enabled"),
+            "cuts experts out of weights that are not packed",
+        ),
+    }
+    for setting, (is_set, why) in reasons.items():
+        if is_set:
+            raise UnsupportedError(
+                f"{setting} {why}, and this checkpoint's weights would stay quantised (keep_quantized). Remove the "
+                "setting from the DeepSpeed config, or load dequantised: StreamingConfig(keep_quantized=False), or a "
+                "quantization_config with dequantize=True."
+            )
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:

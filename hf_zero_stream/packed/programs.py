@@ -1,0 +1,251 @@
+"""How one matrix is dequantised: the nodes of its lazy tensor, taken apart into tensors of the checkpoint and a rule.
+
+transformers dequantises on lazy tensors, so that a lazy weight already says which bytes of which tensors it comes from
+and by which functions. A *program* is that rule with numbered inputs in place of the tensors: run on their bytes in a
+forward pass, it gives the very values that loading the dequantised weight would have given. The matrices of a
+mixture's experts have one program, and each has inputs of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checkpoint.nodes import (
+    Blockwise,
+    Cat,
+    Computed,
+    Copy,
+    FileTensor,
+    HostTensor,
+    Node,
+    Opaque,
+    Pointwise,
+    View,
+    row_major_strides,
+)
+
+
+__all__ = ["NotPackable", "NotQuantised", "Program", "Region", "taken_apart"]
+
+_CONSTANT_NUMEL = 64
+"""Values of this many elements at most may be part of a program."""
+
+
+class NotPackable(Exception):
+    """A weight cannot be kept as the bytes that it comes from; the message says why."""
+
+
+class NotQuantised(NotPackable):
+    """A weight's values are in the file as they are."""
+
+
+class Region(NamedTuple):
+    """Neighbouring elements of a tensor of the checkpoint, all of which a matrix needs."""
+
+    source: FileTensor
+    first: int
+    numel: int
+
+
+@dataclass(eq=False, slots=True)
+class _Input(Node):
+    """Stands for the elements of a region: the input `number` of a program."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """The rule by which one matrix comes from its inputs; `signature` is equal for programs that do the same."""
+
+    result: View
+    signature: Hashable
+
+    def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The matrix, of the sizes of `result`, from flat inputs of the dtypes of their regions."""
+        return _values(self.result, inputs)
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether the matrix is no more than a copy of its inputs."""
+        return not _computes(self.result)
+
+
+def taken_apart(view: View) -> tuple[Program, list[Region]]:
+    """The program of the matrix that `view` gives, and the regions that are its inputs, in order.
+
+    Raises NotPackable if an input is not made of neighbouring elements, or is no tensor of a file.
+    """
+    regions: list[Region] = []
+    result, signature = _apart(view, regions)
+    return Program(result, signature), regions
+
+
+def _apart(view: View, regions: list[Region]) -> tuple[View, Hashable]:
+    node = view.node
+    if isinstance(node, FileTensor):
+        return _input(view, node, regions)
+    node, offset = _touched_rows(view, node)
+    layout = (view.sizes, view.strides, offset)
+    new: Node
+    match node:
+        case HostTensor():
+            if node.numel > _CONSTANT_NUMEL:
+                raise NotPackable(f"{node.numel} of its values are in memory, and not in a file")
+            new, rule = node, (str(node.dtype), tuple(node.tensor.tolist()))
+        case Copy():
+            source, rule = _apart(node.source, regions)
+            new = Copy(node.sizes, node.dtype, source)
+        case Cat():
+            apart = [_apart(piece, regions) for piece in node.pieces]
+            new = Cat(node.sizes, node.dtype, node.dim, tuple(piece for piece, _ in apart), node.starts)
+            rule = (node.dim, node.starts, tuple(each for _, each in apart))
+        case Computed():
+            args: list[Any] = []
+            rules: list[Hashable] = []
+            for arg in node.args:
+                new_arg, of_arg = _apart(arg, regions) if isinstance(arg, View) else (arg, _identity(arg))
+                if isinstance(arg, (list, tuple)) and any(isinstance(item, View) for item in arg):
+                    raise NotPackable(f"{node.function} takes a list of tensors")
+                args.append(new_arg)
+                rules.append(of_arg)
+            if any(isinstance(value, View) for value in node.kwargs.values()):
+                raise NotPackable(f"{node.function} takes a tensor by its name")
+            new = _with_args(node, tuple(args))
+            output = node.output if isinstance(node, Opaque) else None
+            rule = (_identity(node.function), tuple(rules), _identity(node.kwargs), output)
+        case _:
+            raise NotPackable(f"a {type(node).__name__} has no bytes in a file")
+    return View(new, view.sizes, view.strides, offset), (type(node).__name__, node.sizes, str(node.dtype), layout, rule)
+
+
+def _with_args(node: Computed, args: tuple[Any, ...]) -> Computed:
+    match node:
+        case Blockwise():
+            return Blockwise(node.sizes, node.dtype, node.function, args, node.kwargs, node.blocks, node.parts)
+        case Opaque():
+            return Opaque(node.sizes, node.dtype, node.function, args, node.kwargs, node.output)
+        case _:
+            return Pointwise(node.sizes, node.dtype, node.function, args, node.kwargs)
+
+
+def _input(view: View, node: FileTensor, regions: list[Region]) -> tuple[View, Hashable]:
+    first, last = _bounds(view)
+    numel = last + 1 - first
+    if numel != prod(size for size, stride in zip(view.sizes, view.strides, strict=True) if stride):
+        raise NotPackable(f"it takes elements of {node.entry.name} that do not lie side by side")
+    region = Region(node, first, numel)
+    if region not in regions:
+        regions.append(region)
+    number = regions.index(region)
+    new = View(_Input((numel,), node.dtype, number), view.sizes, view.strides, view.offset - first)
+    return new, ("input", number, str(node.dtype), numel, new.sizes, new.strides, new.offset)
+
+
+def _bounds(view: View) -> tuple[int, int]:
+    """The numbers of the first and of the last element of the node that `view` touches; strides are not negative."""
+    if not view.numel:
+        raise NotPackable("it has no elements")
+    return view.offset, view.offset + sum(
+        (size - 1) * stride for size, stride in zip(view.sizes, view.strides, strict=True)
+    )
+
+
+def _touched_rows(view: View, node: Node) -> tuple[Node, int]:
+    """`node` without the indices along its first dimension that `view` does not touch, and the view's offset in it."""
+    if not node.sizes or node.sizes[0] == 1:
+        return node, view.offset
+    row = row_major_strides(node.sizes)[0]
+    first, last = _bounds(view)
+    begin, count = first // row, last // row + 1 - first // row
+    if count == node.sizes[0]:
+        return node, view.offset
+    sizes = (count, *node.sizes[1:])
+    narrowed: Node
+    match node:
+        case Copy():
+            narrowed = Copy(sizes, node.dtype, node.source.narrow(0, begin, count))
+        case Cat() if node.dim == 0:
+            narrowed = View.joined(tuple(_pieces_of(node, begin, begin + count)), 0).node
+        case Cat():
+            pieces = tuple(piece.narrow(0, begin, count) for piece in node.pieces)
+            narrowed = Cat(sizes, node.dtype, node.dim, pieces, node.starts)
+        case Pointwise():
+            args = tuple(
+                arg.narrow(0, begin, count) if isinstance(arg, View) and arg.sizes else arg for arg in node.args
+            )
+            narrowed = Pointwise(sizes, node.dtype, node.function, args, node.kwargs)
+        case Blockwise() if node.blocks[0] == 1 and all(part.get(0, (0, 0))[1] == 1 for part in node.parts):
+            args = tuple(
+                arg.narrow(part[0][0], begin, count) for arg, part in zip(node.args, node.parts, strict=True)
+            )
+            narrowed = Blockwise(sizes, node.dtype, node.function, args, node.kwargs, node.blocks, node.parts)
+        case _:
+            return node, view.offset
+    return narrowed, view.offset - begin * row
+
+
+def _pieces_of(node: Cat, begin: int, end: int) -> list[View]:
+    pieces = []
+    for piece, start in zip(node.pieces, node.starts, strict=False):
+        first, stop = max(begin, start), min(end, start + piece.sizes[0])
+        if first < stop:
+            pieces.append(piece.narrow(0, first - start, stop - first))
+    return pieces
+
+
+def _identity(value: Any) -> Hashable:
+    """Equal for values, and for functions with what they enclose, that do the same."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_identity, value))
+    if isinstance(value, Mapping):
+        return tuple((name, _identity(each)) for name, each in value.items())
+    if isinstance(value, functools.partial):
+        return _identity((value.func, value.args, value.keywords))
+    code = getattr(value, "__code__", None)
+    if code is not None:
+        return code, tuple(_identity(cell.cell_contents) for cell in value.__closure__ or ())
+    return value if callable(value) else type(value)
+
+
+def _computes(view: View) -> bool:
+    return isinstance(view.node, Computed) or any(map(_computes, view.node.inputs()))
+
+
+def _values(view: View, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    buffer = _buffer(view.node, inputs)
+    return buffer.as_strided(view.sizes, view.strides, buffer.storage_offset() + view.offset)
+
+
+def _buffer(node: Node, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """All values of `node`, row-major."""
+
+    def value_of(view: View) -> torch.Tensor:
+        return _values(view, inputs)
+
+    match node:
+        case _Input():
+            return inputs[node.number]
+        case HostTensor():
+            return node.tensor.to(inputs[0].device)
+        case Copy():
+            return value_of(node.source).to(node.dtype).contiguous()
+        case Cat():
+            pieces = [value_of(piece) for piece in node.pieces]
+            return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, node.dim)
+        case Blockwise():
+            result = node.function((0,) * len(node.sizes), *map(value_of, node.args))
+            return result[tuple(map(slice, node.sizes))].contiguous()
+        case Computed():
+            result = node.result(value_of)
+            return (result[node.output] if isinstance(node, Opaque) and node.output is not None else result).contiguous()
+        case _:
+            raise TypeError(f"a {type(node).__name__} is no part of a program")

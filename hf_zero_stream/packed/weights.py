@@ -1,0 +1,237 @@
+"""A weight as a parameter of bytes: the bytes of the checkpoint's tensors, side by side, one row for each matrix."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..checkpoint.format import TensorEntry
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import FileTensor, HostTensor, View
+from .programs import NotPackable, NotQuantised, Program, Region, taken_apart
+
+
+__all__ = ["Bytes", "PackedWeight", "Taken", "not_whole", "pack", "sources"]
+
+
+class Bytes(NamedTuple):
+    """Where bytes of one tensor of the checkpoint lie in a row.
+
+    Attributes:
+        first: number of the tensor's byte that comes first.
+        start, stop: byte in the row where they begin, and one past the last.
+    """
+
+    entry: TensorEntry
+    first: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class PackedWeight:
+    """How a frozen parameter of bytes (uint8) becomes matrices, and which tensors of the checkpoint it holds.
+
+    The parameter has the shape ``[row_bytes]``, or ``[matrices, row_bytes]`` if the weight has a dimension of experts.
+
+    Attributes:
+        program: gives one matrix from the inputs of its row.
+        inputs: first byte in the row, dtype and number of elements of each input.
+        dtype: of the matrices.
+        row_bytes: length of a row; of all rows the inputs lie in the same places.
+        rows: for each row, what of the checkpoint it holds.
+        is_stack: whether there is a dimension of experts.
+    """
+
+    program: Program
+    inputs: tuple[tuple[int, torch.dtype, int], ...]
+    dtype: torch.dtype
+    row_bytes: int
+    rows: tuple[tuple[Bytes, ...], ...]
+    is_stack: bool
+
+    def matrix(self, parameter: torch.Tensor, number: int = 0) -> torch.Tensor:
+        """The dequantised matrix `number`, new memory, from the whole `parameter`, gathered if it is partitioned."""
+        row = parameter.detach().view(-1)[number * self.row_bytes : (number + 1) * self.row_bytes]
+        values = self.program.run([_as_dtype(row, *place) for place in self.inputs])
+        return values.view(values.shape[1:] if self.is_stack else values.shape).to(self.dtype)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the dequantised weight."""
+        sizes = self.program.result.sizes
+        return (len(self.rows), *sizes[1:]) if self.is_stack else sizes
+
+    def __deepcopy__(self, memo: Any) -> PackedWeight:
+        return self
+
+
+def _as_dtype(row: torch.Tensor, start: int, dtype: torch.dtype, numel: int) -> torch.Tensor:
+    """Bytes as elements of `dtype`; copied if they are not aligned where they were gathered to."""
+    values = row[start : start + numel * dtype.itemsize]
+    if values.storage_offset() % dtype.itemsize:
+        values = values.clone()
+    return values.view(dtype)
+
+
+class Taken:
+    """Which bytes of which tensors weights hold: when they are written back, each byte must be there exactly once.
+
+    `unused` has the tensors that no weight comes from, by their common prefix with the others of their module, for
+    instance ``weight_shape`` beside ``weight_packed``: they are kept, and written back too.
+    """
+
+    def __init__(self, entries: Iterable[TensorEntry], used: Set[str]) -> None:
+        self.unused: dict[str, list[TensorEntry]] = {}
+        for entry in entries:
+            if entry.name not in used:
+                self.unused.setdefault(_prefix(entry.name), []).append(entry)
+        self._nodes: dict[str, FileTensor] = {}
+
+    def view(self, bytes_of: Bytes) -> View:
+        """The bytes, as uint8, of the file."""
+        entry, count = bytes_of.entry, bytes_of.stop - bytes_of.start
+        node = self._nodes.get(entry.name)
+        if node is None:
+            nbytes = entry.stop - entry.start
+            as_bytes = entry._replace(dtype=torch.uint8, shape=(nbytes,))
+            node = self._nodes[entry.name] = FileTensor((nbytes,), torch.uint8, as_bytes)
+        return View(node, (1, count), (count, 1), bytes_of.first)
+
+
+def _prefix(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def pack(weight: LazyTensor, dtype: torch.dtype, is_stack: bool, taken: Taken) -> tuple[PackedWeight, LazyTensor]:
+    """A dequantised lazy weight, that is to have `dtype`, as a lazy tensor of packed bytes.
+
+    `is_stack`: the first dimension is that of experts, each of which is dequantised by itself.
+
+    Raises:
+        NotQuantised: it is no more than a copy of tensors in the file.
+        NotPackable: its bytes are not fewer, or do not lie as its matrices would need them.
+    """
+    whole = weight.view_of_node
+    matrices = [whole.narrow(0, number, 1) for number in range(whole.sizes[0])] if is_stack else [whole]
+    program, regions = taken_apart(matrices[0])
+    if program.does_nothing:
+        raise NotQuantised("its values are in the file")
+    inputs, row_bytes = _laid_out([region.source.dtype.itemsize * region.numel for region in regions], regions)
+    rows = []
+    for matrix in matrices:
+        other, of_matrix = (program, regions) if matrix is matrices[0] else taken_apart(matrix)
+        if other.signature != program.signature:
+            raise NotPackable("its matrices are not quantised alike")
+        rows.append([_bytes(region, start) for region, (start, _, _) in zip(of_matrix, inputs, strict=True)])
+    rows, row_bytes = _with_unused(rows, row_bytes, taken)
+    if row_bytes >= program.result.numel * dtype.itemsize:
+        raise NotPackable("its bytes are not fewer than those of its values")
+    packed = PackedWeight(program, tuple(inputs), dtype, row_bytes, tuple(map(tuple, rows)), is_stack)
+    lines = [_line(row, row_bytes, taken) for row in rows]
+    view = View.joined(tuple(lines), 0)
+    if not is_stack:
+        view = View(view.node, (row_bytes,), (1,), view.offset)
+    return packed, LazyTensor.of(view, weight.reader)
+
+
+def _laid_out(sizes: Sequence[int], regions: Sequence[Region]) -> tuple[list[tuple[int, torch.dtype, int]], int]:
+    """Where in a row the inputs are, each aligned to its dtype, and the length of a row."""
+    inputs, stop = [], 0
+    for nbytes, region in zip(sizes, regions, strict=True):
+        itemsize = region.source.dtype.itemsize
+        start = -(-stop // itemsize) * itemsize
+        inputs.append((start, region.source.dtype, region.numel))
+        stop = start + nbytes
+    return inputs, _padded(stop, regions)
+
+
+def _padded(stop: int, regions: Sequence[Region]) -> int:
+    """A length after which the next row's inputs are aligned too."""
+    itemsize = max(region.source.dtype.itemsize for region in regions)
+    return -(-stop // itemsize) * itemsize
+
+
+def _bytes(region: Region, start: int) -> Bytes:
+    itemsize = region.source.dtype.itemsize
+    return Bytes(region.source.entry, region.first * itemsize, start, start + region.numel * itemsize)
+
+
+def _with_unused(rows: list[list[Bytes]], row_bytes: int, taken: Taken) -> tuple[list[list[Bytes]], int]:
+    """Each row with the tensors beside its own that nothing else uses; all rows must get the same."""
+    prefixes = [{_prefix(each.entry.name) for each in row} for row in rows]
+    found = [[entry for prefix in sorted(each) for entry in taken.unused.get(prefix, ())] for each in prefixes]
+    if not any(found):
+        return rows, row_bytes
+    if len(rows) > 1 and len(set.union(*prefixes)) < len(rows):
+        raise NotPackable(f"{found[0][0].name} belongs to several of its matrices")
+    sizes = {tuple(entry.stop - entry.start for entry in each) for each in found}
+    if len(sizes) > 1:
+        raise NotPackable(f"not all of its matrices have a tensor like {max(found, key=len)[0].name}")
+    starts = [row_bytes]
+    for nbytes in sizes.pop():
+        starts.append(starts[-1] + nbytes)
+    extended = []
+    for row, entries in zip(rows, found, strict=True):
+        ends = zip(starts, starts[1:], strict=False)
+        extended.append([*row, *(Bytes(entry, 0, *span) for entry, span in zip(entries, ends, strict=True))])
+    for prefix in set.union(*prefixes):
+        taken.unused.pop(prefix, None)
+    return extended, -(-starts[-1] // 8) * 8
+
+
+def _line(row: Sequence[Bytes], row_bytes: int, taken: Taken) -> View:
+    """The bytes of a row, with zeros where none are."""
+    pieces, stop = [], 0
+    for each in row:
+        if each.start > stop:
+            pieces.append(_zeros(each.start - stop))
+        pieces.append(taken.view(each))
+        stop = each.stop
+    if row_bytes > stop:
+        pieces.append(_zeros(row_bytes - stop))
+    return View.joined(tuple(pieces), 1)
+
+
+@functools.cache
+def _zeros(count: int) -> View:
+    return View.whole(HostTensor.of(torch.zeros(1, count, dtype=torch.uint8)))
+
+
+def not_whole(weights: Iterable[PackedWeight]) -> set[str]:
+    """The tensors of the checkpoint of which `weights` hold some bytes not at all, or more than once."""
+    spans: dict[str, list[tuple[int, int]]] = {}
+    sizes: dict[str, int] = {}
+    for each in (each for weight in weights for row in weight.rows for each in row):
+        spans.setdefault(each.entry.name, []).append((each.first, each.first + each.stop - each.start))
+        sizes[each.entry.name] = each.entry.stop - each.entry.start
+    found = set()
+    for name, of_tensor in spans.items():
+        ends = [0, *(stop for _, stop in sorted(of_tensor))]
+        starts = [*(start for start, _ in sorted(of_tensor)), sizes[name]]
+        if starts != ends:
+            found.add(name)
+    return found
+
+
+def sources(packed: Mapping[str, tuple[PackedWeight, View]]) -> dict[str, tuple[TensorEntry, View]]:
+    """The tensors of the checkpoint that packed weights hold, by name, and the bytes of each, flat.
+
+    `packed` has for each parameter its bytes, as a view of its shape.
+    """
+    found: dict[str, tuple[TensorEntry, list[tuple[int, View]]]] = {}
+    for weight, view in packed.values():
+        for number, row in enumerate(weight.rows):
+            for each in row:
+                offset, count = view.offset + number * weight.row_bytes + each.start, each.stop - each.start
+                piece = View(view.node, (count,), (1,), offset)
+                found.setdefault(each.entry.name, (each.entry, []))[1].append((each.first, piece))
+    whole = {}
+    for name, (entry, pieces) in found.items():
+        pieces.sort(key=lambda piece: piece[0])
+        whole[name] = entry, View.joined(tuple(piece for _, piece in pieces), 0)
+    return whole

@@ -1,0 +1,257 @@
+"""Keeps a quantised checkpoint's weights as they are in the file, where ZeRO-3 partitions them.
+
+transformers is told to dequantise, which it does on lazy tensors: each weight then says of itself from which bytes and
+by which functions it comes (see ``packed/programs.py``). In place of the values we keep the bytes, and give the module
+a forward pass that dequantises. So the model has the modules and the names of the dequantised one.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, modeling_utils
+from transformers.quantizers import base as quantizers
+from transformers.utils import logging
+
+from ..checkpoint.format import TensorEntry
+from ..checkpoint.lazy import LazyTensor, copy_attributes
+from ..checkpoint.nodes import FileTensor, Node, View
+from ..errors import UnsupportedError
+from ..packed.modules import PackedLinear, grouped_product, packed_weights
+from ..packed.programs import NotPackable, NotQuantised
+from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
+from .adapters import refuse_for_packed
+from .session import Original, Session, seam
+
+
+__all__ = ["pack_model", "take_packed"]
+
+logger = logging.get_logger(__name__)
+
+_METHODS = ("fp8", "mxfp4", "compressed-tensors")
+"""``quant_method`` of the configs whose weights we keep."""
+
+_Candidates = list[tuple[str, nn.Module, dict[str, tuple[PackedWeight, LazyTensor]]]]
+
+
+@seam(modeling_utils, "get_hf_quantizer")
+def _get_hf_quantizer(
+    session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Have transformers dequantise what will be kept quantised, unless the user wants it dequantised."""
+    session.kept_config = None
+    found = getattr(config, "quantization_config", None)
+    in_text = found is None
+    holder = config.get_text_config(decoder=True) if in_text else config
+    found = getattr(holder, "quantization_config", None)
+    fields = found if isinstance(found, Mapping) else getattr(found, "to_dict", dict)()
+    wishes = [fields.get("dequantize"), getattr(quantization_config, "dequantize", False)]
+    load = session.load
+    if fields.get("quant_method") in _METHODS and not any(wishes) and session.inside is None:
+        if load.config.keep_quantized and load.destination.takes_packed:
+            load.destination.refuse_packed()
+            session.kept_config = dict(fields)
+            if quantization_config is not None:
+                quantization_config = copy.copy(quantization_config)
+                quantization_config.dequantize = True
+            holder.quantization_config = {**fields, "dequantize": True}
+    result = original(config, quantization_config, *args, **kwargs)
+    if session.kept_config is not None and in_text:
+        holder.quantization_config = session.kept_config
+    return result
+
+
+def take_packed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, tuple[TensorEntry, LazyTensor]]:
+    """Take the packed weights out of a lazy `state_dict`; returns the tensors of the checkpoint that they hold.
+
+    Each with its entry, for its dtype and shape, and its bytes as a flat lazy tensor.
+
+    Raises an UnsupportedError if other quantised weights were dequantised: one config cannot describe both.
+    """
+    found: dict[str, tuple[PackedWeight, View]] = {}
+    reader: Any = None
+    for prefix, module in model.named_modules():
+        for key, weight in packed_weights(module).items():
+            lazy = state_dict.pop(f"{prefix}.{key}" if prefix else key, None)
+            if isinstance(lazy, LazyTensor):
+                found[f"{prefix}.{key}"], reader = (weight, lazy.view_of_node), lazy.reader
+    mixed = getattr(model, "_hf_zero_stream_dequantised", ())
+    if found and mixed:
+        raise UnsupportedError(
+            f"save_pretrained: {len(mixed)} modules of this quantised model were dequantised while it was loaded, "
+            f"among them {mixed[0]}, and others stayed as they were in the file: no quantization_config describes "
+            "both. Save the adapters only, or load with keep_quantized=False."
+        )
+    return {name: (entry, LazyTensor.of(view, reader)) for name, (entry, view) in sources(found).items()}
+
+
+@seam(quantizers.HfQuantizer, "remove_quantization_config")
+def _remove_quantization_config(session: Session, original: Original, self: Any, model: Any) -> None:
+    """A packed model's config goes on saying how its weights are quantised: that is how it is saved."""
+    original(self, model)
+    if session.kept_config is not None and session.model is model and has_packed(model):
+        model.config.quantization_config = session.kept_config
+
+
+def has_packed(model: nn.Module) -> bool:
+    return any(packed_weights(module) for module in model.modules())
+
+
+def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Turn the quantised weights of the lazy `model` into lazy parameters of bytes; `dtype` is that of the values.
+
+    All its parameters become frozen, but for those that the checkpoint lacks.
+    """
+    used = {entry.name for entry in _entries_of(*model.parameters(), *model.buffers())}
+    taken = Taken(session.load.tensors.values(), used)
+    once = _named_once(model)
+    candidates: _Candidates = []
+    refused: dict[str, str] = {}
+    for name, module in model.named_modules():
+        wanted = _weights_of(module)
+        params = {key: module._parameters[key] for key in wanted}
+        if not wanted or not all(isinstance(param, LazyTensor) and id(param) in once for param in params.values()):
+            continue
+        try:
+            weights = {key: pack(param, dtype or param.dtype, wanted[key], taken) for key, param in params.items()}
+        except NotQuantised:
+            continue
+        except NotPackable as why:
+            refused[name] = str(why)
+        else:
+            candidates.append((name, module, weights))
+    _keep_whole(candidates, refused)
+    for _, module, weights in candidates:
+        _install(module, weights)
+    for name, module in model.named_modules():
+        for param in module._parameters.values():
+            if name not in refused and any(map(_is_packed_dtype, _entries_of(param))):
+                if param.dtype != torch.uint8:
+                    refused[name] = f"a {type(module).__name__} has no forward pass for packed weights, or is tied"
+    _report(session, candidates, refused)
+    if not candidates:
+        return
+    refuse_for_packed()
+    model._hf_zero_stream_dequantised = sorted(refused)
+    # Else transformers would quantise embeddings and the like when it reverses its conversions, to save them.
+    conversions = getattr(model, "_weight_conversions", None) or []
+    model._weight_conversions = [
+        each for each in conversions if not any(hasattr(op, "hf_quantizer") for op in getattr(each, "operations", ()))
+    ]
+    for param in model.parameters():
+        if isinstance(param, LazyTensor):
+            param.requires_grad_(False)
+
+
+def _report(session: Session, candidates: _Candidates, refused: Mapping[str, str]) -> None:
+    if not session.load.coordinator.is_main:
+        return
+    method = (session.kept_config or {}).get("quant_method")
+    if candidates:
+        kept = [weight for _, _, weights in candidates for weight, _ in weights.values()]
+        nbytes = sum(weight.row_bytes * len(weight.rows) for weight in kept)
+        logger.warning(
+            f"hf_zero_stream keeps {len(kept)} weights quantised ({method}, {nbytes / 2**30:.2f} GiB in all), "
+            "partitioned and frozen, as is the rest of the model: train adapters beside them. To train the weights "
+            "themselves, pass a quantization_config with dequantize=True."
+        )
+    if refused:
+        name, why = next(iter(refused.items()))
+        logger.warning(
+            f"hf_zero_stream dequantises {len(refused)} modules of this checkpoint in {method}, which then take the "
+            f"memory of their values, among them {name}: {why}."
+        )
+
+
+def _named_once(model: nn.Module) -> set[int]:
+    """The parameters that have one name; tied ones have several."""
+    found: dict[int, int] = {}
+    for _, param in model.named_parameters(remove_duplicate=False):
+        found[id(param)] = found.get(id(param), 0) + 1
+    return {each for each, count in found.items() if count == 1}
+
+
+def _entries_of(*tensors: torch.Tensor) -> Iterator[TensorEntry]:
+    """The tensors of the checkpoint that lazy `tensors` come from."""
+    seen: set[int] = set()
+    nodes: list[Node] = [tensor.view_of_node.node for tensor in tensors if isinstance(tensor, LazyTensor)]
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, FileTensor):
+            yield node.entry
+        nodes.extend(view.node for view in node.inputs())
+
+
+def _is_packed_dtype(entry: TensorEntry) -> bool:
+    return entry.dtype.itemsize == 1 or not entry.dtype.is_floating_point
+
+
+def _keep_whole(candidates: _Candidates, refused: dict[str, str]) -> None:
+    """Leave out modules with tensors that others need too: of these the bytes could not be written back."""
+    while faulty := not_whole(weight for _, _, weights in candidates for weight, _ in weights.values()):
+        for candidate in list(candidates):
+            name, _, weights = candidate
+            rows = (row for weight, _ in weights.values() for row in weight.rows)
+            shared = next((each.entry.name for row in rows for each in row if each.entry.name in faulty), None)
+            if shared is not None:
+                candidates.remove(candidate)
+                refused[name] = f"{shared} belongs to other weights too, or to none"
+
+
+def _weights_of(module: nn.Module) -> dict[str, bool]:
+    """The parameters of `module` that can be packed, and whether they are stacks of the experts' matrices."""
+    if type(module) is nn.Linear:
+        return {"weight": False}
+    if all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate")):
+        names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+        if all(isinstance(module._parameters.get(name), torch.Tensor) for name in names):
+            return dict.fromkeys(names, True)
+    return {}
+
+
+def _install(module: nn.Module, weights: Mapping[str, tuple[PackedWeight, LazyTensor]]) -> None:
+    module.__class__ = PackedLinear if type(module) is nn.Linear else _packed_experts(type(module))
+    for key, (weight, lazy) in weights.items():
+        param = nn.Parameter(lazy, requires_grad=False)
+        copy_attributes(module._parameters[key], param)
+        module._parameters[key] = param
+        packed_weights(module)[key] = weight
+
+
+@functools.cache
+def _packed_experts(cls: type[nn.Module]) -> type[nn.Module]:
+    """A class of experts with a forward pass for packed weights; by its names still the model's own."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {**names, "forward": _experts_forward})
+
+
+def _experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """What transformers' ``grouped_mm_experts_forward`` computes, in its order, for the experts that tokens go to."""
+    packed = packed_weights(self)
+    up = "gate_up_proj" if self.has_gate else "up_proj"
+    count = len(packed[up].rows)
+    experts, order = torch.sort(top_k_index.reshape(-1))
+    ends = torch.bincount(experts, minlength=count).cumsum(0).tolist()
+
+    def product(rows: torch.Tensor, key: str) -> torch.Tensor:
+        result = grouped_product(rows, getattr(self, key), packed[key], ends, self.is_transposed)
+        return result + getattr(self, f"{key}_bias")[experts] if self.has_bias else result
+
+    between = product(hidden_states[order // top_k_index.size(-1)], up)
+    rows = product(self._apply_gate(between) if self.has_gate else self.act_fn(between), "down_proj")
+    if getattr(self, "has_post_expert_norm", False):
+        rows = self.post_expert_norm(rows)
+    rows = rows * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+    back = torch.empty_like(order)
+    back[order] = torch.arange(order.numel(), device=order.device)
+    return rows[back].view(*top_k_index.shape, -1).sum(dim=1).to(hidden_states.dtype)

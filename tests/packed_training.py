@@ -1,0 +1,75 @@
+"""What ranks run to train adapters beside weights that stay quantised, and beside the same weights dequantised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from tests.parity import ds_config
+
+
+TARGETS = ["q_proj", "o_proj", "q_b_proj", "kv_b_proj"]
+
+
+def inputs(length: int = 12) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(48, (2, length), generator=torch.Generator().manual_seed(3))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+CONFIGS = {
+    "fp8": transformers.FineGrainedFP8Config,
+    "mxfp4": transformers.Mxfp4Config,
+    "compressed-tensors": transformers.CompressedTensorsConfig,
+}
+
+
+def load(folder: Path, config: dict[str, Any], keep_quantized: bool = True, **kwargs: Any) -> Any:
+    import hf_zero_stream
+
+    if not keep_quantized:
+        method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+        kwargs["quantization_config"] = CONFIGS[method](dequantize=True)
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, ds_config=config, **kwargs)
+
+
+def with_adapters(model: Any) -> Any:
+    """Adapters with random values in both factors, so that the first step's gradients reach both."""
+    torch.manual_seed(1)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, target_modules=TARGETS))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                param.normal_(std=0.1)
+    return model
+
+
+def three_losses(engine: Any) -> list[float]:
+    losses = []
+    for _ in range(3):
+        loss = engine(**inputs()).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(folder: Path, config: dict[str, Any], keep_quantized: bool, **kwargs: Any) -> tuple[Any, list[float]]:
+    import deepspeed
+
+    model = with_adapters(load(folder, config, keep_quantized, **kwargs))
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    assert trainable and len(trainable) < len(list(model.parameters()))
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+    return engine, three_losses(engine)
+
+
+def packed_names(model: nn.Module) -> list[str]:
+    return sorted(name for name, param in model.named_parameters() if param.dtype == torch.uint8)

@@ -1,0 +1,100 @@
+"""Packed weights give the values that loading them dequantised gives, bit for bit, and hold the file's own bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+from hf_zero_stream.checkpoint.lazy import LazyTensor
+from hf_zero_stream.config import StreamingConfig
+from hf_zero_stream.destinations.base import Batch, Destination
+from hf_zero_stream.engine.load import Load
+from hf_zero_stream.loading.dry_load import lazily_loaded
+from hf_zero_stream.packed.modules import packed_weights
+from hf_zero_stream.packed.weights import sources
+from hf_zero_stream.ranks.coordinator import Coordinator
+from tests.quantised_checkpoints import SCHEMES, compressed_tensors, fp4_experts, fp8, fp8_with_a_short_block, mxfp4
+
+
+MAKERS: dict[str, Callable[[Path], Any]] = {
+    "fp8": fp8,
+    "fp8 with a short block": fp8_with_a_short_block,
+    "fp4 experts": fp4_experts,
+    "mxfp4": mxfp4,
+    **{name: lambda folder, name=name: compressed_tensors(folder, name) for name in SCHEMES},
+}
+
+
+class Nowhere(Destination):
+    """Lazy models with packed weights, which are never placed."""
+
+    hides_zero3 = takes_packed = True
+
+    def dtype(self, wanted: torch.dtype | None) -> torch.dtype | None:
+        return wanted
+
+    def batches(self, *args: Any, **kwargs: Any) -> list[Batch]:
+        return []
+
+
+@contextmanager
+def lazy_model(folder: Path, *, keep_quantized: bool, **kwargs: Any) -> Iterator[Any]:
+    load = Load(StreamingConfig(keep_quantized=keep_quantized), {}, Coordinator(0, 1, alone=True), Nowhere())
+    with closing(load):
+        yield lazily_loaded(str(folder), load, **kwargs)[0]
+
+
+def dequantising_config(folder: Path) -> Any:
+    config = transformers.AutoConfig.from_pretrained(folder).quantization_config
+    kinds = {
+        "fp8": transformers.FineGrainedFP8Config,
+        "mxfp4": transformers.Mxfp4Config,
+        "compressed-tensors": transformers.CompressedTensorsConfig,
+    }
+    return kinds[config["quant_method"]](dequantize=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", MAKERS)
+def test_values_and_bytes(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
+    MAKERS[name](tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        in_file = {key: file.get_tensor(key) for key in file.keys()}
+    config = dequantising_config(tmp_path)
+    with (
+        lazy_model(tmp_path, keep_quantized=True, dtype=dtype) as packed,
+        lazy_model(tmp_path, keep_quantized=True, dtype=dtype, quantization_config=config) as dequantised,
+    ):
+        expected = dict(dequantised.named_parameters())
+        held: dict[str, Any] = {}
+        for prefix, module in packed.named_modules():
+            for key, weight in packed_weights(module).items():
+                param: Any = module._parameters[key]
+                assert param.dtype == torch.uint8 and not param.requires_grad
+                values = expected[f"{prefix}.{key}"].materialise()
+                parameter = param.materialise()
+                assert weight.shape == values.shape
+                assert param.nbytes < values.nbytes
+                matrices = values if weight.is_stack else [values]
+                for number, matrix in enumerate(matrices):
+                    mine = weight.matrix(parameter, number)
+                    assert mine.dtype == dtype and torch.equal(mine, matrix.to(dtype)), (prefix, key, number)
+                held[f"{prefix}.{key}"] = weight, param.view_of_node
+        assert held
+        assert not any(param.requires_grad for param in packed.parameters())
+        found = sources(held)
+        quantised = {key for key, value in in_file.items() if value.dtype.itemsize == 1 or not value.is_floating_point()}
+        assert quantised <= found.keys(), "all that is quantised is kept"
+        some = next(iter(packed.parameters()))
+        assert isinstance(some, LazyTensor)
+        for key, (entry, view) in found.items():
+            written = LazyTensor.of(view, some.reader).materialise()
+            assert (entry.dtype, entry.shape) == (in_file[key].dtype, tuple(in_file[key].shape))
+            assert torch.equal(written, in_file[key].contiguous().view(-1).view(torch.uint8)), key
