@@ -49,9 +49,9 @@ _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "
 class StreamingConfig:
     """How a streaming load or save uses memory, disks, threads and the terminal.
 
-    None of the settings changes what is loaded, only how, and what `strict` refuses. Each rank may have its own
-    settings, except for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify` and, where ranks share the
-    reading, `staging_bytes`.
+    None of the settings but `keep_quantized` changes what is loaded, only how, and what `strict` refuses. Each rank
+    may have its own settings, except for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify`,
+    `keep_quantized` and, where ranks share the reading, `staging_bytes`.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.

@@ -8,11 +8,8 @@ from typing import Any
 
 import peft
 import torch
-import torch.distributed as dist
 import transformers
 from torch import nn
-
-from tests.parity import ds_config
 
 
 TARGETS = ["q_proj", "o_proj", "q_b_proj", "kv_b_proj"]
@@ -69,6 +66,25 @@ def trained(folder: Path, config: dict[str, Any], keep_quantized: bool, **kwargs
     assert trainable and len(trainable) < len(list(model.parameters()))
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
     return engine, three_losses(engine)
+
+
+def plain_losses(folder: Path, dtype: torch.dtype) -> list[float]:
+    """Of one process, without DeepSpeed: dequantised by transformers, on the same adapters and inputs."""
+    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+    model = with_adapters(
+        transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, quantization_config=CONFIGS[method](dequantize=True)
+        )
+    )
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = model(**inputs()).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def packed_names(model: nn.Module) -> list[str]:

@@ -90,7 +90,7 @@ def test_values_and_bytes(tmp_path: Path, name: str, dtype: torch.dtype) -> None
         assert held
         assert not any(param.requires_grad for param in packed.parameters())
         found = sources(held)
-        quantised = {key for key, value in in_file.items() if value.dtype.itemsize == 1 or not value.is_floating_point()}
+        quantised = {key for key, it in in_file.items() if it.dtype.itemsize == 1 or not it.is_floating_point()}
         assert quantised <= found.keys(), "all that is quantised is kept"
         some = next(iter(packed.parameters()))
         assert isinstance(some, LazyTensor)

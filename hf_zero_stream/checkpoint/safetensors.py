@@ -223,14 +223,14 @@ def lay_out_shard(noted: NotedShard) -> ShardToWrite:
     starts: dict[str, int] = {}
     views: dict[str, View] = {}
     stop = 0
-    for name, field in fields.items():
+    for name, described in fields.items():
         if name == "__metadata__":
             continue
         tensor = noted.tensors[name]
         views[name] = tensor.view_of_node if isinstance(tensor, LazyTensor) else View.whole(HostTensor.of(tensor))
         starts[name] = stop
         stop += tensor.nbytes
-        field["shape"], field["data_offsets"] = list(as_written[name].shape), [starts[name], stop]
+        described["shape"], described["data_offsets"] = list(as_written[name].shape), [starts[name], stop]
     text = json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8
     header = len(text).to_bytes(8, "little") + text

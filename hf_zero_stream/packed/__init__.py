@@ -1,1 +1,1 @@
-"""Weights that stay quantised: parameters of packed bytes, and the modules that dequantise them in the forward pass."""
+"""Weights that stay quantised: parameters of bytes, and modules that dequantise them in the forward pass."""

@@ -25,7 +25,8 @@ class PackedLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         packed: PackedWeight = packed_weights(self)["weight"]
-        return _Product.apply(input, self.weight, self.bias, packed)  # type: ignore[no-any-return]
+        result: torch.Tensor = _Product.apply(input, self.weight, self.bias, packed)
+        return result
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, packed"
@@ -48,7 +49,7 @@ class _Product(torch.autograd.Function):
         return functional.linear(input, packed.matrix(parameter), bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (parameter,) = ctx.saved_tensors
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
@@ -66,8 +67,8 @@ def grouped_product(
     `input` is [rows, inputs]; the matrices are [outputs, inputs] or, if `is_transposed`, [inputs, outputs]. Experts
     without rows are not dequantised.
     """
-    product = _GroupedProduct.apply(input.to(packed.dtype), parameter, packed, ends, is_transposed)
-    return product  # type: ignore[no-any-return]
+    result: torch.Tensor = _GroupedProduct.apply(input.to(packed.dtype), parameter, packed, ends, is_transposed)
+    return result
 
 
 class _GroupedProduct(torch.autograd.Function):
@@ -80,7 +81,7 @@ class _GroupedProduct(torch.autograd.Function):
         return _grouped(input, parameter, packed, ends, packed.shape[2 if is_transposed else 1], not is_transposed)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (parameter,) = ctx.saved_tensors
         packed = ctx.packed
         width = packed.shape[1 if ctx.is_transposed else 2]

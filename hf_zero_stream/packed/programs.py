@@ -94,6 +94,7 @@ def _apart(view: View, regions: list[Region]) -> tuple[View, Hashable]:
     node, offset = _touched_rows(view, node)
     layout = (view.sizes, view.strides, offset)
     new: Node
+    rule: Hashable
     match node:
         case HostTensor():
             if node.numel > _CONSTANT_NUMEL:
@@ -122,7 +123,8 @@ def _apart(view: View, regions: list[Region]) -> tuple[View, Hashable]:
             rule = (_identity(node.function), tuple(rules), _identity(node.kwargs), output)
         case _:
             raise NotPackable(f"a {type(node).__name__} has no bytes in a file")
-    return View(new, view.sizes, view.strides, offset), (type(node).__name__, node.sizes, str(node.dtype), layout, rule)
+    kind = (type(node).__name__, node.sizes, str(node.dtype))
+    return View(new, view.sizes, view.strides, offset), (kind, layout, rule)
 
 
 def _with_args(node: Computed, args: tuple[Any, ...]) -> Computed:
@@ -182,9 +184,7 @@ def _touched_rows(view: View, node: Node) -> tuple[Node, int]:
             )
             narrowed = Pointwise(sizes, node.dtype, node.function, args, node.kwargs)
         case Blockwise() if node.blocks[0] == 1 and all(part.get(0, (0, 0))[1] == 1 for part in node.parts):
-            args = tuple(
-                arg.narrow(part[0][0], begin, count) for arg, part in zip(node.args, node.parts, strict=True)
-            )
+            args = tuple(arg.narrow(part[0][0], begin, count) for arg, part in zip(node.args, node.parts, strict=True))
             narrowed = Blockwise(sizes, node.dtype, node.function, args, node.kwargs, node.blocks, node.parts)
         case _:
             return node, view.offset
@@ -213,7 +213,8 @@ def _identity(value: Any) -> Hashable:
     code = getattr(value, "__code__", None)
     if code is not None:
         return code, tuple(_identity(cell.cell_contents) for cell in value.__closure__ or ())
-    return value if callable(value) else type(value)
+    same: Any = value if callable(value) else type(value)
+    return same
 
 
 def _computes(view: View) -> bool:
@@ -246,6 +247,8 @@ def _buffer(node: Node, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
             return result[tuple(map(slice, node.sizes))].contiguous()
         case Computed():
             result = node.result(value_of)
-            return (result[node.output] if isinstance(node, Opaque) and node.output is not None else result).contiguous()
+            if isinstance(node, Opaque) and node.output is not None:
+                result = result[node.output]
+            return result.contiguous()
         case _:
             raise TypeError(f"a {type(node).__name__} is no part of a program")

@@ -94,12 +94,8 @@ def take_packed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, tuple
 def _remove_quantization_config(session: Session, original: Original, self: Any, model: Any) -> None:
     """A packed model's config goes on saying how its weights are quantised: that is how it is saved."""
     original(self, model)
-    if session.kept_config is not None and session.model is model and has_packed(model):
+    if session.kept_config is not None and any(map(packed_weights, model.modules())):
         model.config.quantization_config = session.kept_config
-
-
-def has_packed(model: nn.Module) -> bool:
-    return any(packed_weights(module) for module in model.modules())
 
 
 def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
@@ -218,7 +214,8 @@ def _weights_of(module: nn.Module) -> dict[str, bool]:
 
 
 def _install(module: nn.Module, weights: Mapping[str, tuple[PackedWeight, LazyTensor]]) -> None:
-    module.__class__ = PackedLinear if type(module) is nn.Linear else _packed_experts(type(module))
+    cls: Any = type(module)
+    module.__class__ = PackedLinear if cls is nn.Linear else _packed_experts(cls)
     for key, (weight, lazy) in weights.items():
         param = nn.Parameter(lazy, requires_grad=False)
         copy_attributes(module._parameters[key], param)

@@ -28,6 +28,7 @@ from .packing import take_packed
 
 __all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
 
+
 @dataclass(frozen=True)
 class _Noted:
     """The shards so far, and the tensors that packed weights hold: their bytes, and how the header describes them."""

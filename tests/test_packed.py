@@ -1,0 +1,304 @@
+"""Quantised checkpoints stay quantised under ZeRO-3: adapters train beside packed, partitioned weights."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import hf_zero_stream
+from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.packed_training import inputs, load, packed_names, plain_losses, trained, with_adapters
+from tests.parity import ds_config
+from tests.quantised_checkpoints import compressed_tensors, fp8, mxfp4
+
+
+FORMATS: dict[str, Callable[[Path], None]] = {
+    "fp8": fp8,  # a dense layer, and one of experts
+    "mxfp4": mxfp4,  # transposed experts with biases
+    "int4 experts": lambda folder: compressed_tensors(folder, "int4 by group"),
+    "int4 dense": lambda folder: compressed_tensors(folder, "int4 with zero points"),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, make in FORMATS.items():
+        make(folder := tmp_path_factory.mktemp(name.replace(" ", "_")))
+        found[name] = folder
+    return found
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            found.update({key: file.get_tensor(key) for key in file.keys()})
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------- training
+
+
+def losses_of_formats(folders: dict[str, Path]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, folder in folders.items():
+        config = ds_config(torch.bfloat16)
+        engine, packed = trained(folder, config, True)
+        _, dequantised = trained(folder, config, False)
+        _, fp32 = trained(folder, ds_config(torch.float32), True)
+        found[name] = {
+            "packed": packed,
+            "dequantised": dequantised,
+            "fp32": fp32,
+            "plain": plain_losses(folder, torch.float32),
+            "names": packed_names(engine.module),
+        }
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_losses(cluster: None, folders: dict[str, Path], world_size: int) -> None:
+    for of_rank in run_ranks(world_size, losses_of_formats, folders, timeout=600):
+        for name, found in of_rank.items():
+            assert found["packed"] == found["dequantised"], name
+            assert found["fp32"] == pytest.approx(found["plain"], rel=3e-7), name
+            assert len(set(found["packed"])) == 3, "three steps must change the loss"
+            assert any("experts.down_proj" in each for each in found["names"]) or name == "int4 dense"
+
+
+HOMES: dict[str, dict[str, Any]] = {
+    "hpz": {"zero_hpz_partition_size": 2},
+    "offload": {"offload_param": {"device": "cpu"}},
+}
+
+
+def losses_of_homes(folder: Path) -> dict[str, list[float]]:
+    return {name: trained(folder, ds_config(torch.bfloat16, **zero), True)[1] for name, zero in HOMES.items()}
+
+
+def test_homes(cluster: None, folders: dict[str, Path]) -> None:
+    expected = run_ranks(2, losses_of_formats, {"fp8": folders["fp8"]}, timeout=300)[0]["fp8"]["packed"]
+    for of_rank in run_ranks(2, losses_of_homes, folders["fp8"], timeout=300):
+        assert of_rank == dict.fromkeys(HOMES, expected)
+
+
+# ------------------------------------------------------------------------------------------- memory and saving
+
+
+@contextmanager
+def watched_memory() -> Iterator[dict[str, Any]]:
+    """Weak references to the gathered bytes of every weight that is dequantised inside, and to the last matrix."""
+    from hf_zero_stream.packed.weights import PackedWeight
+
+    seen: dict[str, Any] = {"gathered": [], "matrices": 0, "overlapping": 0}
+    original, last = PackedWeight.matrix, []
+
+    def matrix(self: PackedWeight, parameter: torch.Tensor, number: int = 0) -> torch.Tensor:
+        assert parameter.numel() >= self.row_bytes * len(self.rows), "the whole parameter is gathered"
+        seen["gathered"].append(StorageWeakRef(parameter.untyped_storage()))
+        seen["overlapping"] += sum(not each.expired() for each in last)
+        result = original(self, parameter, number)
+        last[:] = [StorageWeakRef(result.untyped_storage())]
+        seen["matrices"] += 1
+        return result
+
+    PackedWeight.matrix = matrix  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        PackedWeight.matrix = original  # type: ignore[method-assign]
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    import deepspeed
+
+    from hf_zero_stream.packed.modules import packed_weights
+
+    config = ds_config(
+        torch.bfloat16,
+        stage3_max_live_parameters=0,
+        stage3_max_reuse_distance=0,
+        stage3_prefetch_bucket_size=0,
+        stage3_param_persistence_threshold=0,
+    )
+    base = load(folder, config)
+    report = base.streaming_report.to_dict()["ranks"]
+    model = with_adapters(base)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+    alive_after_forward = []
+    with watched_memory() as seen:
+
+        def look(module: Any, *_: Any) -> None:
+            alive_after_forward.append(sum(not each.expired() for each in seen["gathered"]))
+
+        for module in engine.module.modules():
+            if packed_weights(module):
+                module.register_forward_hook(look)
+        for _ in range(2):  # DeepSpeed knows the order of modules in the second step
+            loss = engine(**inputs()).loss
+            engine.backward(loss)
+            engine.step()
+            alive = sum(not each.expired() for each in seen["gathered"])
+    return {
+        "after_forward": max(alive_after_forward),
+        "after_backward": alive,
+        "looked": len(alive_after_forward),
+        "matrices": seen["matrices"],
+        "overlapping": seen["overlapping"],
+        "read": [rank["bytes_read"] for rank in report],
+        "resident": sum(param.ds_tensor.nbytes for param in base.parameters() if not param.requires_grad),
+    }
+
+
+def test_nothing_gathered_stays_alive(cluster: None, tmp_path: Path) -> None:
+    fp8(tmp_path, width=256)
+    in_file = sum(value.nbytes for value in tensors_of(tmp_path).values())
+    for found in run_ranks(2, memory, tmp_path, timeout=300):
+        assert found["looked"] > 10 and found["matrices"] > 2 * found["looked"]
+        assert found["after_forward"] == found["after_backward"] == 0
+        assert found["overlapping"] == 0, "one matrix at a time"
+        assert all(read <= 1.02 * in_file / 2 for read in found["read"])
+        assert found["resident"] <= 1.02 * in_file / 2
+
+
+def saved_twice(folders: dict[str, Path], out: Path) -> list[str]:
+    for name, folder in folders.items():
+        model = load(folder, ds_config(torch.bfloat16))
+        hf_zero_stream.save_pretrained(model, out / name, progress=False)
+        again = load(out / name, ds_config(torch.bfloat16))
+        with hf_zero_stream.streaming():
+            again.save_pretrained(out / f"{name} again", max_shard_size="20KB")
+        hf_zero_stream.save_pretrained(again, out / f"{name} once more", progress=False)
+    return packed_names(again)
+
+
+def test_saved_as_it_was(cluster: None, folders: dict[str, Path], tmp_path: Path) -> None:
+    assert all(run_ranks(2, saved_twice, folders, tmp_path, timeout=300))
+    for name, folder in folders.items():
+        expected = tensors_of(folder)
+        for saved in (tmp_path / name, tmp_path / f"{name} again"):
+            found = tensors_of(saved)
+            assert found.keys() == expected.keys()
+            for key, value in expected.items():
+                if not key.endswith("e_score_correction_bias"):  # a buffer, which transformers keeps in fp32
+                    assert found[key].dtype == value.dtype and found[key].shape == value.shape, key
+                    value = value.view(-1).view(torch.uint8)
+                    assert torch.equal(found[key].view(-1).view(torch.uint8), value), key
+        assert len(list((tmp_path / f"{name} again").glob("*.safetensors"))) > 1
+        for file in ("model.safetensors", "config.json"):
+            assert filecmp.cmp(tmp_path / name / file, tmp_path / f"{name} once more" / file, shallow=False)
+        before, after = (
+            transformers.AutoConfig.from_pretrained(each).quantization_config for each in (folder, tmp_path / name)
+        )
+        assert before == after
+
+
+# -------------------------------------------------------------------------------------------------------- plan
+
+
+def sparse_mxfp4(folder: Path, config: transformers.GptOssConfig) -> int:
+    """A checkpoint in MXFP4 of any size, whose tensors are a hole in the file; returns the model's parameters."""
+    with torch.device("meta"):
+        model = transformers.GptOssForCausalLM(config)
+    header: dict[str, Any] = {}
+    stop = 0
+    for name, value in model.state_dict().items():
+        shapes = {name: ("BF16", list(value.shape), 2)}
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, inner, outer = value.shape
+            rows = [experts, outer, inner // 32]
+            shapes = {f"{name}_blocks": ("U8", [*rows, 16], 1), f"{name}_scales": ("U8", rows, 1)}
+        for key, (dtype, shape, itemsize) in shapes.items():
+            start, stop = stop, stop + math.prod(shape) * itemsize
+            header[key] = {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + stop)
+    config.architectures = ["GptOssForCausalLM"]
+    config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
+    config.save_pretrained(folder)
+    return model.num_parameters()
+
+
+def test_plan_of_a_large_model(tmp_path: Path) -> None:
+    """284 billion parameters in 4 bits fit on 8 devices of 25 GiB, but for activations and adapters."""
+    config = transformers.GptOssConfig(
+        hidden_size=4096, intermediate_size=4096, num_local_experts=128, num_hidden_layers=44, vocab_size=200064
+    )
+    assert 284e9 < sparse_mxfp4(tmp_path, config) < 287e9
+    size = (tmp_path / "model.safetensors").stat().st_size
+    found = hf_zero_stream.plan(
+        str(tmp_path), world_size=8, rank=3, ds_config=ds_config(torch.bfloat16), device="cuda"
+    )
+    memory = found.memory
+    assert size / 8 <= memory.partitions["cuda"] <= 1.001 * size / 8
+    assert found.load.cost.bytes_read <= 1.001 * size / 8
+    assert memory.largest_gather_of.endswith("mlp.experts")
+    assert 3 * 128 * 4096 * 4096 * 17 / 32 < memory.largest_gather < 1.001 * 3 * 128 * 4096 * (4096 * 17 / 32 + 2)
+    assert not memory.master and not memory.optimizer_states, "all of it is frozen"
+    assert memory.held["cuda"] + memory.largest_gather <= 25 * 2**30
+
+
+# ------------------------------------------------------------------------------------------------------ refused
+
+
+def refusals(folder: Path, adapters: Path) -> dict[str, str]:
+    found = {}
+
+    def note(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            found[name] = "nothing was raised"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    base = load(folder, ds_config(torch.bfloat16))
+    targets = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    note("target_parameters", lambda: peft.get_peft_model(base, targets))
+    note("load_into", lambda: hf_zero_stream.load_into(base, str(folder)))
+    note("train", lambda: base.requires_grad_(True))
+    base = load(folder, ds_config(torch.bfloat16))
+    model = with_adapters(base)
+    note("merge", model.merge_and_unload)
+    return found
+
+
+def test_refused(cluster: None, folders: dict[str, Path], tmp_path: Path) -> None:
+    for found in run_ranks(2, refusals, folders["fp8"], tmp_path, timeout=300):
+        expected = "UnsupportedError: target_parameters: model.layers.1.mlp.experts.gate_up_proj"
+        assert expected in found["target_parameters"]
+        assert "UnsupportedError: load_into(model): the model's weights are packed" in found["load_into"]
+        assert "only Tensors of floating point" in found["train"]
+        assert "dequantize=True" in found["merge"] and "UnsupportedError" in found["merge"]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "stage3_use_all_reduce_for_fetch_params": {"stage3_use_all_reduce_for_fetch_params": True},
+    "offload_param.device: nvme": {"offload_param": {"device": "nvme", "nvme_path": "/nowhere"}},
+}
+
+
+def load_with_settings(folder: Path, zero: dict[str, Any]) -> None:
+    load(folder, ds_config(torch.bfloat16, **zero))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_refused_settings(cluster: None, folders: dict[str, Path], setting: str) -> None:
+    for outcome in run_ranks_expecting_errors(2, load_with_settings, folders["fp8"], SETTINGS[setting]):
+        assert outcome.error_type == "UnsupportedError"
+        assert setting in outcome.error_message and "keep_quantized" in outcome.error_message
