@@ -71,11 +71,10 @@ def trained(folder: Path, config: dict[str, Any], keep_quantized: bool, **kwargs
 def plain_losses(folder: Path, dtype: torch.dtype) -> list[float]:
     """Of one process, without DeepSpeed: dequantised by transformers, on the same adapters and inputs."""
     method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
-    model = with_adapters(
-        transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, quantization_config=CONFIGS[method](dequantize=True)
-        )
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, quantization_config=CONFIGS[method](dequantize=True)
     )
+    model = with_adapters(base.to(dtype))  # what is not quantised has kept the file's dtype
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     losses = []
     for _ in range(3):

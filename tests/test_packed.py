@@ -59,22 +59,37 @@ def losses_of_formats(folders: dict[str, Path]) -> dict[str, Any]:
         engine, packed = trained(folder, config, True)
         _, dequantised = trained(folder, config, False)
         _, fp32 = trained(folder, ds_config(torch.float32), True)
+        _, dequantised_fp32 = trained(folder, ds_config(torch.float32), False)
         found[name] = {
             "packed": packed,
             "dequantised": dequantised,
             "fp32": fp32,
-            "plain": plain_losses(folder, torch.float32),
+            "dequantised fp32": dequantised_fp32,
             "names": packed_names(engine.module),
         }
     return found
 
 
+def plain_losses_of_formats(folders: dict[str, Path]) -> dict[str, list[float]]:
+    return {name: plain_losses(folder, torch.float32) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def plain(cluster: None, folders: dict[str, Path]) -> dict[str, list[float]]:
+    return run_ranks(1, plain_losses_of_formats, folders)[0]
+
+
+# Random exponents make so steep a model that an ulp of DeepSpeed's Adam, packed or not, grows a thousandfold.
+TOLERANCES = {"mxfp4": 3e-4}
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_losses(cluster: None, folders: dict[str, Path], world_size: int) -> None:
+def test_losses(folders: dict[str, Path], plain: dict[str, list[float]], world_size: int) -> None:
     for of_rank in run_ranks(world_size, losses_of_formats, folders, timeout=600):
         for name, found in of_rank.items():
             assert found["packed"] == found["dequantised"], name
-            assert found["fp32"] == pytest.approx(found["plain"], rel=3e-7), name
+            assert found["fp32"] == found["dequantised fp32"], name
+            assert found["fp32"] == pytest.approx(plain[name], rel=TOLERANCES.get(name, 3e-7)), name
             assert len(set(found["packed"])) == 3, "three steps must change the loss"
             assert any("experts.down_proj" in each for each in found["names"]) or name == "int4 dense"
 
@@ -229,6 +244,7 @@ def sparse_mxfp4(folder: Path, config: transformers.GptOssConfig) -> int:
     with open(folder / "model.safetensors", "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + stop)
+    config.dtype = torch.bfloat16  # else transformers looks into the file
     config.architectures = ["GptOssForCausalLM"]
     config.quantization_config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}
     config.save_pretrained(folder)
@@ -241,10 +257,10 @@ def test_plan_of_a_large_model(tmp_path: Path) -> None:
         hidden_size=4096, intermediate_size=4096, num_local_experts=128, num_hidden_layers=44, vocab_size=200064
     )
     assert 284e9 < sparse_mxfp4(tmp_path, config) < 287e9
-    size = (tmp_path / "model.safetensors").stat().st_size
-    found = hf_zero_stream.plan(
-        str(tmp_path), world_size=8, rank=3, ds_config=ds_config(torch.bfloat16), device="cuda"
-    )
+    with open(tmp_path / "model.safetensors", "rb") as file:
+        size = (tmp_path / "model.safetensors").stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+    bf16 = ds_config(torch.bfloat16)
+    found = hf_zero_stream.plan(str(tmp_path), world_size=8, rank=3, ds_config=bf16, device="cuda")
     memory = found.memory
     assert size / 8 <= memory.partitions["cuda"] <= 1.001 * size / 8
     assert found.load.cost.bytes_read <= 1.001 * size / 8
