@@ -63,17 +63,24 @@ class StreamingConfig:
     request_bytes: int = 0
     """Largest single positional read, in bytes; a longer span is split, so that several threads share it.
 
-    0: 2 MiB from a local disk, 4 MiB over a network, 8 MiB with `direct_io`.
+    0: 2 MiB from a local disk, 4 MiB over a network or from a URL, 8 MiB with `direct_io`.
     """
 
     reader_threads: int = 0
     """Threads that read, per rank; each has a staging buffer, so `staging_bytes` bounds their number too.
 
-    0: from a local disk the cores per local rank, 4 to 8; over a network 32 per host, 4 to 16 per rank.
+    0: from a local disk the cores per local rank, 4 to 8; over a network 32 per host, 4 to 16 per rank; from a URL 128
+    per host, up to 32 per rank.
     """
 
     seek_bytes: int = 4096
-    """Price of a seek, in bytes: a hole of up to this size between two runs is read, not skipped."""
+    """Price of a seek, in bytes: a hole of up to this size between two runs is read, not skipped. At a URL 1 MiB."""
+
+    hub: Literal["cache", "stream"] = "cache"
+    """What a repository's id means, as `organisation/name`: `"cache"`, as in transformers, files that are downloaded.
+
+    `"stream"`: `hf://organisation/name`, from which each rank reads its own bytes, and nothing is stored.
+    """
 
     read_from: Literal["all", "rank0", "local_rank0"] = "all"
     """Which ranks read the shards: `"all"`; `"rank0"`, where other nodes cannot see them; `"local_rank0"`, one a node.

@@ -12,8 +12,8 @@ import inspect
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 from .config import StreamingConfig
 from .errors import ConfigError
@@ -28,18 +28,27 @@ __all__ = [
     "enter_for_process",
     "inside",
     "leave",
+    "resource",
 ]
 
 Function = Callable[..., Any]
 MakeContext = Callable[[], AbstractContextManager[Any]]
 
 
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+Resource = TypeVar("Resource", bound=Closable)
+
+
 @dataclass(eq=False)
 class Block:
-    """One ``with streaming(config)``."""
+    """One ``with streaming(config)``; its resources are closed when it is left."""
 
     config: StreamingConfig | None
     is_open: bool = True
+    resources: dict[type, Any] = field(default_factory=dict)
 
 
 _blocks: ContextVar[tuple[Block, ...]] = ContextVar("hf_zero_stream_blocks", default=())
@@ -80,6 +89,16 @@ def leave(mine: list[Block]) -> None:
     mine.remove(block)
     block.is_open = False
     _blocks.set(_open_blocks())
+    while block.resources:
+        block.resources.popitem()[1].close()
+
+
+def resource(kind: type[Resource]) -> Resource:
+    """The innermost open block's object of this kind, made at first use; there must be such a block."""
+    resources = (*_of_the_process, *_open_blocks())[-1].resources
+    if kind not in resources:
+        resources[kind] = kind()
+    return resources[kind]
 
 
 @contextmanager

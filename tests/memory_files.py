@@ -19,7 +19,7 @@ class Busy(OSError):
 
 class MemoryFile:
     def __init__(self, content: bytes) -> None:
-        self.size_bytes, self._content = len(content), content
+        self.size_bytes, self.tag, self._content = len(content), "", content
 
     def read(self, start: int, nbytes: int) -> bytes:
         return self._content[start : start + nbytes]

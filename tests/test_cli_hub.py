@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -24,14 +24,15 @@ from tests.test_cli import run, run_json
 from tests.zoo import make_moe_checkpoint
 
 
+Store = Callable[[], str]
 REPOSITORY, COMMIT = "someone/tiny-moe", "a" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the Hub as downloads need: a listing, files, and ranges of files."""
+    """As much of the Hub as downloads need: a listing, files, and ranges of files; shards lie at `store`, if given."""
 
-    def __init__(self, folder: Path, sent: dict[str, int], ranges: bool, *args: Any) -> None:
-        self.folder, self.sent, self.ranges = folder, sent, ranges
+    def __init__(self, folder: Path, sent: dict[str, int], ranges: bool, store: Store | None, *args: Any) -> None:
+        self.folder, self.sent, self.ranges, self.store = folder, sent, ranges, store
         super().__init__(*args)
 
     def log_message(self, *args: Any) -> None:
@@ -61,6 +62,11 @@ class Hub(BaseHTTPRequestHandler):
     def file(self, name: str, body: bool) -> None:
         data = (self.folder / name).read_bytes()
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
+        if self.store is not None and name.endswith(".safetensors"):
+            linked = {"X-Linked-Etag": headers["ETag"], "X-Linked-Size": str(len(data))}
+            headers |= {**linked, "Location": f"{self.store()}/{name}?Signature=a%2Fb&Expires=1"}
+            self.reply(302, b"", headers, body)
+            return
         wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if not wanted or not self.ranges:
             self.reply(200, data, headers, body, name)
@@ -80,10 +86,10 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub(folder: Path, ranges: bool = True) -> Iterator[tuple[str, dict[str, int]]]:
+def hub(folder: Path, ranges: bool = True, store: Store | None = None) -> Iterator[tuple[str, dict[str, int]]]:
     """(address, bytes of each file that were sent)."""
     sent: dict[str, int] = {}
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, sent, ranges))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Hub, folder, sent, ranges, store))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     try:
@@ -118,13 +124,14 @@ def test_plan_of_a_repository_reads_headers_only(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     local = hf_zero_stream.plan(str(folder), world_size=3, device="cuda")
-    assert (found["load"]["bytes_read"], found["load"]["reads"]) == (local.load.cost.bytes_read, local.load.cost.reads)
+    needed = local.load.cost.bytes_needed
+    assert found["load"]["bytes_needed"] == needed <= found["load"]["bytes_read"] <= 1.01 * needed
     assert found["memory"] == asdict(local.memory)
     shards = {os.path.basename(shard.path): shard for shard in local.load.shards}
     assert {name for name in sent if name.endswith(".safetensors")} == shards.keys()
     for name, shard in shards.items():
-        assert sent[name] <= 100_000 < shard.size_bytes / 10
-    assert not list((tmp_path / "home").rglob("*.safetensors")), "nothing but small files stays in the cache"
+        assert sent[name] <= 200_000 < shard.size_bytes / 5  # once for our plan, once for stock's
+    assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()], "nothing stays in the cache"
 
 
 def test_long_header_of_a_single_file(tmp_path: Path) -> None:
@@ -145,7 +152,7 @@ def test_long_header_of_a_single_file(tmp_path: Path) -> None:
     assert lines == {"big": 1, "block.{0...1999}.a_rather_long_name.weight": 2000}
     assert found["bytes"] == (folder / "model.safetensors").stat().st_size > 4 * size
     assert 100_000 < sent["model.safetensors"] < 4 * size / 2 and "tokenizer.json" not in sent
-    assert verified.returncode == 1 and "model.safetensors" in verified.stdout
+    assert verified.returncode == 1 and "no such repository in the Hub's cache" in verified.stderr
 
 
 def test_server_without_ranges(tmp_path: Path) -> None:

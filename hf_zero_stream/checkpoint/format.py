@@ -32,10 +32,14 @@ class TensorEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShardHeader:
-    """What one rank reads of a shard and all ranks share; `text` is unchecked, and equal for equal shards."""
+    """What one rank reads of a shard and all ranks share; `text` is unchecked, and equal for equal shards.
+
+    For `tag` see :class:`..sources.base.SourceFile`.
+    """
 
     size_bytes: int
     text: bytes
+    tag: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
             f"{path}: header length: announced {length} bytes, of which only {len(text)} could be read: the file was "
             "cut while it was read."
         )
-    return ShardHeader(file.size_bytes, text)
+    return ShardHeader(file.size_bytes, text, file.tag)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -125,7 +125,7 @@ def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, li
     data_start = 8 + len(header.text)
     entries = [parse_entry(path, number, data_start, name, field) for name, field in fields.items()]
     _check_coverage(path, data_start, header.size_bytes, entries)
-    return Shard(path, header.size_bytes, metadata), entries
+    return Shard(path, header.size_bytes, metadata, tag=header.tag), entries
 
 
 def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) -> TensorEntry:

@@ -20,7 +20,17 @@ from .index_file import check_files, fault_of_name, faults_of_index, read_index_
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["INDEX", "SINGLE", "Fault", "Soundness", "check_soundness", "read_sums", "shards_of"]
+__all__ = [
+    "INDEX",
+    "SINGLE",
+    "Fault",
+    "Soundness",
+    "check_soundness",
+    "check_tensors",
+    "read_sums",
+    "read_weight_map",
+    "shards_of",
+]
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -81,7 +91,7 @@ def check_soundness(
         found.shards, folder = [folder.name], folder.parent
     else:
         found.shards, weight_map = _shards_and_map(folder, found)
-    _check_tensors(_check_headers(folder, found), weight_map, found)
+    check_tensors(_check_headers(folder, found), weight_map, found)
     leftovers = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(found.shards))
     if weight_map is not None and leftovers:
         found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}.")
@@ -116,7 +126,7 @@ def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str
     if os.path.lexists(folder / SINGLE):
         return [SINGLE], None
     if os.path.lexists(folder / INDEX):
-        weight_map = _read_index(folder / INDEX, found)
+        weight_map = read_weight_map(folder / INDEX, found)
         if weight_map is not None:
             return sorted(set(weight_map.values())), weight_map
     names = sorted(entry.name for entry in folder.glob("*.safetensors"))
@@ -131,7 +141,7 @@ def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str
     return names, None
 
 
-def _read_index(path: Path, found: Soundness) -> dict[str, str] | None:
+def read_weight_map(path: Path, found: Soundness) -> dict[str, str] | None:
     """The weight map without its faulty entries; None if nothing of it can be used."""
     try:
         fields = parse_object(read_index_text(path), str(path))
@@ -176,7 +186,7 @@ def _without_path(error: Exception, path: Path) -> str:
     return str(error).removeprefix(f"{path}: ")
 
 
-def _check_tensors(
+def check_tensors(
     indexes: Mapping[str, CheckpointIndex], weight_map: Mapping[str, str] | None, found: Soundness
 ) -> None:
     """Check that each tensor is in one shard, the one that the index promises."""

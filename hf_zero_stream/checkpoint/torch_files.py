@@ -55,7 +55,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
     try:
         with source.open_file(path) as file:
             tensors = _tensors(file, path)
-            return ShardHeader(file.size_bytes, json.dumps(tensors).encode())
+            return ShardHeader(file.size_bytes, json.dumps(tensors).encode(), file.tag)
     except NotAMap as reason:
         raise NotAMap(f"{path}: {reason}") from reason
     except OSError as error:
@@ -85,7 +85,7 @@ def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, li
                 f"{path}: tensor {entry.name!r}: bytes {entry.start} to {entry.stop} lie beyond the end of the file, "
                 f"which has {header.size_bytes} bytes."
             )
-    return Shard(path, header.size_bytes, {}), entries
+    return Shard(path, header.size_bytes, {}, tag=header.tag), entries
 
 
 def _entry(path: str, number: int, name: str, field: dict[str, Any]) -> TensorEntry:

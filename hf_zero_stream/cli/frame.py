@@ -48,7 +48,7 @@ def _zero3_file(path: str) -> dict[str, Any]:
 
 
 CheckpointArgument = Annotated[
-    str, typer.Argument(metavar="PATH", help="A checkpoint's folder, or the id of a repository on the Hub.")
+    str, typer.Argument(metavar="PATH", help="A checkpoint's folder or URL, or the id of a repository on the Hub.")
 ]
 FormatOption = Annotated[
     Literal["table", "json"], typer.Option("--format", help="How the result is written to stdout.")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..reports.text import bytes_text, count_text, fold, folded_names
+from ..sources.urls import is_url
 from . import frame
 
 
@@ -31,21 +31,20 @@ def run(
 
     Names that differ only in their numbers are written as one. Reads headers only, also from a repository on the Hub.
     """
-    from .checkpoints import headers
+    from .checkpoints import place_of
 
-    with frame.quiet(), headers(path, revision) as folder:
-        data = {"path": path, **_checkpoint(folder)}
-        made = _model(folder, trust_remote_code, dequantize) if model else "it was not asked for"
+    with frame.quiet(), place_of(path, revision) as place:
+        data = {"path": path, **_checkpoint(place)}
+        made = _model(place, trust_remote_code, dequantize) if model else "it was not asked for"
     data |= {"model": None, "no_model_because": made} if isinstance(made, str) else {"model": made}
     frame.emit(data, _blocks(data), form)
 
 
-def _checkpoint(folder: Path) -> dict[str, Any]:
-    from ..checkpoint.index import CheckpointIndex
+def _checkpoint(place: str) -> dict[str, Any]:
     from ..checkpoint.safetensors import dtype_name
-    from ..checkpoint.soundness import shards_of
+    from .checkpoints import index_of
 
-    index = CheckpointIndex.from_files(*shards_of(folder))
+    index = index_of(place)
     entries = index.tensors.values()
     rows = [(entry.name, dtype_name(entry.dtype), entry.shape, entry.stop - entry.start) for entry in entries]
     in_shard = Counter(entry.shard for entry in entries)
@@ -65,16 +64,18 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
     }
 
 
-def _model(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any] | str:
+def _model(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, Any] | str:
     """The model's parameters, or why there are none: checkpoints that fit no known class can be inspected too."""
-    if not (folder / "config.json").is_file():
+    from ..checkpoint.at_url import has_file
+
+    if not (has_file(place, "config.json") if is_url(place) else os.path.isfile(os.path.join(place, "config.json"))):
         return "there is no config.json"
     from ..errors import CheckpointError, UnsupportedError
     from .models import lazy_model, load_arguments, transformers_errors
 
     try:
-        with transformers_errors(str(folder)):
-            model, missing, tied = lazy_model(folder, load_arguments(folder, trust_remote_code, dequantize))
+        with transformers_errors(place):
+            model, missing, tied = lazy_model(place, load_arguments(place, trust_remote_code, dequantize))
     except (CheckpointError, UnsupportedError) as error:
         return str(error)
     parameters = {name: param for name, param in model.named_parameters() if name not in tied}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -17,36 +16,38 @@ from ..config import StreamingConfig
 from ..errors import CheckpointError, HfZeroStreamError
 from ..footprint.memory import HOST
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
+from ..loading.integration import patches
 
 
 __all__ = ["lazy_model", "load_arguments", "stock_load", "transformers_errors"]
 
 
-def load_arguments(folder: Path, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
+def load_arguments(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
     """Arguments for ``from_pretrained``; transformers never asks on the terminal whether code may run."""
     if not dequantize:
         return {"trust_remote_code": trust_remote_code}
-    method = _quantisation(folder)
+    method = _quantisation(place)
     if method is None:
-        raise CheckpointError(f"{folder}: --dequantize: config.json has no quantization_config. Leave the option out.")
+        raise CheckpointError(f"{place}: --dequantize: config.json has no quantization_config. Leave the option out.")
     loading = AutoQuantizationConfig.from_dict({"quant_method": method, "dequantize": True})
     return {"trust_remote_code": trust_remote_code, "quantization_config": loading}
 
 
-def _quantisation(folder: Path) -> str | None:
+def _quantisation(place: str) -> str | None:
     """The method by which a checkpoint is quantised, such as "fp8"; None if it is not."""
-    config, _ = PreTrainedConfig.get_config_dict(folder)
+    with patches:  # by which small files come from a URL
+        config, _ = PreTrainedConfig.get_config_dict(place)
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return found and str(found.get("quant_method"))
 
 
-def lazy_model(folder: Path, arguments: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
+def lazy_model(place: str, arguments: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
     """(the model on the meta device; the names that the checkpoint lacks; those of them that are tied to others)."""
     with closing(load_of_layouts(StreamingConfig(progress=False))) as load:
-        return lazily_loaded(str(folder), load, **arguments)
+        return lazily_loaded(place, load, **arguments)
 
 
-def stock_load(forecast: Forecast, folder: Path, arguments: Mapping[str, Any], device: str) -> dict[str, Any] | None:
+def stock_load(forecast: Forecast, place: str, arguments: Mapping[str, Any], device: str) -> dict[str, Any] | None:
     """What stock transformers and DeepSpeed need for the same load, in bytes; peaks by place, without mapped files.
 
     None for a quantised checkpoint, of which every stock rank loads all. `forecast` is of any rank.
@@ -63,9 +64,9 @@ def stock_load(forecast: Forecast, folder: Path, arguments: Mapping[str, Any], d
 
     Measured on a CPU, for a mixture of experts of 1.2 GB on two ranks: 6 % more on rank 0 and 9 % more on the other.
     """
-    if _quantisation(folder) is not None:
+    if _quantisation(place) is not None:
         return None
-    model, _, tied = lazy_model(folder, arguments)
+    model, _, tied = lazy_model(place, arguments)
     plan, memory = forecast.load, forecast.memory
     dtypes = {target.name: target.dtype for target in plan.targets}
     modules, largest = Counter[str](), 0

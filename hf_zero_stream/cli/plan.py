@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..reports.text import bytes_text, count_text, folded_names
+from ..sources.urls import is_url
 from . import frame
 
 
@@ -93,18 +94,19 @@ def run(
     with frame.quiet():
         from ..checkpoint.soundness import shards_of
         from ..loading.dry_load import plan
-        from .checkpoints import headers
+        from .checkpoints import place_of
         from .models import load_arguments, stock_load, transformers_errors
 
-        with headers(path, revision) as folder, transformers_errors(path):
-            shards_of(folder)  # raises if there are no safetensors files: plan must not open pickles
-            arguments = load_arguments(folder, trust_remote_code, dequantize)
+        with place_of(path, revision) as place, transformers_errors(path):
+            if not is_url(place):
+                shards_of(place)  # raises if there are no safetensors files: plan must not open pickles
+            arguments = load_arguments(place, trust_remote_code, dequantize)
             how = {"world_size": world_size, "ds_config": config or None, "device": device, **arguments}
             if sharding:
                 how |= {"distributed_config": sharding, "dtype": frame.torch_dtype(dtype)}
-            forecasts = {number: plan(str(folder), rank=number, **how) for number in ranks}
+            forecasts = {number: plan(place, rank=number, **how) for number in ranks}
             forecast = forecasts[rank]
-            stock = None if sharding else stock_load(forecast, folder, arguments, device)
+            stock = None if sharding else stock_load(forecast, place, arguments, device)
         if plot is not None:
             from .picture import draw
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..reports.text import bytes_text, count_text
+from ..sources.urls import is_url
 from . import frame
 
 
@@ -33,20 +35,22 @@ def run(
     """Name every fault of a checkpoint; exit code 1 if there is any.
 
     Checked are sizes, offsets, the index and that no shard is missing. That reads headers only; with --sha256 or
-    --sums all shards are read. A repository's id means what the Hub's cache holds of it.
+    --sums all shards are read. A repository's id means what the Hub's cache holds of it, and hf://... the Hub's own.
     """
+    from ..checkpoint.at_url import check_soundness_at
     from ..checkpoint.soundness import check_soundness, read_sums
     from ..reports.progress import progress_bar
-    from .checkpoints import cached_folder
+    from .checkpoints import cached_folder, place_of
 
     known = None if sums is None else read_sums(sums)
-    folder = cached_folder(path, revision)
-    total = 0
-    if sha256 or sums is not None:
-        files = [folder] if folder.is_file() else folder.glob("*.safetensors")
-        total = sum(file.stat().st_size for file in files if file.is_file())
-    with progress_bar(total, "Hashing", total > 0) as advance:
-        found = check_soundness(folder, sha256=sha256, sums=known, on_bytes=advance)
+    reads_all = sha256 or sums is not None
+    how: dict[str, Any] = {"sha256": sha256, "sums": known}
+    with place_of(path, revision) if is_url(path) else nullcontext(cached_folder(path, revision)) as place:
+        with progress_bar(_size_of(place) if reads_all else 0, "Hashing", reads_all) as advance:
+            if isinstance(place, str):
+                found = check_soundness_at(place, on_bytes=advance, **how)
+            else:
+                found = check_soundness(place, on_bytes=advance, **how)
 
     data = {
         "path": path,
@@ -59,6 +63,14 @@ def run(
         "notes": found.notes,
     }
     frame.emit(data, _blocks(data), form, ok=not found.faults)
+
+
+def _size_of(place: Path | str) -> int:
+    """Bytes of all safetensors files; 0 if that is not known, as behind a URL."""
+    if isinstance(place, str):
+        return 0
+    files = [place] if place.is_file() else place.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def _blocks(data: Mapping[str, Any]) -> Iterator[str]:

@@ -131,7 +131,7 @@ class Load:
 
         with self.clock("index"):
             folders = self.compare_files(files)
-            there_are_copies = self._has_copies(folders)
+            there_are_copies = self._has_copies(folders) and not self.checkpoint.source.hints(files).is_everywhere
             headers, samples = self.coordinator.broadcast(read)
             # Where one rank reads for others, an error of one must be an error of all.
             index = self.coordinator.run_on_all(checked_index) if self.checkpoint.relays else checked_index()

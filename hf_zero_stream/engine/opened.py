@@ -19,9 +19,11 @@ from ..config import StreamingConfig
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
 from ..sources.base import ByteSource, Hints, Retries
+from ..sources.by_path import FilesByPath
 from ..sources.local import LocalFiles
 from ..sources.read_ahead import ReadAhead
 from ..sources.relay import RelayedFiles, Server, reader_and_clients
+from ..sources.remote import RemoteFiles
 from .compute import Evaluator
 from .lanes import lane_class
 from .workers import run_in_threads
@@ -35,11 +37,14 @@ SAMPLES, SAMPLE_BYTES = 8, 4096
 SAMPLING_THREADS = 8
 """They wait for a disk or a network, and hardly compute."""
 
+HEADER_THREADS = 64
+"""Headers read at once from a server: each is one request or two, and of these the latency counts."""
+
 
 class OpenCheckpoint:
     """The open files of one load, and how a rank that trains on `device` reads them.
 
-    A rank that reads itself reads from `source`; default: files of this host.
+    A rank that reads itself reads from `source`; default: files of this host, and URLs.
     """
 
     def __init__(
@@ -59,17 +64,16 @@ class OpenCheckpoint:
         self._ahead: ReadAhead | None = None
         self.shards: tuple[Shard, ...] = ()
         self.retries = Retries(config.read_retries)
-        self.source = source or LocalFiles(
-            direct_io=config.direct_io, cache_bytes=psutil.virtual_memory().total, retries=self.retries
-        )
+        local = partial(LocalFiles, direct_io=config.direct_io, cache_bytes=psutil.virtual_memory().total)
+        self.source = source or FilesByPath(local(retries=self.retries), partial(RemoteFiles, self.retries))
         """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
 
     def again(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
         """The same files, for another load of them; one that has changed since is an error (all ranks)."""
         again = OpenCheckpoint(self.config, coordinator, format=self._format, device=device)
-        if isinstance(self.source, LocalFiles) and isinstance(again.source, LocalFiles):
-            again.source.seen.update(self.source.seen)
+        if isinstance(self.source, FilesByPath) and isinstance(again.source, FilesByPath):
+            again.source.local.seen.update(self.source.local.seen)
         again.add(self.shards)
         return again
 
@@ -113,8 +117,17 @@ class OpenCheckpoint:
 
     def read_headers(self, paths: Sequence[str]) -> list[ShardHeader]:
         """Read the headers of `paths`; when values are read, each file must still be the one that it was then."""
-        reads = (partial(self._format.read_header, self.source, path) for path in paths)
-        return [self.retries.call(read, lambda error: self.source.is_transient(error.__cause__)) for read in reads]
+        found: dict[str, ShardHeader] = {}
+
+        def work(pending: Iterator[str]) -> None:
+            for path in pending:
+                read = partial(self._format.read_header, self.source, path)
+                found[path] = self.retries.call(read, lambda error: self.source.is_transient(error.__cause__))
+
+        # From a disk one after the other: parsing what is in the page cache takes the time.
+        many = self.source.hints(paths).is_everywhere
+        run_in_threads(paths, work, min(len(paths), HEADER_THREADS) if many else 1)
+        return [found[path] for path in paths]
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
         """For each file, a digest of some of its bytes, 8 bytes long; raises ReadError if one cannot be read."""
@@ -165,13 +178,15 @@ class OpenCheckpoint:
         self._hints = self.source.hints([shard.path for shard in self.shards])
         self.request_bytes = self.config.request_bytes or min(self.config.staging_bytes, self._hints.request_bytes)
         """Largest single read."""
+        self.seek_bytes = max(self.config.seek_bytes, self._hints.seek_bytes)
+        """Longest hole that is read through."""
         self._evaluator = self.evaluator()
 
     def evaluator(self, threads: int = 1, on_bytes: Callable[[int], None] | None = None) -> Evaluator:
         return Evaluator(
             self.source,
             request_bytes=self.request_bytes,
-            seek_bytes=self.config.seek_bytes,
+            seek_bytes=self.seek_bytes,
             staging_bytes=self.config.staging_bytes,
             threads=threads,
             on_bytes=on_bytes,

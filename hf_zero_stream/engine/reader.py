@@ -32,7 +32,7 @@ class Reader:
     def plan(self, batches: Sequence[Batch]) -> tuple[LoadPlan, Sequence[Sequence[Leaf]]]:
         """How this rank is going to fill `batches`; for each, the sources that its placements refer to by number."""
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
-        how = {"request_bytes": checkpoint.request_bytes, "seek_bytes": checkpoint.config.seek_bytes}
+        how = {"request_bytes": checkpoint.request_bytes, "seek_bytes": checkpoint.seek_bytes}
         planned = [plan_batch(((item.target, item.view) for item in batch.items), **how) for batch in batches]
         plans, leaves = tuple(plan for plan, _ in planned), [leaves for _, leaves in planned]
         return LoadPlan(coordinator.rank, coordinator.world_size, checkpoint.shards, plans), leaves

@@ -179,7 +179,8 @@ def lazily_loaded(
     Its class is `model_class`, or the one that the checkpoint was saved from. For `stock_values` and `is_quiet` see
     :class:`..seams.session.Session`. Raises an UnsupportedError if the load would be left to stock.
     """
-    cls = model_class or model_class_of(path, kwargs)
+    with patches, scope.inside():
+        cls = model_class or model_class_of(path, kwargs)
     session = Session(load, is_dry=True, stock_values=stock_values, strict=load.config.strict, is_quiet=is_quiet)
     try:
         with patches, scope.inside(), zero3_hidden(), collector_paused(), session:

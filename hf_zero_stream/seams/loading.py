@@ -18,6 +18,7 @@ from ..checkpoint.index_file import check_files, read_index_file
 from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
+from ..sources.urls import is_url
 from .ds_config import zero3_hidden
 from .packing import pack_model
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
@@ -154,7 +155,7 @@ def _load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) -
         return original(file, *args, **kwargs)
     if str(file).endswith(".safetensors"):
         index = session.load.look_into(file)
-        if not session.load.checkpoint.reads_itself:
+        if not session.load.checkpoint.reads_itself or is_url(file):
             return {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in index.tensors.items()}
     values = original(file, *args, **kwargs)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
@@ -193,6 +194,8 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     if not reason:
         return load.open(files, weight_map)
     logger.info(f"hf_zero_stream reads this checkpoint through torch.load's memory map, because {reason}.")
+    if is_url(files[0]):
+        raise UnsupportedError(f"{reason}. Only a local copy of such a file can be read: download the checkpoint.")
     values: dict[str, torch.Tensor] = {}
     for file in files:
         values.update(modeling_utils.load_state_dict(file, map_location="cpu", weights_only=load_config.weights_only))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 import tenacity
@@ -15,19 +15,27 @@ __all__ = ["ByteSource", "Hints", "ReadableFile", "Retries", "SourceFile"]
 
 T = TypeVar("T")
 
+_DOUBLING = tenacity.wait_exponential(multiplier=0.1, max=5.0)
+_AT_RANDOM = tenacity.wait_random_exponential(multiplier=0.2, max=10.0)
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file, by its name in the source, and the size that it had when some rank read its header."""
+    """A file, by its name in the source, and the size that it had when some rank read its header.
+
+    `tag` changes with the contents and is the same for all ranks, as an object's ETag is; "" if there is none.
+    """
 
     path: str
     size_bytes: int
+    tag: str = field(default="", kw_only=True)
 
 
 class ReadableFile(Protocol):
     """One open file, for reading its header; used by one thread."""
 
     size_bytes: int
+    tag: str
 
     def read(self, start: int, nbytes: int) -> bytes:
         """The bytes from `start` on; fewer than `nbytes` only where the file ends."""
@@ -46,6 +54,10 @@ class Hints:
     """Requests in flight that use all of the bandwidth."""
     streams_per_rank: int = 0
     """Most requests that one rank has in flight."""
+    seek_bytes: int = 0
+    """A hole of up to this size costs less than another request."""
+    is_everywhere: bool = False
+    """All ranks read the same files, whose tags rank 0 shares with the headers: there are no copies to compare."""
 
 
 class ByteSource(Protocol):
@@ -65,7 +77,7 @@ class ByteSource(Protocol):
     A source itself tries again what fails for a passing reason (:class:`Retries`).
 
     What a file *was* can be anything that changes with its contents: device, inode, size and time of a local file, the
-    ETag of an object. It is compared with what the same rank saw before, not with what other ranks see.
+    ETag of an object. It is compared with what the same rank saw before; what other ranks must see too is a tag.
 
     Raises:
         ReadError: a file cannot be opened or read, or ends too early.
@@ -123,8 +135,13 @@ class Retries:
         self.count = 0
         """How many calls were tried again so far."""
 
-    def call(self, function: Callable[[], T], is_transient: Callable[[BaseException], bool]) -> T:
-        """What `function` returns in the end, or its last error; only transient errors are tried again."""
+    def call(
+        self, function: Callable[[], T], is_transient: Callable[[BaseException], bool], *, jitter: bool = False
+    ) -> T:
+        """What `function` returns in the end, or its last error; only transient errors are tried again.
+
+        With `jitter`, after a random time of 0 to twice as long: clients of a server must not come back together.
+        """
         try:
             return function()  # without tenacity, which takes 40 us: every read comes through here
         except BaseException as error:
@@ -140,7 +157,7 @@ class Retries:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(is_transient),
             stop=tenacity.stop_after_attempt(self._limit + 1),
-            wait=tenacity.wait_exponential(multiplier=0.1, max=5.0),
+            wait=_AT_RANDOM if jitter else _DOUBLING,
             before_sleep=self._note,
             reraise=True,
         )(try_on)

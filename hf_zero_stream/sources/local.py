@@ -99,6 +99,7 @@ def is_on_network(path: str, mounts: Iterable[Sequence[str]] | None = None) -> b
 class _HeaderFile:
     size_bytes: int
     file: BinaryIO
+    tag: str = ""
 
     def read(self, start: int, nbytes: int) -> bytes:
         self.file.seek(start)

@@ -1,0 +1,141 @@
+"""Checkpoints behind URLs, before any model is loaded from them: their shards, and whether they are sound.
+
+Nothing is listed there: a web server has no list of files, and who may read a bucket may not be allowed to list it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .. import scope
+from ..errors import CheckpointError, ReadError
+from ..sources.failed import RequestFailed
+from ..sources.remote import REQUEST_BYTES
+from ..sources.small_files import SmallFiles
+from ..sources.urls import joined
+from . import safetensors
+from .index import CheckpointIndex
+from .index_file import read_index_file
+from .soundness import INDEX, SINGLE, Soundness, check_tensors, read_weight_map
+
+
+__all__ = ["check_soundness_at", "has_file", "shards_at"]
+
+_AT_ONCE = 32
+_SHA256 = re.compile(r'"?([0-9a-f]{64})"?')
+_ABSENT = (403, 404)
+"""Who may not list a bucket is told 403 of objects that are not there."""
+
+
+def has_file(url: str, name: str) -> bool:
+    """Whether there is such a file in the checkpoint at `url`, as far as the server tells."""
+    place = joined(url, name)
+    try:
+        scope.resource(SmallFiles).require(place)
+    except RequestFailed as error:
+        if error.status in _ABSENT:
+            return False
+        raise ReadError(f"{place}: {error}") from error
+    return True
+
+
+def shards_at(url: str) -> tuple[list[str], dict[str, str] | None]:
+    """(URLs of the shards that a load from `url` would read, the index's weight map if there is an index).
+
+    Called inside a block (:func:`..scope.inside`). As in transformers, a ``model.safetensors`` goes before an index.
+
+    Raises:
+        ReadError: there is neither, or they cannot be read.
+        CheckpointError: the index is not sound.
+    """
+    files = scope.resource(SmallFiles)
+    if has_file(url, SINGLE):
+        return [files.pinned(joined(url, SINGLE))], None
+    weight_map = read_index_file(_index_at(url, files))["weight_map"]
+    return [files.pinned(joined(url, name)) for name in sorted(set(weight_map.values()))], weight_map
+
+
+def _index_at(url: str, files: SmallFiles) -> Path:
+    try:
+        return files.fetch(joined(url, INDEX))
+    except RequestFailed as error:
+        raise ReadError(f"{url}: there is no {SINGLE}, and {INDEX} cannot be read: {error}") from error
+
+
+def check_soundness_at(
+    url: str,
+    *,
+    sha256: bool = False,
+    sums: Mapping[str, str] | None = None,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> Soundness:
+    """As :func:`.soundness.check_soundness`, for the checkpoint at `url`; called inside a block.
+
+    With `sha256`, contents are compared with the Hub's ETags, which are checksums for all files that it stores as LFS.
+    """
+    found, files = Soundness(), scope.resource(SmallFiles)
+    weight_map: dict[str, str] | None = None
+    if has_file(url, SINGLE):
+        found.shards = [SINGLE]
+    else:
+        weight_map = read_weight_map(_index_at(url, files), found)
+        found.shards = sorted(set((weight_map or {}).values()))
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        headers = list(threads.map(lambda name: _checked_header(url, name, files), found.shards))
+    indexes: dict[str, CheckpointIndex] = {}
+    for name, header in zip(found.shards, headers, strict=True):
+        if isinstance(header, tuple):
+            found.fault(name, *header)
+            continue
+        indexes[name] = header
+        found.tensors += len(header.tensors)
+        found.nbytes += header.shards[0].size_bytes
+    check_tensors(indexes, weight_map, found)
+    if sha256 or sums is not None:
+        for name, index in indexes.items():
+            _check_contents(joined(url, name), name, index, files, sums, found, on_bytes)
+    return found
+
+
+def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointIndex | tuple[str, str]:
+    """What a shard holds, or (the kind of its fault, what is wrong)."""
+    path = joined(url, name)
+    try:
+        return CheckpointIndex.from_headers([path], [files.header(path, safetensors.read_header)])
+    except ReadError as error:
+        kind = "missing" if getattr(error.__cause__, "status", 0) == 404 else "unreadable"
+        return kind, str(error).removeprefix(f"{path}: ")
+    except CheckpointError as error:
+        return "header", str(error).removeprefix(f"{path}: ")
+
+
+def _check_contents(
+    path: str,
+    name: str,
+    index: CheckpointIndex,
+    files: SmallFiles,
+    sums: Mapping[str, str] | None,
+    found: Soundness,
+    on_bytes: Callable[[int], None],
+) -> None:
+    (shard,) = index.shards
+    match = _SHA256.fullmatch(shard.tag)
+    expected = (match[1] if match else None) if sums is None else sums.get(name)
+    if expected is None:
+        found.fault(name, "sha256", "No SHA-256 is known for it: the server's ETag is none, and no file names it.")
+        return
+    digest = hashlib.sha256()
+    try:
+        for piece in files.pieces(shard, REQUEST_BYTES):
+            digest.update(piece)
+            on_bytes(len(piece))
+    except (ReadError, CheckpointError) as error:
+        found.fault(name, "unreadable", str(error).removeprefix(f"{path}: "))
+        return
+    found.hashed += 1
+    if digest.hexdigest() != expected:
+        found.fault(name, "sha256", f"Expected contents with SHA-256 {expected}; found {digest.hexdigest()}.")

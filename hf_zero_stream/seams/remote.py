@@ -1,0 +1,118 @@
+"""The seams of loads from URLs: small files are fetched when transformers asks for them, weights stay URLs.
+
+``cached_files`` is where transformers looks for any file of a checkpoint that is not in a folder: configs, tokenizers,
+indexes, shards. Code of a checkpoint is put into a folder, because that is where changed code is noticed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from transformers import dynamic_module_utils, modeling_utils
+from transformers.utils import hub, logging
+
+from .. import scope
+from ..config import StreamingConfig
+from ..errors import ConfigError, ReadError, UnsupportedError
+from ..sources.failed import RequestFailed
+from ..sources.hub import remember_token
+from ..sources.small_files import SmallFiles
+from ..sources.urls import is_url, joined, repository_of, scheme_of
+from .session import Original, Session, replaces
+
+
+__all__ = ["url_of"]
+
+logger = logging.get_logger(__name__)
+
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+_ADAPTER = "adapter_config.json"
+
+
+def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
+    """The URL of a checkpoint that the running code, inside ``streaming()``, loads from a URL; "" for others."""
+    if not scope.active_configs() or not isinstance(path, str):
+        return ""
+    if not is_url(path):
+        if path.count("/") != 1 or os.path.isdir(path) or _settings().hub == "cache":
+            return ""
+        path = f"hf://{path}"
+    if scheme_of(path) != "hf":
+        return path
+    repository = repository_of(path)
+    remember_token(repository.name, token)
+    if revision not in (None, "", "main", repository.revision):
+        if repository.revision:
+            raise ConfigError(f"{path}: expected one revision; got revision={revision!r} too.")
+        repository = repository._replace(revision=str(revision))
+    return repository.url
+
+
+def _settings() -> StreamingConfig:
+    session = Session.current()
+    return StreamingConfig.resolve(scope.current_config()) if session is None else session.load.config
+
+
+@replaces(hub, "cached_files")
+def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
+    """As stock's: the paths of all files, or None or an OSError if one is not there."""
+    is_model = kwargs.get("repo_type") in (None, "model")
+    url = is_model and url_of(path_or_repo_id, kwargs.get("revision"), kwargs.get("token"))
+    if not url:
+        return original(path_or_repo_id, filenames, *args, **kwargs)
+    files = scope.resource(SmallFiles)
+    are_shards = kwargs.get("_raise_exceptions_for_missing_entries", True)
+    found = []
+    for name in filenames:
+        place = joined(url, kwargs.get("subfolder") or "", name)
+        try:
+            if name.endswith(".gguf"):
+                raise UnsupportedError(f"{place}: GGUF files are not read from URLs. Download it.")
+            if not name.endswith(_WEIGHTS):
+                found.append(str(files.fetch(place)))
+                if name == _ADAPTER:
+                    raise UnsupportedError(f"{place}: adapters are not loaded from URLs. Download the adapter.")
+                continue
+            if not are_shards:  # else the index promises it, and its header will be read
+                files.require(place)
+            found.append(files.pinned(place))
+        except RequestFailed as error:
+            is_required = kwargs.get("_raise_exceptions_for_missing_entries", True)
+            if error.status == 403 and not is_required:
+                # Who may not list a bucket is told this of objects that are not there.
+                logger.info(f"{place}: {error} It counts as absent.")
+            elif error.status != 404 or is_required:
+                raise ReadError(f"{place}: {error}") from error
+            return None
+    return found
+
+
+@replaces(modeling_utils, "has_file")
+def _has_file(original: Original, path_or_repo: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+    """Asked of safetensors beside ``.bin`` files, to convert these on the Hub; or to improve an error message."""
+    if url_of(path_or_repo):
+        return True
+    return original(path_or_repo, filename, *args, **kwargs)
+
+
+@replaces(dynamic_module_utils, "get_cached_module_file")
+def _get_cached_module_file(original: Original, path: Any, module_file: str, *args: Any, **kwargs: Any) -> Any:
+    """Fetch a module and those that it imports into a folder, from which transformers takes them."""
+    url = url_of(path, kwargs.get("revision"), kwargs.get("token"))
+    if not url:
+        return original(path, module_file, *args, **kwargs)
+    files = scope.resource(SmallFiles)
+    folder = files.new_folder(url)
+    pending, done = [module_file], set[str]()
+    while pending:
+        name = pending.pop()
+        if name in done:
+            continue
+        done.add(name)
+        try:
+            module = files.fetch(joined(url, kwargs.get("subfolder") or "", name), folder)
+        except RequestFailed as error:
+            raise ReadError(f"{joined(url, name)}: {error}") from error
+        pending += [f"{needed}.py" for needed in dynamic_module_utils.get_relative_imports(module)]
+    return original(str(folder), module_file)

@@ -1,0 +1,294 @@
+"""The source for objects in buckets and files on web servers: ranges by obstore, the Rust ``object_store``.
+
+Credentials, endpoints and regions are obstore's conventions (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``,
+``GOOGLE_APPLICATION_CREDENTIALS``, ...; docs/sources.md). obstore itself checks that an answer is the range that was
+asked for before its body is read; which version of the object it is, and how long the body is, is checked here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CheckpointError, ReadError, VersionError
+from .base import Hints, Retries, SourceFile
+from .failed import PASSING_STATUS, RequestFailed
+from .hub import HubFiles
+from .local import advance
+from .urls import located, scheme_of
+
+
+if TYPE_CHECKING:
+    from obstore import GetResult
+    from obstore.store import ClientConfig, RetryConfig
+
+__all__ = ["RemoteFiles"]
+
+REQUEST_BYTES = 4 * 2**20
+CHUNK_BYTES = 256 * 1024
+"""What obstore gathers of an answer before it is copied on: the memory of a request in flight."""
+
+FIRST_BYTES = 100_000
+"""What is read of a file at first: enough for most headers, so that a shard costs one request."""
+
+CONNECT_S, STALL_S, REQUEST_S = 5, 15, 300
+"""Seconds after which a connection that is not made, an answer that does not go on, and any request count as lost."""
+
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_LOST = re.compile("error sending request|error decoding response body|request or response body error")
+"""What obstore says of connections that could not be made, were lost or stalled."""
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+_CREDENTIALS_SERVICE = "169.254.169.254"
+_WHO_MAY_READ = {
+    "s3": "the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE is not read; AWS_SKIP_SIGNATURE=true for a public bucket)",
+    "gs": "the credentials (GOOGLE_APPLICATION_CREDENTIALS; GOOGLE_SKIP_SIGNATURE=true for a public bucket)",
+    "az": "the credentials (AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, ...)",
+    "hf": "the token (HF_TOKEN, or `hf auth login`), and that its owner has been granted access",
+}
+
+
+class _HeaderFile:
+    """An object whose beginning was read; small reads are made large, because many of them are near each other."""
+
+    def __init__(self, source: RemoteFiles, path: str) -> None:
+        self._source, self._path = source, path
+        self._start, self._block, self.size_bytes, self.tag = 0, b"", 0, ""
+        self._fetch(0, FIRST_BYTES)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        stop = min(start + nbytes, self.size_bytes)
+        if not self._start <= start <= stop <= self._start + len(self._block):
+            self._fetch(start, max(nbytes, FIRST_BYTES))
+        return self._block[start - self._start : stop - self._start]
+
+    def _fetch(self, start: int, nbytes: int) -> None:
+        (self.size_bytes, self.tag), pieces = self._source.ask(self._path, start, start + nbytes)
+        self._start, self._block = start, b"".join(pieces)
+
+
+class RemoteFiles:
+    """Objects by their URLs (see :class:`.base.ByteSource`); the methods may be used from many threads.
+
+    An object is pinned to the version whose header was read: every answer's ETag (generation, or time of the last
+    change) and size are compared with that one's, so what has been read is of one version.
+    """
+
+    def __init__(self, retries: Retries | None = None) -> None:
+        self._retries = retries or Retries()
+        self._files: list[SourceFile] = []
+        self._pins: dict[str, tuple[int, str]] = {}
+        self._stores: dict[str, Any] = {}
+        self.hub = HubFiles()
+        self._lock = threading.Lock()
+        self.bytes_read = self.reads = 0
+
+    @contextmanager
+    def open_file(self, path: str) -> Iterator[_HeaderFile]:
+        yield _HeaderFile(self, path)
+
+    def is_transient(self, error: BaseException | None) -> bool:
+        return isinstance(error, RequestFailed) and error.is_transient
+
+    def add(self, files: Sequence[SourceFile]) -> None:
+        self._files += files
+        for file in files:
+            pin = (file.size_bytes, file.tag)
+            if self._pins.setdefault(file.path, pin) != pin:
+                raise _changed(file.path)
+
+    def hints(self, paths: Sequence[str]) -> Hints:
+        # One stream of S3 gives 50 to 100 MB/s. 1 MiB is what a stream could have read while a request waits 10 ms or
+        # more for its first byte.
+        return Hints(
+            request_bytes=REQUEST_BYTES,
+            is_remote=True,
+            streams_per_host=128,
+            streams_per_rank=32,
+            seek_bytes=2**20,
+            is_everywhere=True,
+        )
+
+    def open(self, numbers: Iterable[int]) -> None:
+        """Do nothing: there is nothing to hold open, and rank 0 has just read the headers."""
+
+    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
+        path = self._files[number].path
+        pending = [buffer for buffer in buffers if len(buffer)]
+        length = sum(map(len, pending))
+        with self._lock:
+            self.bytes_read += length
+            self.reads += 1
+        stop, position = start + length, start
+
+        def read_on() -> None:
+            nonlocal position
+            for piece in self.ask(path, position, stop)[1]:
+                _fill(pending, piece)
+                position += len(piece)
+
+        try:
+            if length:
+                self._retries.call(read_on, self.is_transient, jitter=True)
+        except RequestFailed as error:
+            raise ReadError(f"{path}: cannot read bytes {start} to {stop}: {error}") from error
+
+    def ask(self, path: str, start: int, stop: int) -> tuple[tuple[int, str], Iterator[bytes]]:
+        """(size of an object, its tag), and its bytes ``[start, stop)``, or those up to its end, in pieces.
+
+        Both this and iterating raise:
+            RequestFailed: the request failed, or its answer ended too early.
+            ReadError: the answer is longer than what was asked for.
+            CheckpointError: the object is not the one that this rank, or rank 0, saw first.
+        """
+        with self._explaining(path):
+            import obstore
+
+            store, key = self._place(path)
+            answer = obstore.get(store, key, options={"range": (start, stop)})
+            meta, (begin, end) = answer.meta, answer.range
+            tag = self.hub.tag(path) or meta["e_tag"] or meta["version"] or ""
+            if not tag and meta["last_modified"].timestamp() > 0:
+                tag = meta["last_modified"].isoformat()
+            pin = (meta["size"], tag)
+            if self._pins.setdefault(path, pin) != pin:
+                raise _changed(path)
+            if begin != start or end != min(stop, meta["size"]):
+                raise RequestFailed(f"the server sent bytes {begin} to {end} in place of {start} to {stop}.")
+            return pin, self._body(path, answer, begin, end)
+
+    def _body(self, path: str, answer: GetResult, begin: int, end: int) -> Iterator[bytes]:
+        with self._explaining(path):
+            for piece in answer.stream(min_chunk_size=CHUNK_BYTES):
+                begin += len(piece)
+                if begin > end:
+                    raise ReadError(
+                        f"{path}: the server sent more bytes than it was asked for, beyond byte {end}. It does not "
+                        "keep to HTTP; read from another one."
+                    )
+                yield bytes(piece)
+            if begin < end:
+                raise RequestFailed(f"the answer ended at byte {begin}.", is_transient=True)
+
+    @contextmanager
+    def _explaining(self, path: str) -> Iterator[None]:
+        """Turn the errors of obstore into ours."""
+        try:
+            yield
+        except ImportError as error:
+            raise VersionError(
+                f"{path}: reading from buckets and servers needs obstore: pip install 'hf_zero_stream[remote]'."
+            ) from error
+        except Exception as error:
+            import obstore.exceptions as kinds
+
+            if isinstance(error, kinds.PreconditionError):
+                raise _changed(path) from error
+            if not isinstance(error, (kinds.BaseError, FileNotFoundError)):
+                raise
+            explained = _explained(path, error)
+            if explained.status in (401, 403) and scheme_of(path) == "hf":
+                explained.is_transient = self.hub.forget(path)  # the address has expired
+            raise explained from error
+
+    def read_whole(self, path: str, most_bytes: int) -> bytes:
+        """A small object as it is now, whatever it was before; raises as :meth:`read_into`, or RequestFailed (404)."""
+
+        def read() -> bytes:
+            self._pins.pop(path, None)
+            (size_bytes, _), pieces = self.ask(path, 0, most_bytes)
+            if size_bytes > most_bytes:
+                raise CheckpointError(f"{path}: at most {most_bytes} bytes are allowed; found {size_bytes}.")
+            return b"".join(pieces)
+
+        return self._retries.call(read, self.is_transient, jitter=True)
+
+    def check_unchanged(self) -> None:
+        """Do nothing: every answer was compared with the pinned version."""
+
+    def finish(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._stores.clear()
+
+    def _place(self, path: str) -> tuple[Any, str]:
+        """The store and the key to ask for."""
+        if scheme_of(path) == "hf":
+            found = self.hub.resolve(path)
+            return self._store(found.url, found.headers), ""
+        store, key = located(path)
+        return self._store(store), key
+
+    def _store(self, url: str, headers: tuple[tuple[str, str], ...] = ()) -> Any:
+        with self._lock:
+            if url not in self._stores:
+                self._stores[url] = _open_store(url, dict(headers))
+            return self._stores[url]
+
+
+def _open_store(url: str, headers: dict[str, str]) -> Any:
+    from obstore.store import HTTPStore, from_url
+
+    options: ClientConfig = {
+        "connect_timeout": timedelta(seconds=CONNECT_S),
+        "read_timeout": timedelta(seconds=STALL_S),
+        "timeout": timedelta(seconds=REQUEST_S),
+    }
+    never: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}  # we try again, and count it
+    scheme = scheme_of(url)
+    if scheme in ("http", "https"):
+        # From https no redirect leads to plain http; to other schemes, such as file, none does.
+        options["allow_http"] = scheme == "http"
+        if headers:
+            options["default_headers"] = headers
+        return HTTPStore.from_url(url, client_options=options, retry_config=never)
+    # Our options take the place of AWS_ALLOW_HTTP: who gives an endpoint with http:// allows it.
+    endpoints = (os.environ.get(name, "") for name in _ENDPOINTS.get(scheme, ()))
+    options["allow_http"] = any(endpoint.startswith("http://") for endpoint in endpoints)
+    return from_url(url, client_options=options, retry_config=never)
+
+
+def _fill(pending: list[memoryview], piece: bytes) -> None:
+    rest = memoryview(piece)
+    while rest:
+        count = min(len(rest), len(pending[0]))
+        pending[0][:count] = rest[:count]
+        advance(pending, count)
+        rest = rest[count:]
+
+
+def _changed(path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: was replaced while it was being loaded: it has another ETag or size than when its header was read. "
+        "The model may hold parts of two versions. Wait until whoever writes it is done, then load again."
+    )
+
+
+def _explained(path: str, error: Exception) -> RequestFailed:
+    """What obstore says, in short, without the signatures that addresses may hold, and what to do about it."""
+    import obstore.exceptions as kinds
+
+    text = re.sub(r"\?[^\s)]*", "?...", str(error).partition("\n\nDebug source")[0].strip()[:500]).removesuffix(".")
+    found = _STATUS.search(text)
+    status = int(found[1]) if found else 0
+    if isinstance(error, FileNotFoundError):
+        return RequestFailed("there is no such object (404). Check the bucket or host, and the prefix.", 404)
+    if isinstance(error, (kinds.PermissionDeniedError, kinds.UnauthenticatedError)):
+        check = _WHO_MAY_READ.get(scheme_of(path), "whether the server wants credentials, which cannot be given here")
+        return RequestFailed(f"access is denied ({status or 403}). Check {check}.", status or 403)
+    if isinstance(error, kinds.NotSupportedError):
+        return RequestFailed(f"the server does not give ranges of files. Download the checkpoint, or move it. {text}")
+    if _CREDENTIALS_SERVICE in text:
+        return RequestFailed(f"no credentials were found. Check {_WHO_MAY_READ.get(scheme_of(path), 'them')}. {text}")
+    is_transient = status >= 500 or status in PASSING_STATUS or (not status and _LOST.search(text) is not None)
+    return RequestFailed(f"{text}.", status, is_transient)

@@ -1,0 +1,76 @@
+"""Small files of a checkpoint behind a URL: each comes into a temporary folder, weights never do."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TypeVar
+
+from .base import ByteSource, Retries, SourceFile
+from .remote import RemoteFiles
+
+
+__all__ = ["SmallFiles"]
+
+MOST_BYTES = 200_000_000
+"""Of one file: the index of a large checkpoint has 8 MB, a tokenizer 30 MB."""
+
+RETRIES = 4
+
+T = TypeVar("T")
+
+
+class SmallFiles:
+    """Copies of small files, until it is closed. A file is fetched anew whenever it is asked for: it may change."""
+
+    def __init__(self) -> None:
+        self._retries = Retries(RETRIES)
+        self._remote = RemoteFiles(self._retries)
+        self._folder = tempfile.TemporaryDirectory(prefix="hf-zero-stream-")
+
+    def fetch(self, url: str, folder: Path | None = None) -> Path:
+        """The copy of the file, under its own name, in `folder` or a new one.
+
+        Raises RequestFailed if it is not there (status 404) or cannot be read.
+        """
+        path = (folder or self.new_folder(url)) / url.rpartition("/")[2]
+        path.write_bytes(self._remote.read_whole(url, MOST_BYTES))
+        return path
+
+    def new_folder(self, url: str) -> Path:
+        """An empty folder with the last name of `url`."""
+        name = "".join(letter if letter.isalnum() else "_" for letter in url.rstrip("/").rpartition("/")[2])
+        folder = Path(tempfile.mkdtemp(dir=self._folder.name), name)
+        folder.mkdir()
+        return folder
+
+    def require(self, url: str) -> None:
+        """Raise as :meth:`fetch` if there is no such file; only its beginning is read."""
+        with self._remote.open_file(url):
+            pass
+
+    def header(self, url: str, read: Callable[[ByteSource, str], T]) -> T:
+        """What `read` reads of a file, tried again while its error has a passing cause."""
+        return self._retries.call(
+            lambda: read(self._remote, url), lambda error: self._remote.is_transient(error.__cause__), jitter=True
+        )
+
+    def pieces(self, file: SourceFile, nbytes: int) -> Iterator[bytes]:
+        """All of a file, in pieces of `nbytes`."""
+        remote = RemoteFiles(self._retries)
+        remote.add([file])
+        with closing(remote):
+            for start in range(0, file.size_bytes, nbytes):
+                piece = bytearray(min(nbytes, file.size_bytes - start))
+                remote.read_into(0, start, [memoryview(piece)])
+                yield bytes(piece)
+
+    def pinned(self, url: str) -> str:
+        """`url` such that it means the same file for a whole load: of the Hub's, with the commit for the revision."""
+        return self._remote.hub.pinned(url)
+
+    def close(self) -> None:
+        self._remote.close()
+        self._folder.cleanup()

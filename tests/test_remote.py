@@ -1,0 +1,157 @@
+"""Loads from buckets and web servers equal plain loading of the same files, and leave no weights on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import hf_zero_stream
+from hf_zero_stream.errors import ConfigError, UnsupportedError
+from hf_zero_stream.sources.urls import Location, located, repository_of
+from tests.cluster import run_ranks
+from tests.http_files import Behaviour, http_files
+from tests.parity import differences, ds_config
+from tests.remote_code import make_remote_checkpoint
+from tests.s3 import BUCKET, s3_bucket
+from tests.zoo import make_checkpoint
+
+
+MODELS = {"moe": "AutoModelForCausalLM", "single": "AutoModel", "code": "AutoModelForCausalLM", "bin": "AutoModel"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of several kinds: in shards, in one file, with code of its own, of ``torch.save``."""
+    root = tmp_path_factory.mktemp("served")
+    make_checkpoint("qwen3_moe", root / "moe", torch.bfloat16)
+    bert = transformers.BertConfig(
+        hidden_size=12, num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, vocab_size=31
+    )
+    transformers.BertModel(bert).save_pretrained(root / "single")
+    make_remote_checkpoint(root / "code")
+    shutil.copytree(root / "single", root / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
+    torch.save(transformers.BertModel(bert).state_dict(), root / "bin" / "pytorch_model.bin")
+    return root
+
+
+@pytest.fixture(scope="module")
+def bucket(root: Path) -> Iterator[dict[str, str]]:
+    with s3_bucket(root) as environment:
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def web(root: Path) -> Iterator[Behaviour]:
+    with http_files(root) as how:
+        yield how
+
+
+def load_everywhere(root: Path, urls: list[str], environment: dict[str, str], temporary: Path) -> list[str]:
+    """What differs from plain loading, for each URL, model and way to load; collective."""
+    os.environ.update(environment)
+    temporary = temporary / str(dist.get_rank())
+    temporary.mkdir()
+    tempfile.tempdir = str(temporary)
+    found: list[str] = []
+    hows = {
+        name: {"dtype": torch.bfloat16 if name == "moe" else torch.float32, "trust_remote_code": name == "code"}
+        for name in MODELS
+    }
+    # These first: while a partitioned model lives, its ZeRO-3 counts for all loads.
+    plain = {name: getattr(transformers, MODELS[name]).from_pretrained(root / name, **hows[name]) for name in MODELS}
+    with hf_zero_stream.streaming():  # data parallelism: each rank reads a part and gets the others'
+        whole = transformers.AutoModel.from_pretrained(f"{urls[0]}/single")
+        assert transformers.AutoConfig.from_pretrained(f"{urls[0]}/single").hidden_size == 12
+        assert [path.name for path in temporary.rglob("*") if path.is_file()].count("config.json")
+    values = whole.state_dict()
+    found += [name for name, value in plain["single"].state_dict().items() if not torch.equal(value, values[name])]
+    for url, name in product(urls, MODELS):
+        dtype, streaming_class = hows[name]["dtype"], getattr(hf_zero_stream, f"Streaming{MODELS[name]}")
+        streamed = streaming_class.from_pretrained(f"{url}/{name}", ds_config=ds_config(dtype), **hows[name])
+        found += [f"{url}/{name}: {difference}" for difference in differences(streamed, plain[name], dtype)]
+        read = sum(rank.bytes_read for rank in streamed.streaming_report.ranks)
+        size = sum(parameter.numel() * dtype.itemsize for parameter in plain[name].parameters())
+        if not size <= read < 1.01 * size:
+            found.append(f"{url}/{name}: read {read} bytes for {size}")
+        if name == "bin":
+            with torch.no_grad():
+                for parameter in streamed.parameters():
+                    parameter.ds_tensor.zero_()
+            hf_zero_stream.load_into(streamed, f"{url}/bin")
+            found += [f"load_into {url}: {each}" for each in differences(streamed, plain[name], dtype)]
+        del streamed
+    found += [f"left on disk: {path}" for path in temporary.rglob("*") if path.is_file()]
+    return found
+
+
+def test_equals_plain_loading(
+    cluster: None, root: Path, bucket: dict[str, str], web: Behaviour, tmp_path: Path
+) -> None:
+    urls = [f"s3://{BUCKET}", web.address]
+    for found in run_ranks(2, load_everywhere, root, urls, bucket, tmp_path, timeout=240):
+        assert found == []
+
+
+def test_plan_of_a_url(root: Path, web: Behaviour) -> None:
+    arguments: dict[str, Any] = {"world_size": 3, "rank": 1}
+    web.requests.clear()
+    planned = hf_zero_stream.plan(f"{web.address}/moe", **arguments)
+    local = hf_zero_stream.plan(str(root / "moe"), **arguments)
+    assert planned.load.cost.target_bytes == local.load.cost.target_bytes
+    assert planned.memory == local.memory
+    shards = sorted(path.name for path in (root / "moe").glob("*.safetensors"))
+    asked = [os.path.basename(path) for path, _, _ in web.requests if path.endswith(".safetensors")]
+    assert sorted(set(asked)) == sorted([*shards, "model.safetensors"])
+    assert len(asked) == len(shards) + 1, "headers are read once each"
+
+
+def test_adapters_and_missing_things(root: Path, web: Behaviour, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="config.json: there is no such object .404.*Check the bucket or host"):
+        hf_zero_stream.plan(f"{web.address}/nowhere", world_size=2)
+    with http_files(tmp_path) as other:
+        for file in (root / "single").iterdir():
+            shutil.copy(file, tmp_path)
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(UnsupportedError, match="adapters are not loaded from URLs"), hf_zero_stream.streaming():
+            transformers.AutoModel.from_pretrained(other.address)
+
+
+@pytest.mark.parametrize(
+    ("url", "store", "key"),
+    [
+        ("s3://bucket/a/b c.x", "s3://bucket", "a/b c.x"),
+        ("s3://bucket", "s3://bucket", ""),
+        ("az://account/container/a/b", "az://account/container", "a/b"),
+        ("https://host:81/a%20b/c", "https://host:81", "a b/c"),
+    ],
+)
+def test_urls(url: str, store: str, key: str) -> None:
+    assert located(url) == Location(store, key)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3:///x", "az://account", "https://host/a?b=c", "https://me:secret@host/a", "s3://b/../c", "https://h/%2e%2e/c"],
+)
+def test_urls_that_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="expected"):
+        located(url)
+
+
+def test_urls_of_the_hub() -> None:
+    found = repository_of("hf://org/name@refs%2Fpr%2F1/sub/x.json")
+    assert found == ("org/name", "refs/pr/1", "sub/x.json")
+    assert found.url == "hf://org/name@refs%2Fpr%2F1/sub/x.json"
+    assert repository_of("hf://org/name").url == "hf://org/name"
+    with pytest.raises(ConfigError, match="hf://organisation/name"):
+        repository_of("hf://name")
