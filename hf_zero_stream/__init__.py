@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .reports.load import LoadReport as LoadReport
     from .reports.save import SaveReport as SaveReport
     from .saving.calls import save_pretrained as save_pretrained
+    from .saving.pending import PendingSave as PendingSave
     from .state.load import Resumed as Resumed
     from .state.load import load_state as load_state
     from .state.save import save_state as save_state
@@ -27,6 +28,7 @@ _HOMES = {
     "Forecast": ".loading.dry_load",
     "LoadPlan": ".planning.plan",
     "LoadReport": ".reports.load",
+    "PendingSave": ".saving.pending",
     "Resumed": ".state.load",
     "SaveReport": ".reports.save",
     "StreamingConfig": ".config",

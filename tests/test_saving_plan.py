@@ -21,7 +21,7 @@ from hf_zero_stream.planning.parameter_box import Cut, ParameterBox
 from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.saving import write
-from hf_zero_stream.saving.parameters import Parameters, Values, cover, opened
+from hf_zero_stream.saving.parameters import NewParameters, Values, cover, opened
 from hf_zero_stream.saving.plan import Segment, Share, Sources, make_save_plan
 
 
@@ -48,8 +48,8 @@ class Memory:
         self.data = bytearray(nbytes)
         self.written = bytearray(nbytes)
 
-    def put(self, shard: int, position: int, buffers: list[memoryview]) -> None:
-        for buffer in buffers:
+    def put(self, shard: int, position: int, pieces: list[torch.Tensor]) -> None:
+        for buffer in map(write.bytes_of, pieces):
             assert not any(self.written[position : position + len(buffer)])
             self.data[position : position + len(buffer)] = buffer
             self.written[position : position + len(buffer)] = b"\1" * len(buffer)
@@ -112,7 +112,7 @@ def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bo
             got = sum(segment.nbytes for writer, segment in of_round if writer == rank)
             assert got <= 64 or sum(writer == rank for writer, _ in of_round) == 1
         for _, segment in of_round:
-            memory.put(0, segment.position, [write._bytes_of(exchanged(segment, values))])
+            memory.put(0, segment.position, [exchanged(segment, values)])
     assert bytes(memory.data[start:]) == expected.contiguous().numpy().tobytes()
     assert all(memory.written[start:]) and written == nbytes
 
@@ -169,5 +169,5 @@ def test_a_parameter_without_elements_needs_no_holder(monkeypatch: pytest.Monkey
     monkeypatch.setattr(kinds, "holdings", lambda model, **_: {"p": holding})
     model = nn.Module()
     model.register_parameter("p", nn.Parameter(torch.empty(0, 8)))
-    parameters = Parameters(model, Coordinator.of_default_group(), None, single_writer=False, threads=1)
+    parameters = NewParameters(model, Coordinator.of_default_group(), None, compares=False, threads=1)
     assert parameters.sources.shares == {"p": ()}

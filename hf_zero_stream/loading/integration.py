@@ -23,6 +23,7 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
 from ..saving.files import finish_interrupted
+from ..saving.pending import finish_pending
 from ..seams import REPLACEMENTS, ModelsConfig, Session, found_config, raise_if_misfit
 from ..seams.session import Original
 from .choice import choose, settings_for
@@ -149,6 +150,7 @@ def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> No
     This is the first time that the ranks of a load agree. So it also compares `read_from`, on which the later ones
     depend, and raises a DisagreementError on all ranks if one has another.
     """
+    finish_pending(raises=False)
     error: BaseException | None = None
     finished: list[str] = []
     try:

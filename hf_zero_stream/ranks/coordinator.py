@@ -55,6 +55,12 @@ class Coordinator:
             return Topology.announced(self.rank, self.world_size)
         return Presence.in_default_group().topology()
 
+    @property
+    def meeting(self) -> str:
+        """The name, the same on all ranks, of the meeting that this code is in, inside :meth:`watched`."""
+        assert self._watch is not None
+        return self._watch.meeting
+
     def agree(self, error: BaseException | None = None) -> None:
         """Return on every rank if no rank brings an `error`, else raise on every rank.
 

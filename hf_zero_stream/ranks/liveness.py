@@ -77,16 +77,18 @@ class _Beat(NamedTuple):
 class Watch:
     """This rank's heartbeat, and its view of the other ranks, from construction to :meth:`close`.
 
-    The keys of this `meeting` in the store begin with its name, which all ranks give, and no other meeting has.
+    The keys of this `meeting` in the store begin with its name, which all ranks give, and no other meeting has. Of
+    meetings at the same time each has its own kind of heartbeat, `beats`.
     """
 
-    def __init__(self, presence: Presence, meeting: str) -> None:
+    def __init__(self, presence: Presence, meeting: str, beats: str = "beat") -> None:
         self.timeout_s: float = StreamingConfig.peer_timeout_s
         self.verdict: Verdict | None = None
         """The first that this rank has heard of; one on a dead rank replaces one on a rank that failed."""
         self._presence = presence
         self._store = presence.store
-        self._meeting = meeting
+        self.meeting = meeting
+        self._beats = f"{PREFIX}/{beats}"
         self._agreements = 0
         self._seen: dict[int, tuple[_Beat | None, float]] = {}
         """Of each rank that this one looks at: its last heartbeat, and for how many seconds it has not moved."""
@@ -106,7 +108,7 @@ class Watch:
             if self.knows_dead and self._presence.rank == 0 and self._store.ends_with_rank_0:
                 others = self._presence.world_size - 1
                 for waited_s in pauses(0.05):
-                    if waited_s > FAREWELL_S or self._store.add(f"{self._meeting}/heard", 0) >= others:
+                    if waited_s > FAREWELL_S or self._store.add(f"{self.meeting}/heard", 0) >= others:
                         break
             self._beat(has_left=True)
 
@@ -128,11 +130,15 @@ class Watch:
         with suppress(PeerError), self.naming_lost_store():
             self._pronounce(verdict)
 
-    def meet(self) -> None:
-        """Return once every rank has come here as often as this one; raises if one dies, or a time-out is over."""
+    def meet(self, patience_s: float | None = None) -> None:
+        """Return once every rank has come here as often as this one; raises if one dies, or a time-out is over.
+
+        The time-out is `patience_s`, or that of the process group.
+        """
         self._agreements += 1
         expected = self._agreements * self._presence.world_size
-        timeout_s, key = self._presence.group_timeout_s, f"{self._meeting}/agreements"
+        timeout_s = self._presence.group_timeout_s if patience_s is None else patience_s
+        key = f"{self.meeting}/agreements"
         with self.naming_lost_store():
             count = self._store.add(key, 1)
             for waited_s in self._presence.polling():
@@ -176,7 +182,7 @@ class Watch:
             while True:
                 # Also before the first pause: a look opens a connection to each host, which tells of a death there.
                 for name in ("failed", "dead"):
-                    written = self._store.get(f"{self._meeting}/{name}")
+                    written = self._store.get(f"{self.meeting}/{name}")
                     if written is not None:
                         self._believe(Verdict(*written))
                 found = None if self.knows_dead else self._look()
@@ -187,13 +193,13 @@ class Watch:
                 self._beat()
 
     def _beat(self, has_left: bool = False) -> None:
-        beat = _Beat(self._meeting, time.monotonic(), self._agreements, has_left)
-        self._store.set(f"{PREFIX}/beat/{self._presence.rank}", beat)
+        beat = _Beat(self.meeting, time.monotonic(), self._agreements, has_left)
+        self._store.set(f"{self._beats}/{self._presence.rank}", beat)
 
     def _pronounce(self, verdict: Verdict) -> None:
         """Put `verdict` into the store, and take up the one of its kind that was there first."""
         name = "dead" if verdict.is_dead else "failed"
-        self._believe(Verdict(*self._store.set_first(f"{self._meeting}/{name}", verdict)))
+        self._believe(Verdict(*self._store.set_first(f"{self.meeting}/{name}", verdict)))
 
     def _believe(self, verdict: Verdict) -> None:
         """Take up `verdict`, unless there is one; that of a death comes before that of a failure."""
@@ -201,7 +207,7 @@ class Watch:
             if self.verdict is None or (verdict.is_dead and not self.verdict.is_dead):
                 self.verdict = verdict
                 if verdict.is_dead:
-                    self._store.add(f"{self._meeting}/heard", 1)
+                    self._store.add(f"{self.meeting}/heard", 1)
 
     def _look(self) -> Verdict | None:
         """The verdict on the first rank, of those that this one looks at, that is dead."""
@@ -228,6 +234,6 @@ class Watch:
 
     def _read(self, ranks: Sequence[int]) -> list[_Beat | None]:
         """The heartbeats of `ranks` in this meeting; None for those that have not come to it."""
-        written = self._store.get_many([f"{PREFIX}/beat/{rank}" for rank in ranks])
+        written = self._store.get_many([f"{self._beats}/{rank}" for rank in ranks])
         beats = [_Beat(*values) if values else None for values in written]
-        return [beat if beat is not None and beat.meeting == self._meeting else None for beat in beats]
+        return [beat if beat is not None and beat.meeting == self.meeting else None for beat in beats]

@@ -52,6 +52,7 @@ class Presence:
         self._locations: dict[int, Location] = {}
         self._lines: dict[int, Line] = {}
         self._topology: Topology | None = None
+        self._looking = threading.Lock()  # meetings in the background have threads of their own that look
         server: Any = store
         while hasattr(server, "underlying_store"):
             server = server.underlying_store
@@ -80,6 +81,10 @@ class Presence:
                 _current.store.set(_current._key(_current.rank), _current.location)
             return _current
 
+    def group_store(self) -> dist.Store | None:
+        """The group's own store. Its server, if it is in this process, lives as long as somebody refers to it."""
+        return self._group_store()
+
     def close(self) -> None:
         """Close the sockets, from which other ranks see that this process lives."""
         self._finalizer.cancel()
@@ -102,14 +107,15 @@ class Presence:
 
     def is_alive(self, rank: int) -> bool | None:
         """Whether the process of `rank` exists, without waiting; None if that is not known."""
-        self._read_locations([rank])
-        location = self._locations.get(rank)
-        if location is None:
-            return None
-        if self.location.sees(location):
-            return location.is_running()
-        line = self._lines.setdefault(rank, Line(location.address, location.port))
-        return line.is_alive() if location.port else None
+        with self._looking:
+            self._read_locations([rank])
+            location = self._locations.get(rank)
+            if location is None:
+                return None
+            if self.location.sees(location):
+                return location.is_running()
+            line = self._lines.setdefault(rank, Line(location.address, location.port))
+            return line.is_alive() if location.port else None
 
     def has_answered(self, rank: int) -> bool:
         """Whether the host of `rank`, another one, has ever answered for it."""

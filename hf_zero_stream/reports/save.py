@@ -10,8 +10,8 @@ from .load import Report
 
 __all__ = ["PHASES", "SaveReport", "SavingRank"]
 
-PHASES = ("plan", "write", "sync", "verify", "publish", "total")
-"""The keys of `SavingRank.seconds`, in the order of a save; "total" is the whole of it."""
+PHASES = ("plan", "copy", "write", "sync", "verify", "publish", "total")
+"""The keys of `SavingRank.seconds`, in the order of a save; "copy" is only in asynchronous ones, "total" all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

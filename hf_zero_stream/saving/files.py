@@ -161,19 +161,23 @@ class Publication:
         if not (self.temporary / _LIST).exists():
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def commit(self, weights_name: str, index_name: str) -> None:
-        """Give all files their final names, and remove the shards of an earlier save that are not replaced."""
+    def commit(self, weights_name: str, index_name: str, last_name: str = "") -> None:
+        """Give all files their final names, and remove the shards of an earlier save that are not replaced.
+
+        The index comes after all others, and after it the file `last_name`, if there is one. Without a `weights_name`
+        no weights are among them.
+        """
         try:
             names = sorted(entry.name for entry in self.temporary.iterdir())
             outdated = self._outdated(weights_name, index_name, set(names))
             # The index is what makes shards a checkpoint: the old one goes first, the new one comes last.
             order = {
                 "removes_first": sorted({index_name} & {*names, *outdated}),
-                "renames": sorted(names, key=lambda name: (name == index_name, name)),
+                "renames": sorted(names, key=lambda name: (name == last_name, name == index_name, name)),
                 "removes": outdated,
             }
-            for name in names:
-                _sync(self.temporary / name)
+            for path in sorted(self.temporary.rglob("*")):
+                _sync(path)
             draft = self.temporary / "renames.draft"
             draft.write_text(json.dumps(order))
             _sync(draft)
@@ -188,6 +192,8 @@ class Publication:
 
     def _outdated(self, weights_name: str, index_name: str, names: set[str]) -> list[str]:
         """Weights of an earlier save that the new one does not replace."""
+        if not weights_name:
+            return []
         stem = weights_name.removesuffix(".safetensors")
 
         def is_weights(name: str) -> bool:
@@ -217,7 +223,7 @@ def _carry_out(folder: Path, temporary: Path) -> list[str]:
         _sync(folder)
     for name in pending:
         target = folder / name
-        if (temporary / name).is_dir():
+        if (temporary / name).is_dir() and target.exists():
             shutil.copytree(temporary / name, target, dirs_exist_ok=True)
             shutil.rmtree(temporary / name)
         else:

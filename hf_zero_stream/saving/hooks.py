@@ -71,6 +71,7 @@ def _save_model(
     is_ours = active_configs() and shares_its_model(model) and call.arguments["safe_serialization"]
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, model, save_directory, *args, **kwargs)
+    from .planned import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
     if calls.is_led():
@@ -93,7 +94,7 @@ def _save_model(
         return noted
 
     with expected_at(SAVE):
-        Save(model, save_directory).run(lay_out, SAFE_WEIGHTS_INDEX_NAME)
+        Save(model, save_directory).run(Content(lay_out=lay_out, index_name=SAFE_WEIGHTS_INDEX_NAME))
 
 
 @dataclass(eq=False)

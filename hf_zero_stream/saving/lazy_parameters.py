@@ -19,10 +19,21 @@ from ..ranks.coordinator import Coordinator
 from .plan import in_dtype
 
 
-__all__ = ["Held", "LazyParameters", "state_dict_without_values"]
+__all__ = ["Held", "LazyParameters", "holdings_of_model", "state_dict_without_values"]
 
 Held = Callable[[], Mapping[str, Holding]]
 """What this rank holds of something that a training has for parameters, by their names."""
+
+
+def holdings_of_model(
+    model: nn.Module, coordinator: Coordinator, dtype: torch.dtype | None, held: Held | None
+) -> dict[str, Holding]:
+    """What this rank holds of the parameters of `model`, to be saved in `dtype`, or what is `held` in their place."""
+    if held is None:
+        ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
+        return kinds.holdings(model, masters=dtype == torch.float32, **ranks)
+    of_names = held()
+    return {name: of_names[name] for name, _ in model.named_parameters() if name in of_names}
 
 
 class LazyParameters:
@@ -38,12 +49,7 @@ class LazyParameters:
     ) -> None:
         self._model, self._dtype, self._materialise = model, dtype, materialise
         self._has_buffers = held is None
-        rank, world_size = coordinator.rank, coordinator.world_size
-        if held is None:
-            self.holdings = kinds.holdings(model, masters=dtype == torch.float32, rank=rank, world_size=world_size)
-        else:
-            of_names = held()
-            self.holdings = {name: of_names[name] for name, _ in model.named_parameters() if name in of_names}
+        self.holdings = holdings_of_model(model, coordinator, dtype, held)
         # Names of one parameter have one and the same tensor: transformers must see that they are tied.
         lazy: dict[int, torch.Tensor] = {}
         params = dict(model.named_parameters())

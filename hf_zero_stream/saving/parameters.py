@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from .lazy_parameters import Held, LazyParameters
 from .plan import Share, Sources
 
 
-__all__ = ["Parameters", "Values", "cover", "opened"]
+__all__ = ["Layout", "NewParameters", "Parameters", "Values", "cover", "opened"]
 
 logger = logging.get_logger(__name__)
 
@@ -43,120 +44,93 @@ class _Held(NamedTuple):
     digest: bytes | None
 
 
-class Parameters:
-    """All parameters of a model, as ranks hold them between them, saved in `dtype` or as they are held (all ranks).
+Digests = Mapping[str, bytes]
+"""Of each parameter of which a rank holds all of a box, by its name."""
 
-    A `single_writer` is rank 0, which gives what every rank holds; otherwise `threads` compare it. What is `held` in
-    place of some of the parameters' values, if it is given, is saved under their names, and nothing else.
+
+@dataclass(frozen=True)
+class Layout:
+    """How ranks hold something between them: all that a plan to save it depends on, and none of the values.
+
+    Attributes:
+        held: what this rank holds, by name.
+        names: the parameter that each of this rank's sources is, or is a part of.
+        same: by the name of a parameter of which ranks hold all of a box: for each rank, the first one that has the
+            same values.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        coordinator: Coordinator,
-        dtype: torch.dtype | None,
-        single_writer: bool,
-        threads: int,
-        held: Held | None = None,
-    ) -> None:
+    held: tuple[Any, ...]
+    sources: Sources = field(default_factory=Sources)
+    names: dict[str, str] = field(default_factory=dict)
+    same: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+def _held_by(holdings: Mapping[str, Holding]) -> tuple[Any, ...]:
+    return tuple(
+        (name, each.box, each.dtype, each.start, each.stop, each.is_whole, each.is_gathered)
+        for name, each in holdings.items()
+    )
+
+
+def _same(everyone: Sequence[Digests]) -> dict[str, tuple[int, ...]]:
+    """:attr:`Layout.same` of these digests of all ranks."""
+    found = {}
+    for name in {name: None for digests in everyone for name in digests}:
+        of_ranks = [digests.get(name) for digests in everyone]
+        found[name] = tuple(map(of_ranks.index, of_ranks))
+    return found
+
+
+class Parameters:
+    """All parameters of a model, as ranks hold them between them, or something else that they hold for parameters.
+
+    Attributes:
+        holdings: this rank's, by source.
+        layout: who gives which elements.
+    """
+
+    def __init__(self, coordinator: Coordinator, holdings: Mapping[str, Holding], layout: Layout) -> None:
         self._coordinator = coordinator
-        self.replaces_values = held is not None
-        lazy = functools.partial(LazyParameters, model, coordinator, dtype, self.gather, held)
-        self._lazy = coordinator.run_on_all(lazy)
-        self.numel = sum(prod(holding.box.shape) for holding in self._lazy.holdings.values())
-        self.holdings: dict[str, Holding] = {}  # this rank's, by source
-        self.sources = Sources()
-        self._agree_on_shares(self._lazy.holdings, single_writer, threads)
+        self.layout = layout
+        self.holdings = {source: holdings[name] for source, name in layout.names.items()}
 
-    def lie_as(self, other: Parameters) -> bool:
-        """Whether this rank gives the same elements, in the same dtypes, as of the parameters of an `other` save."""
+    @property
+    def sources(self) -> Sources:
+        return self.layout.sources
 
-        def layout(parameters: Parameters) -> Any:
-            of_names = parameters._lazy.holdings
-            held = [(name, each.box, each.dtype, each.start, each.stop) for name, each in of_names.items()]
-            return held, parameters.sources.shares, parameters.sources.everywhere
+    @property
+    def is_swapped(self) -> bool:
+        """Whether this rank holds any of it in swap files."""
+        return any(holding.is_swapped for holding in self.holdings.values())
 
-        return bool(layout(self) == layout(other))
+    @classmethod
+    def following(
+        cls,
+        wanted: Sequence[tuple[Layout, Callable[[], Mapping[str, Holding] | None]]],
+        coordinator: Coordinator,
+        compares: bool,
+        threads: int,
+    ) -> list[Parameters | None]:
+        """For each of `wanted`, a layout and what is held now: None if any rank holds it otherwise (all ranks).
 
-    def entries(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together."""
-        if given is None:
-            return self._lazy.state_dict()
-        entries = {}
-        for name, value in given.items():
-            view = value.view_of_node if isinstance(value, LazyTensor) else value  # rank 0 sends views
-            entries[name] = entry = LazyTensor.of(view, self.gather) if isinstance(view, View) else value
-            expected = self._lazy.by_name[name].numel() if name in self._lazy.by_name else 0
-            if expected and isinstance(entry, torch.Tensor) and entry.numel() == 0:
-                raise SaveError(
-                    f"{name}: expected {expected} elements in the state dict that is to be saved; got none. "
-                    "model.state_dict() does not hold the values of a ZeRO-3 model: use the state dict that "
-                    "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
-                )
-        return entries
+        For `compares` and `threads` see :class:`NewParameters`. What is held may be None, too.
+        """
 
-    def _agree_on_shares(self, holdings: Mapping[str, Holding], single_writer: bool, threads: int) -> None:
-        compared = {} if single_writer or self._coordinator.is_alone else holdings
-        digests = self._coordinator.run_on_all(functools.partial(digests_of, compared, threads))
-        mine = [
-            _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))
-            for name, each in holdings.items()
-        ]
-        everyone = self._coordinator.all_gather(mine)
-        different = [rank for rank, of_rank in enumerate(everyone) if len(of_rank) != len(holdings)]
-        if different:
-            raise SaveError(
-                f"Rank(s) {different} have another number of parameters than this one ({len(holdings)}): the "
-                "model must be the same on every rank."
-            )
-        differing: list[str] = []
-        givers: set[int] = set()
-        for (name, holding), held in zip(holdings.items(), zip(*everyone, strict=True), strict=True):
-            for source, box in self._sources(name, holding, held).items():
-                if not box.numel:
-                    self.sources.shares[source] = ()  # nobody need hold it whole: it may be cut along any dimension
-                    continue
-                if box == holding.box:
-                    self.holdings[source] = holding
-                wanted = None if box.is_whole else box
-                holders = {rank: of_rank for rank, of_rank in enumerate(held) if of_rank.box == wanted}
-                same = self._agree_on_source(source, box.numel, holders)
-                # What is gathered is expected to be new on rank 0.
-                if not same and not holding.is_gathered:
-                    differing.append(name)
-                    givers.add(self.sources.shares[source][0].rank)
-        if differing and self._coordinator.is_main:
-            logger.warning(
-                f"Ranks have different values for {', '.join(differing[:8])} ({len(differing)} parameter(s)), which "
-                f"each of them holds in full. Those of rank {', '.join(map(str, sorted(givers)))} are saved."
-            )
+        def digests(layout: Layout, holdings: Mapping[str, Holding] | None) -> Digests | None:
+            if holdings is None or _held_by(holdings) != layout.held:
+                return None
+            return digests_of(holdings, threads) if compares else {}
 
-    def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
-        """The sources of a parameter: itself, or the boxes of it that ranks hold, which are joined."""
-        whole = ParameterBox.whole(holding.box.shape)
-        boxes = {mine.box or whole for mine in held}
-        if boxes == {whole} or not whole.numel:
-            return {name: whole}
-        sources = {f"{name}@{number}": box for number, box in enumerate(sorted(box for box in boxes if box.numel))}
-        blocks: list[tuple[ParameterBox, View]] = []
-        for source, box in sources.items():
-            view = View.whole(Stored(box.sizes, holding.dtype, source))
-            blocks += [(block, narrowed(view, within)) for block, within in box.blocks()]
-        self.sources.joined[name] = join(name, sorted(blocks, key=lambda of_block: of_block[0].intervals)).node
-        return sources
-
-    def _agree_on_source(self, source: str, numel: int, held: Mapping[int, _Held]) -> bool:
-        """Choose who gives `source`: the first holder, and return False, if several hold all with different values."""
-        first_rank, first = next(iter(held.items()))
-        same = first.digest is not None and all(each.digest == first.digest for each in held.values())
-        if same and len(held) == self._coordinator.world_size:
-            self.sources.everywhere.add(source)
-        if same or not first.is_whole:
-            ranges = {rank: (each.start, each.stop) for rank, each in held.items()}
-            self.sources.shares[source] = cover(source, numel, ranges)
-            return True
-        self.sources.shares[source] = (Share(first_rank, 0, numel),)
-        return all(each.digest in (None, first.digest) for each in held.values())
+        with coordinator.reporting():
+            held = [holdings() for _, holdings in wanted]
+            mine = [digests(layout, holdings) for (layout, _), holdings in zip(wanted, held, strict=True)]
+        everyone = coordinator.all_gather(mine)
+        found: list[Parameters | None] = []
+        for (layout, _), holdings, of_ranks in zip(wanted, held, zip(*everyone, strict=True), strict=True):
+            known = [each for each in of_ranks if each is not None]
+            follows = len(known) == len(of_ranks) and _same(known) == layout.same
+            found.append(cls(coordinator, holdings, layout) if follows and holdings is not None else None)
+        return found
 
     def gather(self, view: View) -> torch.Tensor:
         """The values of `view`, gathered in host memory, where no ranges give them (all ranks, in the same order)."""
@@ -206,6 +180,120 @@ class Parameters:
                 part = full[share.start : share.stop].view(torch.uint8)
                 self._coordinator.wait(dist.broadcast(part, share.rank, async_op=True))
         return full.cpu()
+
+
+class NewParameters(Parameters):
+    """Those of which nothing is known yet, saved in `dtype` or as they are held (all ranks).
+
+    What is `held` in place of some of the parameters' values, if it is given, is saved under their names, and nothing
+    else. What several ranks hold all of is compared by `threads`, if `compares` says so; else the first rank gives it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        coordinator: Coordinator,
+        dtype: torch.dtype | None,
+        *,
+        compares: bool,
+        threads: int,
+        held: Held | None = None,
+    ) -> None:
+        lazy = partial(LazyParameters, model, coordinator, dtype, self.gather, held)
+        self._lazy = coordinator.run_on_all(lazy)
+        holdings = self._lazy.holdings
+        self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
+        super().__init__(coordinator, {}, Layout(_held_by(holdings)))
+        self._agree_on_shares(holdings, compares, threads)
+        self.holdings = {source: holdings[name] for source, name in self.layout.names.items()}
+
+    def entries(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together."""
+        if given is None:
+            return self._lazy.state_dict()
+        entries = {}
+        for name, value in given.items():
+            view = value.view_of_node if isinstance(value, LazyTensor) else value  # rank 0 sends views
+            entries[name] = entry = LazyTensor.of(view, self.gather) if isinstance(view, View) else value
+            expected = self._lazy.by_name[name].numel() if name in self._lazy.by_name else 0
+            if expected and isinstance(entry, torch.Tensor) and entry.numel() == 0:
+                raise SaveError(
+                    f"{name}: expected {expected} elements in the state dict that is to be saved; got none. "
+                    "model.state_dict() does not hold the values of a ZeRO-3 model: use the state dict that "
+                    "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
+                )
+        return entries
+
+    def _agree_on_shares(self, holdings: Mapping[str, Holding], compares: bool, threads: int) -> None:
+        compared = holdings if compares else {}
+        digests = self._coordinator.run_on_all(partial(digests_of, compared, threads))
+        mine = [
+            _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))
+            for name, each in holdings.items()
+        ]
+        everyone = self._coordinator.all_gather(mine)
+        different = [rank for rank, of_rank in enumerate(everyone) if len(of_rank) != len(holdings)]
+        if different:
+            raise SaveError(
+                f"Rank(s) {different} have another number of parameters than this one ({len(holdings)}): the "
+                "model must be the same on every rank."
+            )
+        self.layout.same.update(
+            _same(
+                [
+                    {name: held.digest for name, held in zip(holdings, of_rank, strict=True) if held.digest}
+                    for of_rank in everyone
+                ]
+            )
+        )
+        differing: list[str] = []
+        givers: set[int] = set()
+        for (name, holding), held in zip(holdings.items(), zip(*everyone, strict=True), strict=True):
+            for source, box in self._sources(name, holding, held).items():
+                if not box.numel:
+                    self.sources.shares[source] = ()  # nobody need hold it whole: it may be cut along any dimension
+                    continue
+                if box == holding.box:
+                    self.layout.names[source] = name
+                wanted = None if box.is_whole else box
+                holders = {rank: of_rank for rank, of_rank in enumerate(held) if of_rank.box == wanted}
+                same = self._agree_on_source(source, box.numel, holders)
+                # What is gathered is expected to be new on rank 0.
+                if not same and not holding.is_gathered:
+                    differing.append(name)
+                    givers.add(self.sources.shares[source][0].rank)
+        if differing and self._coordinator.is_main:
+            logger.warning(
+                f"Ranks have different values for {', '.join(differing[:8])} ({len(differing)} parameter(s)), which "
+                f"each of them holds in full. Those of rank {', '.join(map(str, sorted(givers)))} are saved."
+            )
+
+    def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
+        """The sources of a parameter: itself, or the boxes of it that ranks hold, which are joined."""
+        whole = ParameterBox.whole(holding.box.shape)
+        boxes = {mine.box or whole for mine in held}
+        if boxes == {whole} or not whole.numel:
+            return {name: whole}
+        sources = {f"{name}@{number}": box for number, box in enumerate(sorted(box for box in boxes if box.numel))}
+        blocks: list[tuple[ParameterBox, View]] = []
+        for source, box in sources.items():
+            view = View.whole(Stored(box.sizes, holding.dtype, source))
+            blocks += [(block, narrowed(view, within)) for block, within in box.blocks()]
+        self.sources.joined[name] = join(name, sorted(blocks, key=lambda of_block: of_block[0].intervals)).node
+        return sources
+
+    def _agree_on_source(self, source: str, numel: int, held: Mapping[int, _Held]) -> bool:
+        """Choose who gives `source`: the first holder, and return False, if several hold all with different values."""
+        first_rank, first = next(iter(held.items()))
+        same = first.digest is not None and all(each.digest == first.digest for each in held.values())
+        if same and len(held) == self._coordinator.world_size:
+            self.sources.everywhere.add(source)
+        if same or not first.is_whole:
+            ranges = {rank: (each.start, each.stop) for rank, each in held.items()}
+            self.sources.shares[source] = cover(source, numel, ranges)
+            return True
+        self.sources.shares[source] = (Share(first_rank, 0, numel),)
+        return all(each.digest in (None, first.digest) for each in held.values())
 
 
 def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) -> View:

@@ -1,26 +1,26 @@
-"""What a save is going to write, and what is saved beside it in the same way: a training's masters and moments.
-
-Planning a save takes as long as writing some hundred MB: transformers' conversions run over thousands of lazy tensors.
-So what lies in memory as something else does is written by the other's plan.
-"""
+"""What a save is going to write, as data: contents, and for each the shards and the plan."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+import torch
 
 from ..checkpoint.safetensors import NotedShard, ShardToWrite
+from .files import Publication, ShardWriter
 from .lazy_parameters import Held
-from .parameters import Parameters
+from .parameters import NewParameters, Parameters
 from .plan import SavePlan
 
 
-__all__ = ["Alike", "LayOut", "Planned"]
+__all__ = ["Alike", "Content", "LayOut", "Planned", "Prepared"]
 
-LayOut = Callable[[Path, Parameters], list[NotedShard]]
+LayOut = Callable[[Path, NewParameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
 
 
@@ -49,17 +49,78 @@ class Alike:
             (folder / self.index_name).write_text(text, encoding="utf-8")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """Something that is saved: weights, or the states of an optimizer.
+
+    Attributes:
+        lay_out: lays it out.
+        index_name: the file name of its index.
+        folder: the folder of its files, inside the one that is saved to; empty for that one itself.
+        dtype: of what is of floating point; None: as it is held.
+        held: what is saved under the names of parameters in place of their values; None: the values.
+        beside: what is held, most likely, as this is: it is saved by the same plan. Planning takes as long as writing
+            some hundred MB, because transformers' conversions run over thousands of lazy tensors.
+    """
+
+    lay_out: LayOut
+    index_name: str
+    folder: str = ""
+    dtype: torch.dtype | None = None
+    held: Held | None = None
+    beside: Sequence[Alike] = ()
+
+
+_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
+
+
 class Planned(NamedTuple):
-    """What is written into which `shards`, and from what."""
+    """What is written into which `shards` of a folder, and from what."""
 
     parameters: Parameters
     shards: list[ShardToWrite]
     plan: SavePlan
+    folder: str
 
-    def paths(self, folder: Path) -> list[Path]:
-        return [folder / shard.name for shard in self.shards]
+    @property
+    def names(self) -> list[str]:
+        """The files, relative to the folder that is saved to."""
+        return [str(Path(self.folder, shard.name)) for shard in self.shards]
+
+    def paths(self, root: Path) -> list[Path]:
+        return [root / name for name in self.names]
 
     def like(self, alike: Alike, parameters: Parameters) -> Planned:
         """The same of what is `alike`, from `parameters` that lie in memory as these do."""
         shards = [replace(shard, name=alike.renamed(shard.name)) for shard in self.shards]
-        return Planned(parameters, shards, self.plan)
+        return Planned(parameters, shards, self.plan, self.folder)
+
+
+Writer = TypeVar("Writer", bound=ShardWriter)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Files that wait for what is `planned`, in a folder that becomes visible at once.
+
+    Attributes:
+        index_name: the file name of the weights' index; empty without weights.
+        last_name: the file that gets its name last; may be empty.
+        single_writer: rank 0 writes everything.
+    """
+
+    publication: Publication
+    planned: Sequence[Planned]
+    index_name: str
+    last_name: str
+    single_writer: bool
+
+    def files(self, kind: type[Writer]) -> list[Writer]:
+        """For each of what is planned, what writes into its files, or compares with them."""
+        return [kind(each.paths(self.publication.temporary)) for each in self.planned]
+
+    def publish(self) -> None:
+        """Give the files their final names (rank 0)."""
+        first = next((each for each in self.planned if not each.folder), None)
+        weights = "" if first is None else _SUFFIX.sub("", first.shards[0].name)
+        self.publication.commit(weights, self.index_name, self.last_name)

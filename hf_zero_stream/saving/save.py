@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import os
-import re
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +15,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.safetensors import NotedShard, lay_out_shard
+from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.without_values import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.gathered import gathered, not_in_full
 from ..destinations.deferred import fill_whole
 from ..destinations.shards import local_of
-from ..errors import ConfigError, SaveError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError
+from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE, Occasion
 from ..reports.load import PhaseClock
@@ -36,12 +33,16 @@ from ..scope import current_config
 from ..seams import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
+from .background import BackgroundSave
 from .files import Comparison, Publication, ShardWriter, reserve
-from .lazy_parameters import Held, state_dict_without_values
-from .parameters import Parameters
-from .plan import CHUNK_BYTES, SavePlan, make_save_plan
-from .planned import Alike, LayOut, Planned
-from .write import execute_save
+from .host_copy import HostCopy, HostMemory
+from .lazy_parameters import state_dict_without_values
+from .parameters import NewParameters
+from .pending import Finished, PendingSave, finish_pending
+from .plan import CHUNK_BYTES
+from .planned import Content, Planned, Prepared
+from .preparation import Preparation
+from .write import bytes_of, execute_save, write_alone, write_exchanged
 
 
 __all__ = ["Save", "occasion_to_save"]
@@ -54,7 +55,8 @@ OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``Gathered
 # Arguments of transformers' ``save_pretrained``.
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
 
-_SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
+Beside = Callable[[Path], None]
+"""Writes what is neither weights nor laid out with them into the folder that is going to be published."""
 
 
 class Save:
@@ -63,7 +65,7 @@ class Save:
     Args:
         state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
         coordinator: the ranks, if they have come together already.
-        held: what to save under the names of parameters in place of their values; default: the values.
+        keeps_plans: keep the plans for the next save.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class Save:
         progress: bool = True,
         state_dict: Mapping[str, Any] | None = None,
         coordinator: Coordinator | None = None,
-        held: Held | None = None,
+        keeps_plans: bool = False,
         **kwargs: Any,
     ) -> None:
         if write_from is not None and write_from not in WRITERS:
@@ -112,7 +114,7 @@ class Save:
         refuse_wrapped(values, "save_pretrained", advice)
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
-        self._write_from, self._verify, self._held = write_from, verify, held
+        self._write_from, self._verify, self._keeps_plans = write_from, verify, keeps_plans
         self._chunk_bytes, self._progress = chunk_bytes, progress
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
@@ -121,11 +123,14 @@ class Save:
 
     def pretrained(self) -> SaveReport:
         """Save what transformers' ``save_pretrained`` would."""
+        return self.run(self.weights())
 
-        return self.run(self.lay_out_pretrained, index_name(self._kwargs.get("variant")))
+    def weights(self) -> Content:
+        """What transformers' ``save_pretrained`` would save."""
+        variant = self._kwargs.get("variant")
+        return Content(lay_out=self._lay_out_pretrained, index_name=index_name(variant), dtype=self._dtype)
 
-    def lay_out_pretrained(self, folder: Path, parameters: Parameters) -> list[NotedShard]:
-        """The :data:`LayOut` of transformers' ``save_pretrained``."""
+    def _lay_out_pretrained(self, folder: Path, parameters: NewParameters) -> list[NotedShard]:
         entries, numel, dtype = parameters.entries(self._state_dict), parameters.numel, self._dtype
         return lay_out_pretrained(
             self.model, folder, dict(entries), entries, numel, dtype, own_code=False, **self._kwargs
@@ -142,49 +147,142 @@ class Save:
                 del given["state_dict"]
         self.model.save_pretrained(self._folder, **given)
 
-    def run(self, lay_out: LayOut, index_name: str, beside: Sequence[Alike] = ()) -> SaveReport:
-        """Save what `lay_out` lays out, and what is `beside` it, and publish it; all ranks must call it."""
-        coordinator, clock = self._coordinator, self._clock
+    def run(self, *contents: Content, beside: Beside | None = None, last_name: str = "") -> SaveReport:
+        """Save `contents` and publish them together (all ranks).
+
+        What is `beside` all that is written by rank 0. The file `last_name`, if there is one, gets its name after all
+        others.
+        """
+        finish_pending()
+        with self._together():
+            with self._measured(), self._prepared(contents, beside, last_name) as prepared:
+                self._write(prepared)
+            return self._report(prepared.planned)
+
+    def start(self, *contents: Content, beside: Beside | None = None, last_name: str = "") -> PendingSave:
+        """As :meth:`run`, but return when the values are copied; they are written in the background."""
+        finish_pending()
+        with self._together():
+            with self._measured(), self._prepared(contents, beside, last_name) as prepared:
+                if not self._must_wait(prepared):
+                    with self._clock("copy"):
+                        copies = self._copied(prepared.planned)
+                    meeting = BackgroundMeeting(self._coordinator)
+                    background = BackgroundSave(prepared, copies, meeting, self._clock, self._verify)
+                    pending = PendingSave(lambda: self._report_of(*background.run(self._own_figures)))
+                    try:
+                        pending.start()
+                    except BaseException as error:
+                        meeting.give_up(error)
+                        raise
+                    return pending
+                self._write(prepared)
+            return Finished(self._report(prepared.planned))
+
+    def _must_wait(self, prepared: Prepared) -> bool:
+        """Whether the save cannot be made in the background, which rank 0 says then (all ranks)."""
+        swapped = any(each.parameters.is_swapped for each in prepared.planned)
+        if prepared.single_writer:
+            why = "rank 0 writes what all ranks hold, and copies of all of it would be too large"
+        elif any(self._coordinator.all_gather(swapped)):
+            why = "values are in swap files, and host memory is not to hold them"
+        else:
+            return False
+        if self._coordinator.is_main:
+            logger.warning_once(f"This save is not made in the background: {why}.")
+        return True
+
+    def _copied(self, planned: Sequence[Planned]) -> list[HostCopy]:
+        """Copies in host memory of what this rank writes (all ranks)."""
+        coordinator, threads = self._coordinator, self._threads()
+        device = next(self.model.parameters()).device
+        copies: list[HostCopy] = []
+
+        def copy() -> None:
+            memory = HostMemory.of_model(self.model, sum(each.plan.bytes_written for each in planned), device)
+            stop = 0
+            for each in planned:
+                start, stop = stop, stop + each.plan.bytes_written
+                copies.append(HostCopy(memory, start, stop))
+                write_alone(each.plan, each.parameters, copies[-1].put, threads)
+
+        coordinator.run_on_all(copy)
+        for each, of_plan in zip(planned, copies, strict=True):
+            write_exchanged(each.plan, each.parameters, of_plan.put, coordinator)
+        for of_plan in copies:
+            of_plan.wait()
+        return copies
+
+    def _write(self, prepared: Prepared) -> None:
+        with ExitStack() as opened:
+            files = [opened.enter_context(closing(writer)) for writer in prepared.files(ShardWriter)]
+            for each, writer in zip(prepared.planned, files, strict=True):
+                self._execute("write", each, writer, "Writing weights")
+            with self._clock("sync"):
+                for writer in files:
+                    self._coordinator.run_on_all(writer.sync)
+        if self._verify:
+            for each, comparison in zip(prepared.planned, prepared.files(Comparison), strict=True):
+                with closing(comparison):
+                    self._execute("verify", each, comparison, "Verifying weights")
+        with self._clock("publish"):
+            self._coordinator.run_on_main(prepared.publish)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Inside, all ranks are here, and watch each other."""
+        with self._coordinator.watched(occasion_to_save(self.model, self._coordinator)), self._coordinator.reporting():
+            yield
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        with (
+            self._memory,
+            self._clock("total"),
+            collector_paused(),
+            torch.no_grad(),
+            torch.inference_mode(False),
+        ):
+            yield
+
+    @contextmanager
+    def _prepared(self, contents: Sequence[Content], beside: Beside | None, last_name: str) -> Iterator[Prepared]:
+        """Inside, files of their final sizes wait for what is planned; an error removes them."""
+        coordinator = self._coordinator
         publication: Publication | None = None
-        with coordinator.watched(occasion_to_save(self.model, coordinator)):
-            try:
-                with (
-                    coordinator.reporting(),
-                    self._memory,
-                    clock("total"),
-                    collector_paused(),
-                    torch.no_grad(),
-                    torch.inference_mode(False),
-                ):
-                    write_from, publication = coordinator.broadcast(self._begun)
-                    folder = publication.temporary
-                    if write_from == "auto":
-                        write_from = "rank0" if self._is_hidden(folder) else "all"
-                    with clock("plan"):
-                        alone = write_from == "rank0"
-                        first = self._planned(folder, lay_out, alone, self._parameters(alone, self._held))
-                        others = (self._planned_like(first, folder, index_name, alone, each) for each in beside)
-                        planned = [first, *others]
-                        shards = [shard for each in planned for shard in each.shards]
-                        coordinator.run_on_main(partial(reserve, folder, shards))
-                    with ExitStack() as opened:
-                        files = [opened.enter_context(closing(ShardWriter(each.paths(folder)))) for each in planned]
-                        for each, writer in zip(planned, files, strict=True):
-                            self._execute("write", each, writer, "Writing weights")
-                        with clock("sync"):
-                            for writer in files:
-                                coordinator.run_on_all(writer.sync)
-                    for each in planned if self._verify else ():
-                        with closing(Comparison(each.paths(folder))) as comparison:
-                            self._execute("verify", each, comparison, "Verifying weights")
-                    with clock("publish"):
-                        weights = _SUFFIX.sub("", shards[0].name)
-                        coordinator.run_on_main(partial(publication.commit, weights, index_name))
-            except BaseException:
-                if publication is not None and coordinator.is_main:
-                    publication.abandon()
-                raise
-            return self._report(planned)
+        try:
+            write_from, publication = coordinator.broadcast(self._begun)
+            folder = publication.temporary
+            if write_from == "auto":
+                write_from = "rank0" if self._is_hidden(folder) else "all"
+            with self._clock("plan"):
+                planned = self._preparation(write_from == "rank0").plan(folder, contents)
+                everything = [each for group in planned for each in group]
+
+                def reserve_all() -> None:
+                    for each in everything:
+                        reserve(folder / each.folder, each.shards)
+                    if beside is not None:
+                        beside(folder)
+
+                coordinator.run_on_main(reserve_all)
+            index = next((content.index_name for content in contents if not content.folder), "")
+            yield Prepared(publication, everything, index, last_name, write_from == "rank0")
+        except BaseException:
+            if publication is not None and coordinator.is_main:
+                publication.abandon()
+            raise
+
+    def _preparation(self, single_writer: bool) -> Preparation:
+        keeps = self._keeps_plans and not getattr(self.model, "_hf_peft_config_loaded", False)
+        return Preparation(
+            model=self.model,
+            coordinator=self._coordinator,
+            single_writer=single_writer,
+            chunk_bytes=self._chunk_bytes,
+            threads=self._threads(),
+            settings=sorted(self._kwargs.items()) if keeps else None,
+        )
 
     def _begun(self) -> tuple[str, Publication]:
         """Who writes, and where; by rank 0, in the settings of the ``streaming()`` around it, if there is one."""
@@ -199,54 +297,12 @@ class Save:
             logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
         return bool(blind)
 
-    def _parameters(self, single_writer: bool, held: Held | None) -> Parameters:
-        return Parameters(self.model, self._coordinator, self._dtype, single_writer, self._threads(), held)
-
-    def _planned_like(
-        self, first: Planned, folder: Path, index_name: str, single_writer: bool, alike: Alike
-    ) -> Planned:
-        """What to write of something that is held, most likely, as the `first` is."""
-        parameters = self._parameters(single_writer, alike.held)
-        if not all(self._coordinator.all_gather(parameters.lie_as(first.parameters))):
-            return self._planned(folder, alike.lay_out, single_writer, parameters)
-        self._coordinator.run_on_main(partial(alike.write_index, folder, index_name))
-        return first.like(alike, parameters)
-
-    def _planned(self, folder: Path, lay_out: LayOut, single_writer: bool, parameters: Parameters) -> Planned:
-        """What to write; on rank 0 everything but the weights gets into `folder`."""
-        coordinator = self._coordinator
-
-        def planned() -> Planned:
-            with tempfile.TemporaryDirectory() as elsewhere, _quiet(coordinator.is_main):
-                noted = lay_out(folder if coordinator.is_main else Path(elsewhere), parameters)
-            shards = [lay_out_shard(shard) for shard in noted]
-            plan = make_save_plan(
-                shards,
-                parameters.sources,
-                rank=coordinator.rank,
-                world_size=coordinator.world_size,
-                chunk_bytes=self._chunk_bytes,
-                single_writer=single_writer,
-            )
-            if parameters.replaces_values:
-                _refuse_computed(plan)
-            return Planned(parameters, shards, plan)
-
-        found = coordinator.run_on_all(planned)
-        headers = b"".join(shard.header for shard in found.shards)
-        digests = coordinator.all_gather(hashlib.sha256(headers).hexdigest())
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if different:
-            raise SaveError(
-                f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
-            )
-        return found
-
     def _execute(self, phase: str, planned: Planned, files: ShardWriter, description: str) -> None:
-        parameters, _, plan = planned
+        parameters, plan = planned.parameters, planned.plan
         with self._clock(phase), progress_bar(plan.bytes_written, description, self._progress) as advance:
 
-            def put(shard: int, position: int, buffers: Sequence[memoryview]) -> None:
+            def put(shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
+                buffers = [bytes_of(piece) for piece in pieces]
                 files.put(shard, position, buffers)
                 advance(sum(map(len, buffers)))
 
@@ -258,34 +314,30 @@ class Save:
         return max(1, min(8, len(os.sched_getaffinity(0)) // self._coordinator.topology.sharing_cores))
 
     def _report(self, planned: Sequence[Planned]) -> SaveReport:
-        plans = [each.plan for each in planned]
-        mine = SavingRank(
+        mine = self._own_figures(planned)
+        return self._report_of(planned, self._coordinator.all_gather(mine))
+
+    def _own_figures(self, planned: Sequence[Planned]) -> SavingRank:
+        return SavingRank(
             rank=self._coordinator.rank,
             seconds=self._clock.seconds,
-            bytes_written=sum(plan.bytes_written for plan in plans),
-            rounds=sum(len(plan.rounds) for plan in plans),
+            bytes_written=sum(each.plan.bytes_written for each in planned),
+            rounds=sum(len(each.plan.rounds) for each in planned),
             anonymous_growth_peak=self._memory.growth_peak,
         )
+
+    def _report_of(self, planned: Sequence[Planned], ranks: Sequence[SavingRank]) -> SaveReport:
+        computations = [each for of_content in planned for each in of_content.plan.computations]
         report = SaveReport(
             folder=str(self._folder),
-            files=tuple(shard.name for each in planned for shard in each.shards),
-            ranks=tuple(self._coordinator.all_gather(mine)),
+            files=tuple(name for each in planned for name in each.names),
+            ranks=tuple(ranks),
             verified=self._verify,
-            materialised={each.name: each.reason for plan in plans for each in plan.computations},
+            materialised={each.name: each.reason for each in computations},
         )
         if self._coordinator.is_main:
             logger.info(report.summary())
         return report
-
-
-def _refuse_computed(plan: SavePlan) -> None:
-    """Raise if anything would be computed of what belongs to parameters and is not their values, such as moments."""
-    if computed := [f"{each.name} ({each.reason})" for each in plan.computations]:
-        raise UnsupportedError(
-            "What is kept beside the parameters can only be saved as it lies. To save the model, transformers "
-            f"computes {len(computed)} tensors and does not merely put them in another order: "
-            f"{', '.join(computed[:8])}. Use the checkpoints of DeepSpeed or accelerate."
-        )
 
 
 def _refuse_fsdp1(model: torch.nn.Module) -> None:
@@ -316,18 +368,3 @@ def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasi
             "as all the model is gathered."
         )
     return replace(SAVE, patience_s=OTHERS_COME_S, advice=advice)
-
-
-@contextmanager
-def _quiet(is_main: bool) -> Iterator[None]:
-    """Inside, transformers shows no bar for shards that it only lays out, and warns on rank 0 only."""
-    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    if not is_main:
-        logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bars:
-            logging.enable_progress_bar()

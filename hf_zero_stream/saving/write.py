@@ -17,24 +17,29 @@ from .parameters import Parameters, Values, opened
 from .plan import Part, Round, SavePlan, Segment
 
 
-__all__ = ["execute_save"]
+__all__ = ["WRITE_BYTES", "Put", "bytes_of", "execute_save", "write_alone", "write_exchanged"]
 
 WRITE_BYTES = 8 * 2**20
 """Largest single write, and the size of the buffer that casts and device copies go through."""
 
-Put = Callable[[int, int, Sequence[memoryview]], None]
-"""``put(shard, position, buffers)``: take `buffers`, one after the other, as the bytes of a shard from there on."""
+Put = Callable[[int, int, Sequence[torch.Tensor]], None]
+"""``put(shard, position, values)``: take flat `values`, one after the other, as the bytes of a shard from there on."""
 
 
 def execute_save(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator, threads: int) -> None:
     """Give `put`, from several `threads`, all bytes that this rank writes; all ranks must call it together."""
-    coordinator.run_on_all(lambda: _write_alone(plan.alone, parameters, put, threads))
+    coordinator.run_on_all(lambda: write_alone(plan, parameters, put, threads))
+    write_exchanged(plan, parameters, put, coordinator)
+
+
+def write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator) -> None:
+    """Give `put` what this rank writes of what ranks must exchange, or compute, first (all ranks)."""
     error: BaseException | None = None
     for of_round in plan.rounds:
         try:
             with opened(parameters.holdings) as values:
                 for segment, buffer in _exchange(of_round, values, coordinator):
-                    put(segment.shard, segment.position, [_bytes_of(buffer)])
+                    put(segment.shard, segment.position, [buffer])
         except PeerError:
             raise  # no exchange will come to an end any more
         except BaseException as caught:  # the others still wait, in the next rounds, for what this rank holds
@@ -43,10 +48,12 @@ def execute_save(plan: SavePlan, parameters: Parameters, put: Put, coordinator: 
         coordinator.agree(error)
     for computation in plan.computations:
         gathered = parameters.gather(computation.view)
-        coordinator.run_on_main(partial(put, computation.shard, computation.position, [_bytes_of(gathered)]))
+        coordinator.run_on_main(partial(put, computation.shard, computation.position, [gathered.reshape(-1)]))
 
 
-def _write_alone(segments: Sequence[Segment], parameters: Parameters, put: Put, threads: int) -> None:
+def write_alone(plan: SavePlan, parameters: Parameters, put: Put, threads: int) -> None:
+    """Give `put`, from several `threads`, what this rank writes of what it holds."""
+    segments = plan.alone
     swapped = {name for name, holding in parameters.holdings.items() if holding.is_swapped}
 
     def swap_file(segment: Segment) -> str:
@@ -67,34 +74,34 @@ def _write_alone(segments: Sequence[Segment], parameters: Parameters, put: Put, 
 
 def _write(segments: Sequence[Segment], values: Values, put: Put) -> None:
     """Write segments of one shard all of which this rank holds; those that follow each other in one call."""
-    buffers: list[memoryview] = []
+    pieces: list[torch.Tensor] = []
     start = stop = 0
-    for position, data in chain.from_iterable(_pieces(segment, values) for segment in segments):
-        if buffers and (position != stop or len(buffers) == IOV_MAX or stop - start >= WRITE_BYTES):
-            put(segments[0].shard, start, buffers)
-            buffers = []
-        if not buffers:
+    for position, piece in chain.from_iterable(_pieces(segment, values) for segment in segments):
+        if pieces and (position != stop or len(pieces) == IOV_MAX or stop - start >= WRITE_BYTES):
+            put(segments[0].shard, start, pieces)
+            pieces = []
+        if not pieces:
             start = position
-        buffers.append(data)
-        stop = position + len(data)
-    if buffers:
-        put(segments[0].shard, start, buffers)
+        pieces.append(piece)
+        stop = position + piece.nbytes
+    if pieces:
+        put(segments[0].shard, start, pieces)
 
 
-def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, memoryview]]:
-    """The bytes of a segment and their positions, from a run at most a buffer's worth each."""
+def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, torch.Tensor]]:
+    """The values of a segment and their positions, from a run at most a buffer's worth each."""
     if not segment.is_run:
         # On the device of the parameters, if there are any: a GPU orders elements faster.
         sources = [part.source for part in segment.parts if isinstance(part.source, str)]
         device = values(sources[0], 0).device if sources else torch.device("cpu")
-        yield segment.position, _bytes_of(_assemble(segment, device, partial(_take, values=values)))
+        yield segment.position, _assemble(segment, device, partial(_take, values=values))
         return
     (part,) = segment.parts
     position = segment.position
     for held in _held(part, values).view(-1).split(WRITE_BYTES // 8):
-        data = _bytes_of(reduce(torch.Tensor.to, part.casts, held))
-        yield position, data
-        position += len(data)
+        piece = reduce(torch.Tensor.to, part.casts, held)
+        yield position, piece
+        position += piece.nbytes
 
 
 def _exchange(of_round: Round, values: Values, coordinator: Coordinator) -> Iterator[tuple[Segment, torch.Tensor]]:
@@ -162,6 +169,6 @@ def _held(part: Part, values: Values) -> torch.Tensor:
     return flat.as_strided(box.sizes, box.at_strides)
 
 
-def _bytes_of(values: torch.Tensor) -> memoryview:
+def bytes_of(values: torch.Tensor) -> memoryview:
     """The bytes of a tensor, in row-major order; no copy if they lie so in host memory already."""
     return memoryview(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -27,6 +27,7 @@ from ..loading.into import load_some_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
+from ..saving.pending import finish_pending
 from . import schedules
 from .record import FILE, LATEST, GroupRecord, StateRecord, restored, shard_of_key
 from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training
@@ -90,6 +91,7 @@ def load_state(
         ConfigError: on all ranks: the state is that of another optimizer, or of other groups.
         HfZeroStreamError: on all ranks, in the middle of reading: some values are new; load again.
     """
+    finish_pending()
     folder = Path(folder)
     coordinator = Coordinator.of_default_group()
     with expected_at(LOAD):

@@ -7,17 +7,18 @@ The folder is a checkpoint for ``from_pretrained``, as ``save_pretrained`` write
     global_step12/model.fp32-*.safetensors, model.exp_avg-*.safetensors, ...
     global_step12/rng.safetensors
 
-States have the names, shapes and shards that the weights have. `latest` gets its new content last. Until then a resume
-finds the state that was there before.
+States have the names, shapes and shards that the weights have. All of it is published together, `latest` last. Until
+then a resume finds the state that was there before.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..checkpoint.safetensors import NotedShard
@@ -27,11 +28,13 @@ from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..saving.planned import Alike
+from ..saving.files import finish_interrupted
+from ..saving.pending import PendingSave, finish_pending
+from ..saving.planned import Alike, Content
 from ..saving.save import Save
 from ..seams.saving import index_name, lay_out_pretrained
 from . import schedules
-from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain, shard_of_key, write_latest
+from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain, shard_of_key
 from .refusals import refuse_optimizer
 from .rng import FILE as RNG_FILE
 from .rng import RandomStates
@@ -52,8 +55,9 @@ def save_state(
     data: Any = None,
     batch_size: int | None = None,
     with_weights: bool = True,
+    asynchronous: bool = False,
     **kwargs: Any,
-) -> SaveReport:
+) -> SaveReport | PendingSave:
     """Save the weights and the training state of a model, such that any number of ranks can go on (all ranks).
 
     Every rank writes the bytes that it holds. Nothing is pickled.
@@ -68,18 +72,22 @@ def save_state(
         batch_size: samples in a step of all ranks, of a model that is not in an engine; needed to go on with another
             number of ranks in a scheduler that accelerate steps once for each rank.
         with_weights: save the weights too; False if `folder` has those of this very step already.
+        asynchronous: return when this rank's values are copied in host memory, and write them in the background. The
+            copies take as much memory as this rank writes, and keep it for the next save. The next save or load of a
+            training waits until this one is complete, and so does the end of the interpreter.
         kwargs: as for :func:`hf_zero_stream.save_pretrained`: ``write_from``, ``max_shard_size``, ``verify``, ...
 
     Returns:
-        What every rank did when it saved the weights, or without them the states.
+        What every rank did. If `asynchronous`, a :class:`PendingSave`, whose ``wait()`` gives that.
 
     Raises:
         UnsupportedError: the optimizer's state is not elementwise, or gradients are being accumulated.
-        SaveError: on all ranks, if a file cannot be written on any.
+        SaveError: on all ranks, if a file cannot be written on any, or could not be in the background the last time.
 
     Example:
         >>> hf_zero_stream.save_state(engine, "checkpoints", data={"epoch": 3, "batch": 1200})
     """
+    finish_pending()
     folder = Path(folder)
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
@@ -94,21 +102,19 @@ def save_state(
         tag = tag or f"global_step{training.counters[STEPS]}"
         if Path(tag).name != tag:
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
+    save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
-        place = folder / coordinator.broadcast(partial(_free_name, folder, tag))
-    report = _save_states(training, place, keys, kwargs)
-    with coordinator.watched(SAVE), coordinator.reporting():
+        name = coordinator.broadcast(partial(_free_name, folder, tag))
         states = RandomStates.gathered(coordinator)
-        coordinator.run_on_main(partial(_write_record, place, record, states))
-        if not with_weights:
-            coordinator.run_on_main(partial(write_latest, folder, place.name))
-            return report
-    return _save_weights(training, folder, place.name, coordinator, kwargs)
+        contents = [save.weights()] if with_weights else []
+        if keys:
+            contents.append(_contents(training, name, keys, kwargs))
+        act = save.start if asynchronous else save.run
+        return act(*contents, beside=partial(_write_record, name, record, states), last_name=LATEST)
 
 
-def _save_states(training: Training, place: Path, keys: Sequence[str], kwargs: Mapping[str, Any]) -> SaveReport:
-    if not keys:
-        return SaveReport(folder=str(place), files=(), ranks=(), verified=False, materialised={})
+def _contents(training: Training, folder: str, keys: Sequence[str], kwargs: Mapping[str, Any]) -> Content:
+    """The elementwise states, in a `folder` of their own."""
     first, *others = (
         Alike(
             partial(holdings_of, training.slots, key),
@@ -118,7 +124,7 @@ def _save_states(training: Training, place: Path, keys: Sequence[str], kwargs: M
         )
         for key in keys
     )
-    return Save(training.model, place, held=first.held, **kwargs).run(first.lay_out, first.index_name, others)
+    return Content(lay_out=first.lay_out, index_name=first.index_name, folder=folder, held=first.held, beside=others)
 
 
 def _record(training: Training, keys: list[str], data: Any, world_size: int) -> StateRecord:
@@ -146,54 +152,29 @@ def _record(training: Training, keys: list[str], data: Any, world_size: int) -> 
 
 
 def _free_name(folder: Path, tag: str) -> str:
-    """`tag`, or that with a number if a state has this name: it must stay complete until there is another."""
+    """`tag`, or that with a number if something has this name: a state must stay until there is another."""
+    finish_interrupted(folder)
     names = [tag, *(f"{tag}.{number}" for number in range(1, 1000))]
     for name in names:
-        if not (folder / name / FILE).exists():
-            shutil.rmtree(folder / name, ignore_errors=True)  # an incomplete one
+        if not os.path.lexists(folder / name):
             return name
     raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
 
 
 def _lay_out_state(model: Any, key: str, kwargs: Mapping[str, Any], folder: Path, parameters: Any) -> list[NotedShard]:
     entries = parameters.entries()
-    noted = lay_out_pretrained(
-        model,
-        folder,
-        dict(entries),
-        entries,
-        parameters.numel,
-        None,
-        own_code=False,
-        variant=key,
-        max_shard_size=kwargs.get("max_shard_size", "5GB"),
-    )
-    for path in folder.iterdir():  # the config, which is beside the weights
-        if path.name != index_name(key):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    arguments = {"own_code": False, "variant": key, "max_shard_size": kwargs.get("max_shard_size", "5GB")}
+    with TemporaryDirectory() as elsewhere:  # the config is beside the weights
+        noted = lay_out_pretrained(model, Path(elsewhere), dict(entries), entries, parameters.numel, None, **arguments)
+        index = Path(elsewhere, index_name(key))
+        if index.exists():
+            shutil.copy(index, folder)
     return noted
 
 
-def _write_record(place: Path, record: StateRecord, states: RandomStates) -> None:
-    place.mkdir(parents=True, exist_ok=True)  # of an optimizer without elementwise states
+def _write_record(name: str, record: StateRecord, states: RandomStates, folder: Path) -> None:
+    place = folder / name
+    place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
     states.write(place / RNG_FILE)
-    draft = place / f"{FILE}.draft"
-    draft.write_text(record.to_json(), encoding="utf-8")
-    with open(draft, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(draft, place / FILE)
-
-
-def _save_weights(
-    training: Training, folder: Path, tag: str, coordinator: Coordinator, kwargs: Mapping[str, Any]
-) -> SaveReport:
-    """Save the weights, and with them the name of the state that they belong to."""
-    save = Save(training.model, folder, **kwargs)
-    lay_out: Callable[..., list[NotedShard]] = save.lay_out_pretrained
-
-    def with_name(temporary: Path, parameters: Any) -> list[NotedShard]:
-        noted = lay_out(temporary, parameters)
-        (temporary / LATEST).write_text(tag, encoding="utf-8")
-        return noted
-
-    return save.run(with_name, index_name(kwargs.get("variant")))
+    (place / FILE).write_text(record.to_json(), encoding="utf-8")
+    (folder / LATEST).write_text(name, encoding="utf-8")

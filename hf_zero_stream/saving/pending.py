@@ -1,0 +1,108 @@
+"""Saves that go on in the background: at most one at a time, which every later save and load waits for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from transformers.utils import logging
+
+from ..reports.save import SaveReport
+
+
+__all__ = ["PendingSave", "finish_pending"]
+
+logger = logging.get_logger(__name__)
+
+
+class PendingSave:
+    """A save that goes on in the background, on this rank.
+
+    The next save or load of a training waits for it, and raises its error, if nobody has called :meth:`wait`; so does
+    the end of the interpreter, which only logs the error.
+    """
+
+    def __init__(self, work: Callable[[], SaveReport]) -> None:
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._after: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+        # No daemon: the interpreter waits for it before it ends.
+        self._thread = threading.Thread(target=self._run, args=(work,), name="hf_zero_stream-save")
+
+    @property
+    def done(self) -> bool:
+        """Whether it has come to its end, a good one or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> SaveReport:
+        """What every rank did, once everything is on the disk under its final name; the same on all of them.
+
+        Raises:
+            SaveError: a file cannot be written on some rank. The state that was there before still is.
+            PeerError: a rank has died.
+        """
+        self._thread.join()
+        self._is_told = True
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+    def start(self) -> None:
+        """Begin; no other may be under way."""
+        global _current
+        self._is_told = False
+        self._thread.start()
+        _current = self
+
+    def then(self, work: Callable[[], object]) -> None:
+        """Do `work`, which must not raise, in the background when the save has succeeded; at once if it has."""
+        with self._lock:
+            if self._report is None:
+                self._after.append(work)
+                return
+        work()
+
+    def _run(self, work: Callable[[], SaveReport]) -> None:
+        try:
+            report = work()
+            with self._lock:
+                self._report = report
+            for each in self._after:
+                each()
+        except BaseException as error:
+            self._error = error
+            logger.error(f"A save in the background has failed; what was there before still is: {error}")
+
+
+class Finished(PendingSave):
+    """A save that was not made in the background after all."""
+
+    def __init__(self, report: SaveReport) -> None:
+        super().__init__(lambda: report)
+        self._run(lambda: report)
+
+    @property
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> SaveReport:
+        assert self._report is not None
+        return self._report
+
+
+_current: PendingSave | None = None
+
+
+def finish_pending(*, raises: bool = True) -> None:
+    """Wait for the save that is under way, if there is one; raise its error, unless it was raised already."""
+    global _current
+    pending = _current
+    if pending is None or pending._thread is threading.current_thread():
+        return
+    pending._thread.join()
+    if raises:
+        _current = None
+        if not pending._is_told:
+            pending.wait()

@@ -1,0 +1,222 @@
+"""The plans of a save: made anew, or those of the last save of the same training if nothing but values has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..checkpoint.safetensors import ShardToWrite, lay_out_shard
+from ..errors import SaveError, UnsupportedError
+from ..ranks.coordinator import Coordinator
+from .lazy_parameters import Held, holdings_of_model
+from .parameters import Layout, NewParameters, Parameters
+from .plan import SavePlan, make_save_plan
+from .planned import Content, LayOut, Planned
+
+
+__all__ = ["Preparation"]
+
+
+class _KeptPlan(NamedTuple):
+    """A :class:`.planned.Planned` without what would keep a model or its optimizer alive."""
+
+    layout: Layout
+    shards: list[ShardToWrite]
+    plan: SavePlan
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """The plans of a model's last save.
+
+    Attributes:
+        circumstances: what else the plans depend on.
+        plans: of each content, and of all that is beside it.
+        files: on rank 0 what was laid out beside the weights, of each content.
+    """
+
+    circumstances: Any
+    plans: list[list[_KeptPlan]]
+    files: list[dict[str, bytes]]
+
+
+_kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Plans what a save of `model` writes; what is not weights it writes (all ranks).
+
+    Attributes:
+        single_writer: rank 0 writes everything.
+        settings: what else the plans depend on, which are kept for the next save; None: they are not kept.
+    """
+
+    model: PreTrainedModel
+    coordinator: Coordinator
+    single_writer: bool
+    chunk_bytes: int
+    threads: int
+    settings: Any = None
+
+    def plan(self, folder: Path, contents: Sequence[Content]) -> list[list[Planned]]:
+        """For each of `contents`, the plans of what it consists of; the `folder` is that of rank 0."""
+        if self.coordinator.is_main:
+            for content in contents:
+                (folder / content.folder).mkdir(exist_ok=True)
+        if self.settings is None:
+            return [self._planned_anew(folder, content) for content in contents]
+        found = self._planned_as_before(folder, contents)
+        if found is not None:
+            return found
+        _kept.pop(self.model, None)
+        already = set(self._files(folder))
+        planned, files = [], []
+        for content in contents:
+            planned.append(self._planned_anew(folder, content))
+            new = [path for path in self._files(folder) if path not in already]
+            files.append({str(path.relative_to(folder / content.folder)): path.read_bytes() for path in new})
+            already.update(new)
+        plans = [[_KeptPlan(each.parameters.layout, each.shards, each.plan) for each in group] for group in planned]
+        # Looked at again: transformers completes a model's config when it writes it.
+        _kept[self.model] = _Kept(self._circumstances(contents), plans, files)
+        return planned
+
+    @property
+    def _compares(self) -> bool:
+        return not self.single_writer and not self.coordinator.is_alone
+
+    def _circumstances(self, contents: Sequence[Content]) -> Any:
+        """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
+        model = self.model
+        first: dict[int, str] = {}
+        ties = [first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)]
+        buffers = [
+            (name, buffer.data_ptr(), buffer.dtype, buffer.shape, buffer.stride())
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+        ]
+        configs = [model.config, getattr(model, "generation_config", None)]
+        texts = [None if config is None else config.to_json_string(use_diff=False) for config in configs]
+        kinds = [(content.index_name, content.dtype, len(content.beside)) for content in contents]
+        settings = (self.single_writer, self.chunk_bytes, self.coordinator.world_size, self.settings)
+        return ties, list(first.values()), buffers, texts, kinds, settings
+
+    def _planned_as_before(self, folder: Path, contents: Sequence[Content]) -> list[list[Planned]] | None:
+        """By the plans of the last save; None if anything but values is another on any rank."""
+        kept = _kept.get(self.model)
+        is_same = kept is not None and kept.circumstances == self._circumstances(contents)
+        if not all(self.coordinator.all_gather(is_same)) or kept is None:
+            return None
+        wanted = [
+            (plan.layout, self._held(content, held))
+            for content, plans in zip(contents, kept.plans, strict=True)
+            for plan, held in zip(plans, [content.held, *(each.held for each in content.beside)], strict=True)
+        ]
+        found = iter(self._following(wanted))
+        planned = []
+        for content, plans in zip(contents, kept.plans, strict=True):
+            group = [(next(found), plan) for plan in plans]
+            planned.append([Planned(each, p.shards, p.plan, content.folder) for each, p in group if each is not None])
+        if [len(group) for group in planned] != [len(plans) for plans in kept.plans]:
+            return None
+
+        def write() -> None:
+            for content, files in zip(contents, kept.files, strict=True):
+                for name, data in files.items():
+                    (folder / content.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / content.folder / name).write_bytes(data)
+
+        self.coordinator.run_on_main(write)
+        return planned
+
+    def _files(self, folder: Path) -> list[Path]:
+        """On rank 0, all files in `folder`."""
+        return [path for path in folder.rglob("*") if path.is_file()] if self.coordinator.is_main else []
+
+    def _held(self, content: Content, held: Held | None) -> Callable[[], Any]:
+        return partial(holdings_of_model, self.model, self.coordinator, content.dtype, held)
+
+    def _following(self, wanted: Sequence[tuple[Layout, Callable[[], Any]]]) -> list[Parameters | None]:
+        return Parameters.following(wanted, self.coordinator, self._compares, self.threads)
+
+    def _planned_anew(self, folder: Path, content: Content) -> list[Planned]:
+        root = folder / content.folder
+        first = self._planned(root, content.lay_out, content, content.held)
+        wanted = [(first.parameters.layout, self._held(content, alike.held)) for alike in content.beside]
+        followers = self._following(wanted) if wanted else []
+        others = []
+        for alike, parameters in zip(content.beside, followers, strict=True):
+            if parameters is None:
+                others.append(self._planned(root, alike.lay_out, content, alike.held))
+                continue
+            self.coordinator.run_on_main(partial(alike.write_index, root, content.index_name))
+            others.append(first.like(alike, parameters))
+        return [first, *others]
+
+    def _planned(self, folder: Path, lay_out: LayOut, content: Content, held: Held | None) -> Planned:
+        """What to write; on rank 0 everything but the weights gets into `folder`."""
+        coordinator = self.coordinator
+        parameters = NewParameters(
+            self.model, coordinator, content.dtype, compares=self._compares, threads=self.threads, held=held
+        )
+
+        def planned() -> Planned:
+            with tempfile.TemporaryDirectory() as elsewhere, _quiet(coordinator.is_main):
+                noted = lay_out(folder if coordinator.is_main else Path(elsewhere), parameters)
+            shards = [lay_out_shard(shard) for shard in noted]
+            plan = make_save_plan(
+                shards,
+                parameters.sources,
+                rank=coordinator.rank,
+                world_size=coordinator.world_size,
+                chunk_bytes=self.chunk_bytes,
+                single_writer=self.single_writer,
+            )
+            if held is not None:
+                _refuse_computed(plan)
+            return Planned(parameters, shards, plan, content.folder)
+
+        found = coordinator.run_on_all(planned)
+        headers = b"".join(shard.header for shard in found.shards)
+        digests = coordinator.all_gather(hashlib.sha256(headers).hexdigest())
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            raise SaveError(
+                f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
+            )
+        return found
+
+
+def _refuse_computed(plan: SavePlan) -> None:
+    """Raise if anything would be computed of what belongs to parameters and is not their values, such as moments."""
+    if computed := [f"{each.name} ({each.reason})" for each in plan.computations]:
+        raise UnsupportedError(
+            "What is kept beside the parameters can only be saved as it lies. To save the model, transformers "
+            f"computes {len(computed)} tensors and does not merely put them in another order: "
+            f"{', '.join(computed[:8])}. Use the checkpoints of DeepSpeed or accelerate."
+        )
+
+
+@contextmanager
+def _quiet(is_main: bool) -> Iterator[None]:
+    """Inside, transformers shows no bar for shards that it only lays out, and warns on rank 0 only."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    if not is_main:
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
