@@ -63,7 +63,7 @@ def measure(arm: str, source: str, folder: str) -> dict[str, Any]:
             if dist.get_rank() == 0:
                 engine.module.save_pretrained(folder, state_dict=state_dict, max_shard_size="5GB")
         else:
-            _write(Path(folder) / "raw", memoryview(values.numpy()))
+            write_part(Path(folder) / "raw", memoryview(values.numpy()))
         written = time.perf_counter()
         if dist.get_rank() == 0:
             for path in Path(folder).iterdir():
@@ -75,7 +75,7 @@ def measure(arm: str, source: str, folder: str) -> dict[str, Any]:
     return report
 
 
-def _write(path: Path, values: memoryview) -> None:
+def write_part(path: Path, values: memoryview) -> None:
     """This rank's part of a file that all ranks write."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if rank == 0:
