@@ -146,6 +146,9 @@ class StreamingConfig:
     False leaves `engine.save_checkpoint`, and so the checkpoints of the Trainer and of accelerate, to DeepSpeed.
     """
 
+    asynchronous_save: bool = False
+    """Have these states written in the background, from copies in host memory (`save_state(asynchronous=True)`)."""
+
     read_retries: int = 4
     """How often an open or a read is tried again after a passing error (EIO, ESTALE, ETIMEDOUT, ...).
 

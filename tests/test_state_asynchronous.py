@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,13 @@ import torch
 import torch.distributed as dist
 
 import hf_zero_stream
+from hf_zero_stream import StreamingConfig
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.saving import preparation
+from hf_zero_stream.saving import pending, preparation
 from hf_zero_stream.saving.files import PREFIX
 from hf_zero_stream.saving.host_copy import HostMemory
 from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.test_upstream_training import losses_of, make_trainer
 from tests.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
 
 
@@ -69,7 +72,7 @@ def save_both_ways(folder: Path, target: Path, configs: dict[str, Any]) -> dict[
         for steps in (range(2), range(2, 3)):
             train(engine, steps)
             hf_zero_stream.save_state(engine, target / name / "waited", data={"step": steps[-1]}, **SHARDS)
-            pending = hf_zero_stream.save_state(
+            saved = hf_zero_stream.save_state(
                 engine,
                 target / name / "background",
                 data={"step": steps[-1]},
@@ -77,10 +80,10 @@ def save_both_ways(folder: Path, target: Path, configs: dict[str, Any]) -> dict[
                 verify=True,
                 **SHARDS,
             )
-            assert isinstance(pending, hf_zero_stream.PendingSave)
+            assert isinstance(saved, hf_zero_stream.PendingSave)
             train(engine, (7, 8))  # changes all values
-            report = pending.wait()
-            assert pending.done and report.verified and report.ranks[1].seconds["copy"] > 0
+            report = saved.wait()
+            assert saved.done and report.verified and report.ranks[1].seconds["copy"] > 0
             engine_bytes = sum(path.stat().st_size for path in (target / name / "background").rglob("*.safetensors"))
             assert 0 < report.bytes_written <= engine_bytes
             memory = HostMemory.of_model(
@@ -110,9 +113,9 @@ def save_with_errors(folder: Path, target: Path) -> list[float]:
     hf_zero_stream.save_state(engine, **save)
     train(engine, range(2, 4))
     with full_disk(1):
-        pending = hf_zero_stream.save_state(engine, **save)  # after the one that is under way
+        saved = hf_zero_stream.save_state(engine, **save)  # after the one that is under way
         with pytest.raises(SaveError, match="No space left"):
-            pending.wait()
+            saved.wait()
         hf_zero_stream.save_state(engine, **save)
         with pytest.raises(SaveError, match="No space left"):  # at the next call: nobody has waited
             hf_zero_stream.save_state(engine, **save)
@@ -159,8 +162,8 @@ def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, 
     assert (tmp_path / "latest").read_text() == "global_step0"
 
 
-def save_alone(folder: Path, target: Path) -> None:
-    training = plain_training(folder, None)
+def save_without_engine(folder: Path, target: Path, sizes: dict[str, Any] | None) -> None:
+    training = plain_training(folder, sizes)
     train_plain(*training, range(2))
     model, optimizer, scheduler = training
     arguments = {"optimizer": optimizer, "scheduler": scheduler, **SHARDS}
@@ -171,9 +174,62 @@ def save_alone(folder: Path, target: Path) -> None:
     train_plain(*training, (7,))
 
 
-def test_one_rank(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    run_ranks(1, save_alone, zoo_checkpoint("llama"), tmp_path)
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, None], ids=["fsdp", "one rank"])
+def test_without_an_engine(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, sizes: dict[str, Any] | None
+) -> None:
+    run_ranks(1 if sizes is None else 2, save_without_engine, zoo_checkpoint("llama"), tmp_path, sizes)
     waited, background, other = (tree(tmp_path / name) for name in ("waited", "background", "other config"))
     assert waited == background
     assert waited.keys() == other.keys()
     assert {name for name in waited if waited[name] != other[name]} == {"config.json"}
+
+
+TRAINER: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+
+
+def train_by_trainer(folder: Path, output: Path, asynchronous: bool) -> dict[str, Any]:
+    """Three checkpoints, of which the best and the last stay."""
+    saved_by: set[str] = set()
+    run = pending.PendingSave._run
+
+    def noted(self: Any, work: Any) -> None:
+        saved_by.add(threading.current_thread().name)
+        run(self, work)
+
+    config = StreamingConfig(asynchronous_save=asynchronous, progress=False)
+    evaluates: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    with hf_zero_stream.streaming(config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending.PendingSave, "_run", noted)
+        trainer = make_trainer(folder, output, True, max_steps=3, **TRAINER, **evaluates)
+        trainer.train()
+        best = Path(trainer.state.best_model_checkpoint).name
+        evaluated = trainer.evaluate()["eval_loss"]
+        kept = sorted(path.name for path in output.glob("checkpoint-*"))
+    return {"losses": losses_of(trainer), "best": best, "evaluated": evaluated, "kept": kept, "saved_by": saved_by}
+
+
+def resume_by_trainer(folder: Path, output: Path) -> list[float]:
+    with hf_zero_stream.streaming(StreamingConfig(asynchronous_save=True)):
+        trainer = make_trainer(folder, output, True, max_steps=4, **TRAINER)
+        trainer.train(resume_from_checkpoint=True)
+    return losses_of(trainer)
+
+
+def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What stays, the best model, and what a resume finds are those of saves that the Trainer waits for."""
+    found = {}
+    for asynchronous in (False, True):
+        output = tmp_path / str(asynchronous)
+        for of_rank in run_ranks(2, train_by_trainer, zoo_checkpoint("llama"), output, asynchronous):
+            assert of_rank.pop("saved_by") == ({"hf_zero_stream-save"} if asynchronous else set())
+            assert of_rank["best"] in of_rank["kept"] and len(of_rank["kept"]) == 2
+            found[asynchronous] = of_rank
+    assert found[True] == found[False]
+    waited, background = (tree(tmp_path / str(asynchronous)) for asynchronous in (False, True))
+    compared = [name for name in waited if name.endswith(".safetensors") and "rng" not in name]
+    assert waited.keys() == background.keys() and len(compared) > 4
+    assert all(waited[name] == background[name] for name in compared)
+    dead = output / "checkpoint-9"  # as a save that has died leaves it
+    (dead / f"{PREFIX}dead").mkdir(parents=True)
+    assert run_ranks(2, resume_by_trainer, zoo_checkpoint("llama"), output)[0][:3] == found[True]["losses"]

@@ -91,18 +91,20 @@ class BackgroundMeeting:
         """Leave. Rank 0, whose process may hold the store, stays until the others have read what it told them."""
         if self._watch is None:
             return
+        knows_dead = self._watch.knows_dead
+        self._watch.close()  # before keys are deleted that it reads
+        if knows_dead:
+            return
         with suppress(PeerError):
             store, key = self._presence.store, f"{self._key}/left"
-            if not self._watch.knows_dead:
-                count = store.add(key, 1)
-                for waited_s in pauses(0.02) if self.is_main else ():
-                    if count >= self.world_size or waited_s > FAREWELL_S:
-                        break
-                    count = store.add(key, 0)
-                if self.is_main:
-                    names = [f"{self._key}/{name}" for name in (*KEYS, "value", "left")]
-                    store.delete([*names, *map(self._key_of, range(self.world_size))])
-        self._watch.close()
+            count = store.add(key, 1)
+            for waited_s in pauses(0.02) if self.is_main else ():
+                if count >= self.world_size or waited_s > FAREWELL_S:
+                    break
+                count = store.add(key, 0)
+            if self.is_main:
+                names = [f"{self._key}/{name}" for name in (*KEYS, "value", "left")]
+                store.delete([*names, *map(self._key_of, range(self.world_size))])
 
     def _key_of(self, rank: int) -> str:
         return f"{self._key}/{rank}"

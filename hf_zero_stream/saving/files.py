@@ -24,7 +24,7 @@ from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance
 
 
-__all__ = ["Comparison", "Publication", "ShardWriter", "finish_interrupted", "reserve"]
+__all__ = ["Comparison", "Publication", "ShardWriter", "finish_interrupted", "is_unfinished", "reserve"]
 
 PREFIX = ".hf_zero_stream-saving-"
 _LIST = "renames.json"
@@ -202,6 +202,11 @@ class Publication:
 
         entries = [entry for entry in self.folder.iterdir() if entry.is_file() or entry.is_symlink()]
         return sorted(entry.name for entry in entries if entry.name not in names and is_weights(entry.name))
+
+
+def is_unfinished(folder: Path) -> bool:
+    """Whether a save into `folder` has died, or goes on, so that not everything is there that was to be saved."""
+    return any(not (temporary / _LIST).exists() for temporary in folder.glob(f"{PREFIX}*"))
 
 
 def finish_interrupted(folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from ..reports.save import SaveReport
 
 
-__all__ = ["PendingSave", "finish_pending"]
+__all__ = ["PendingSave", "after_pending", "finish_pending"]
 
 logger = logging.get_logger(__name__)
 
@@ -57,7 +57,7 @@ class PendingSave:
         _current = self
 
     def then(self, work: Callable[[], object]) -> None:
-        """Do `work`, which must not raise, in the background when the save has succeeded; at once if it has."""
+        """Do `work` when the save has succeeded, as its last part: in the background, or at once if it has."""
         with self._lock:
             if self._report is None:
                 self._after.append(work)
@@ -67,9 +67,11 @@ class PendingSave:
     def _run(self, work: Callable[[], SaveReport]) -> None:
         try:
             report = work()
+            while self._after:
+                self._after.pop(0)()
             with self._lock:
                 self._report = report
-            for each in self._after:
+            for each in self._after:  # what came in between
                 each()
         except BaseException as error:
             self._error = error
@@ -106,3 +108,11 @@ def finish_pending(*, raises: bool = True) -> None:
         _current = None
         if not pending._is_told:
             pending.wait()
+
+
+def after_pending(work: Callable[[], object]) -> None:
+    """Do `work` now, or as the last part of the save that is under way; not at all if that fails, or has failed."""
+    if _current is None:
+        work()
+    else:
+        _current.then(work)

@@ -28,6 +28,7 @@ __all__ = [
     "accelerate_config_file",
     "accelerator_replacements",
     "batch_size_of",
+    "checkpoint_replacements",
     "fsdp2_replacements",
     "fsdp_state_replacements",
     "ignored_by_fsdp2",
@@ -213,6 +214,27 @@ def ignored_by_fsdp2(accelerator: Accelerator, model: nn.Module) -> set[torch.Te
     """The parameters that `accelerator` has FSDP2 leave alone; they are on its device afterwards."""
     ignored = accelerator.state.fsdp_plugin.ignored_modules
     return set(fsdp_utils.get_parameters_from_modules(ignored, model, accelerator.device))
+
+
+def checkpoint_replacements(
+    rotate: Replacement, sort: Replacement, last: Replacement
+) -> dict[tuple[Any, str], Replacement]:
+    """Those of what the Trainer removes older checkpoints with, lists them with, and finds the last one with.
+
+    Earlier versions have methods for it, later ones functions.
+    """
+    trainer = sys.modules.get("transformers.trainer")
+    if trainer is None:
+        return {}
+    functions = {
+        "rotate_checkpoints": rotate,
+        "_rotate_checkpoints": rotate,
+        "sort_checkpoints": sort,
+        "_sorted_checkpoints": sort,
+        "get_last_checkpoint": last,
+    }
+    owners = (trainer, trainer.Trainer)
+    return {(owner, name): each for owner in owners for name, each in functions.items() if hasattr(owner, name)}
 
 
 def trainer_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:

@@ -13,12 +13,14 @@ from typing import Any
 from ..config import StreamingConfig
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE
+from ..reports.save import SaveReport
+from ..saving.pending import PendingSave, finish_pending
 from ..scope import active_configs, current_config
 from ..seams import found_config
 from .record import FILE, LATEST, write_latest
 
 
-__all__ = ["Caller", "current", "entered", "is_on", "name_state", "state_in"]
+__all__ = ["Caller", "current", "entered", "in_background", "is_on", "name_state", "state_in"]
 
 
 @dataclass(eq=False)
@@ -69,6 +71,7 @@ def is_on() -> bool:
 
 def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
     """The folder of a state of ours that `folder` and `tag` mean, and its name there; None if it is none."""
+    finish_pending(raises=False)
     name = str(tag) if tag is not None else _latest(folder)
     if name and (folder / name / FILE).exists():
         return folder, name
@@ -76,9 +79,18 @@ def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
     return (folder / name, inner) if inner and (folder / name / inner / FILE).exists() else None
 
 
-def name_state(folder: Path, tag: str) -> None:
-    """Say in `folder` that its newest state is the one in its folder `tag` (all ranks)."""
+def in_background() -> bool:
+    """Whether states are to be written in the background."""
+    return StreamingConfig.resolve(current_config(), found_config()[0]).asynchronous_save
+
+
+def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:
+    """Say in `folder` that its newest state is the one in its folder `tag`, once that is `saved` (all ranks)."""
     coordinator = Coordinator.of_default_group()
+    if isinstance(saved, PendingSave):
+        if coordinator.is_main:
+            saved.then(partial(write_latest, folder, tag))
+        return
     with coordinator.watched(SAVE), coordinator.reporting():
         coordinator.run_on_main(partial(write_latest, folder, tag))
 

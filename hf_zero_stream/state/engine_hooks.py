@@ -15,7 +15,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..loading.into import load_into
 from ..ranks.coordinator import Coordinator
 from ..scope import active_configs
-from .callers import Caller, current, is_on, name_state, state_in
+from .callers import Caller, current, in_background, is_on, name_state, state_in
 from .load import load_state
 from .save import save_state
 
@@ -49,18 +49,19 @@ def _save_checkpoint(
         # A tag of the caller's own may be one of several models in the folder: each gets a folder with its weights.
         folder = Path(save_dir) if tag is None else Path(save_dir) / str(tag)
         try:
-            save_state(
+            saved = save_state(
                 self,
                 folder,
                 scheduler=caller.scheduler_of(self.optimizer),
                 data={_CLIENT: client_state or {}},
                 with_weights=not caller.has_weights,
+                asynchronous=in_background(),
             )
         except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
             say_refused(error, "DeepSpeed")
         else:
             if tag is not None:
-                name_state(Path(save_dir), str(tag))
+                name_state(Path(save_dir), str(tag), saved)
             return True
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 

@@ -15,7 +15,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..loading.into import load_into
 from ..scope import active_configs
 from ..seams.wrappers import is_fsdp2, optimizers_of
-from .callers import Caller, current, is_on, name_state, state_in
+from .callers import Caller, current, in_background, is_on, name_state, state_in
 from .engine_hooks import say_refused
 from .load import load_state
 from .save import save_state
@@ -58,20 +58,21 @@ def _save_optimizer(
     if caller is not None and save_model is not None:
         place = caller.place(Path(folder), number)
         try:
-            save_state(
+            saved = save_state(
                 model,
                 place / caller.apart,
                 optimizer=optimizer,
                 scheduler=caller.scheduler_of(optimizer),
                 batch_size=caller.batch_size,
                 with_weights=not caller.has_weights,
+                asynchronous=in_background(),
             )
         except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
             say_refused(error, "accelerate")
             save_model()
         else:
             if caller.apart:
-                name_state(place, caller.apart)
+                name_state(place, caller.apart, saved)
             return None
     return original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)
 

@@ -8,6 +8,7 @@ the weights are saved already.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -15,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import logging
 
 from ..loading.into import load_into
 from ..patching import Patches
+from ..saving.files import is_unfinished
 from ..saving.hooks import noted_saves, noting_saves
+from ..saving.pending import after_pending, finish_pending
 from ..scope import active_configs
 from ..seams.wrappers import (
     accelerator_replacements,
     batch_size_of,
+    checkpoint_replacements,
     fsdp_state_replacements,
     is_fsdp2,
     keeping_schedulers,
@@ -39,6 +45,8 @@ from .record import LATEST
 
 
 __all__ = ["patches", "replace_imported"]
+
+logger = logging.get_logger(__name__)
 
 
 def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +69,7 @@ def _save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     replace_imported()
     if not active_configs():
         return original(self, *args, **kwargs)
+    finish_pending()  # before accelerate removes older checkpoints
     with entered(_of_accelerator(self)):
         return original(self, *args, **kwargs)
 
@@ -80,6 +89,7 @@ def _trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     """``Trainer._save_checkpoint``, which saves the model, and then the rest, into one folder."""
     if not is_on():
         return original(self, *args, **kwargs)
+    finish_pending()
     with noting_saves(_forget_state):
         return original(self, *args, **kwargs)
 
@@ -155,6 +165,36 @@ def _trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     return None
 
 
+def _trainer_push(original: Callable[..., Any], self: Any, output_dir: Any) -> Any:
+    """``Trainer._push_from_checkpoint``, which uploads the folder."""
+    finish_pending()
+    return original(self, output_dir)
+
+
+def _rotate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Older checkpoints go when the newest one is complete, and stay if it fails."""
+    after_pending(partial(original, *args, **kwargs))
+
+
+def _sort(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Looks which checkpoints there are, of which the Trainer then removes some."""
+    finish_pending(raises=False)
+    return original(*args, **kwargs)
+
+
+def _last(original: Callable[..., Any], folder: Any) -> Any:
+    """``get_last_checkpoint``, without those whose save has died."""
+    finish_pending(raises=False)
+    found = original(folder)
+    if found is None or not is_unfinished(Path(found)):
+        return found
+    number = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+    matches = [(number.fullmatch(path.name), path) for path in Path(folder).iterdir() if not is_unfinished(path)]
+    complete = {int(match[1]): str(path) for match, path in matches if match is not None}
+    logger.warning(f"{found}: its save was interrupted; the checkpoint before it is taken.")
+    return complete[max(complete)] if complete else None
+
+
 def _found(checkpoint: Any) -> tuple[Path, str] | None:
     return state_in(Path(checkpoint)) if checkpoint is not None and active_configs() else None
 
@@ -175,7 +215,8 @@ def replace_imported() -> None:
         _load_from_checkpoint=_trainer_load_model,
         _load_optimizer_and_scheduler=_trainer_load_rest,
         _load_best_model=_trainer_load_best,
-    )
+        _push_from_checkpoint=_trainer_push,
+    ) | checkpoint_replacements(rotate=_rotate, sort=_sort, last=_last)
     patches.add(of_trainer | trainer_fsdp_state_replacements(**fsdp_hooks.REPLACEMENTS))
     engine = sys.modules.get("deepspeed.runtime.engine")
     if engine is not None and hasattr(engine, "DeepSpeedEngine"):
