@@ -51,6 +51,7 @@ logger = logging.get_logger(__name__)
 
 def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     replace_imported()  # the Trainer, DeepSpeed's engine: they may have been imported only now
+    finish_pending(raises=False)  # the Trainer is going to look for a checkpoint to go on from
     return original(self, *args, **kwargs)
 
 
@@ -78,6 +79,7 @@ def _load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     replace_imported()
     if not active_configs():
         return original(self, *args, **kwargs)
+    finish_pending(raises=False)
     with entered(_of_accelerator(self)) as caller, keeping_schedulers(self, caller.restored):
         return original(self, *args, **kwargs)
 
@@ -158,6 +160,7 @@ def _load_all(trainer: Any, model: Any, checkpoint: Any) -> None:
 
 def _trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     """``Trainer._load_best_model``; under DeepSpeed it ends in the engine's function."""
+    finish_pending(raises=False)  # also before the Trainer looks what is in the folder
     found = _found(self.state.best_model_checkpoint) if is_fsdp2(self.accelerator) else None
     if found is None:
         return original(self)
