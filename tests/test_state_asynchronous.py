@@ -210,6 +210,8 @@ def train_by_trainer(folder: Path, output: Path, asynchronous: bool) -> dict[str
 
 
 def resume_by_trainer(folder: Path, output: Path) -> list[float]:
+    from transformers import Trainer  # noqa: F401 - before the block, as scripts do
+
     with hf_zero_stream.streaming(StreamingConfig(asynchronous_save=True)):
         trainer = make_trainer(folder, output, True, max_steps=4, **TRAINER)
         trainer.train(resume_from_checkpoint=True)
