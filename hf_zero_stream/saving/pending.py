@@ -25,6 +25,7 @@ class PendingSave:
     def __init__(self, work: Callable[[], SaveReport]) -> None:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
+        self._is_told = False  # whether somebody has heard of the error
         self._after: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         # No daemon: the interpreter waits for it before it ends.
@@ -52,7 +53,6 @@ class PendingSave:
     def start(self) -> None:
         """Begin; no other may be under way."""
         global _current
-        self._is_told = False
         self._thread.start()
         _current = self
 
