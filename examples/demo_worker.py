@@ -77,6 +77,18 @@ def main() -> None:
     from hf_zero_stream import StreamingAutoModelForCausalLM
     from hf_zero_stream.reports.memory import AnonymousMemory
 
+    class Curve(AnonymousMemory):
+        """Keeps every sample: (time, growth of this process's anonymous memory in bytes)."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.points: list[tuple[float, int]] = []
+
+        def sample(self) -> int:
+            growth = super().sample()
+            self.points.append((time.perf_counter(), growth))
+            return growth
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--loader", choices=["streaming", "stock"], required=True)
     parser.add_argument("--folder", type=Path, required=True, help="checkpoint and what is expected of it")
@@ -89,7 +101,7 @@ def main() -> None:
     auto_class.from_pretrained(arguments.folder / "tiny", dtype="auto")
     gc.collect()
     dist.barrier()
-    with AnonymousMemory() as memory:
+    with (memory := Curve()):
         start = time.perf_counter()
         model = auto_class.from_pretrained(arguments.folder / "moe", dtype="auto")
         seconds = time.perf_counter() - start
@@ -97,6 +109,7 @@ def main() -> None:
     results = {
         "seconds": gather(seconds),
         "growth": gather(memory.growth_peak),
+        "curves": gather([[when - start, growth] for when, growth in list(memory.points)]),
         "partition": sum(param.ds_tensor.numel() * param.ds_tensor.element_size() for param in model.parameters()),
         "different": sorted(set().union(*gather(different_parameters(model, expected)))),
     }

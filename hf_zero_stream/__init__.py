@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .state.load import load_state as load_state
     from .state.save import save_state as save_state
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported at first use: transformers takes seconds to import, and a launcher's main process may never need it.
 _HOMES = {

@@ -1,6 +1,6 @@
-"""What docs/cli.md and README.md show of the command line is what it prints.
+"""What docs/cli.md shows of the command line is what it prints.
 
-``python -m tests.test_cli_docs`` writes the present output into both, but for what is this machine's.
+``python -m tests.test_cli_docs`` writes the present output into it, but for what is this machine's.
 """
 
 import contextlib
@@ -22,7 +22,6 @@ from tests.zoo import make_moe_checkpoint
 
 
 DOCUMENT = (ROOT / "docs" / "cli.md").read_text()
-README = (ROOT / "README.md").read_text()
 LOOSE = ("doctor", "bench")
 """Commands whose output is this machine's: in the documents it is cut with lines of dots, and numbers may differ."""
 
@@ -42,7 +41,7 @@ def is_exact(block: str) -> bool:
     return commands(block)[0][0].split()[1] not in LOOSE
 
 
-EXACT = [block for block in blocks(DOCUMENT) + blocks(README) if is_exact(block)]
+EXACT = [block for block in blocks(DOCUMENT) if is_exact(block)]
 
 
 def make_workplace(folder: Path) -> None:
@@ -109,7 +108,7 @@ def test_documents_show_every_command() -> None:
     shown = {command.split()[1] for block in blocks(DOCUMENT) for command, _ in commands(block) if "hf-" in command}
     assert shown == set(NAMES)
     listed = re.findall(r"^\| `(\w+) \[?PATH\]?(?: DST)?` \|", DOCUMENT, re.MULTILINE)
-    assert listed == NAMES == re.findall(r"^\| `hf-zero-stream (\w+)` \|", README, re.MULTILINE)
+    assert listed == NAMES
 
 
 def test_documents_name_every_option() -> None:
@@ -125,13 +124,13 @@ def test_documents_name_every_option() -> None:
 
 
 def main() -> None:
-    for document in (ROOT / "docs" / "cli.md", ROOT / "README.md"):
-        text = document.read_text()
-        for block in filter(is_exact, blocks(text)):
-            with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-                make_workplace(Path(folder))
-                text = text.replace(block, regenerated(block))
-        document.write_text(text)
+    document = ROOT / "docs" / "cli.md"
+    text = document.read_text()
+    for block in filter(is_exact, blocks(text)):
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            make_workplace(Path(folder))
+            text = text.replace(block, regenerated(block))
+    document.write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,68 @@
-"""What README.md shows works: commands, code, settings and links."""
+"""What README.md and the pages for its readers show works: commands, code, settings, links, errors."""
 
 import dataclasses
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+from typer.testing import CliRunner
+
 import hf_zero_stream
+from hf_zero_stream import errors
+from hf_zero_stream.cli import app
 from tests.cluster import ROOT, run_ranks
 from tests.test_examples import EXAMPLES, example_commands
+from tests.zoo import make_moe_checkpoint
 
 
 README = (ROOT / "README.md").read_text()
+PAGES = {
+    name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("index", "use", "settings", "report", "support")
+}
+SHOWN = "\n".join([README, (ROOT / "CONTRIBUTING.md").read_text(), *PAGES.values()])
 HUB_NAME = "Qwen/Qwen3-30B-A3B"
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)^```$", SHOWN, re.MULTILINE | re.DOTALL)
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
-SCRIPTS = [command for command in COMMANDS if command.startswith(("python ", "accelerate ", "torchrun "))]
+LAUNCHED = [command for command in COMMANDS if command.startswith(("python ", "accelerate ", "torchrun "))]
+SCRIPTS = list(dict.fromkeys(LAUNCHED))
+PLAN = "hf-zero-stream plan tiny-moe --world-size 64 --device-memory 80GiB"
 TARGETS = [command.removeprefix("make ") for command in COMMANDS if command.startswith("make ")]
 
 
 def test_every_command_is_checked_below() -> None:
     assert {"demo", "test"} <= set(TARGETS) and SCRIPTS
-    assert set(COMMANDS) - set(SCRIPTS) - {f"make {target}" for target in TARGETS} == {"pip install -e ."}
+    others = set(COMMANDS) - set(SCRIPTS) - {f"make {target}" for target in TARGETS}
+    assert others == {"pip install -e .", PLAN}
+
+
+def test_plan_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_moe_checkpoint(tmp_path / "tiny-moe", 0.01 * 1e9, num_layers=2, num_experts=8)
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, shlex.split(PLAN)[1:])
+    assert result.exit_code == 0 and "fits into 80.0 GiB" in result.stdout
+
+
+def test_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_every_error_has_cause_and_cure() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    sections = dict(re.findall(r"^## (\w+Error)\b(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
+    classes = {name: kind for name in errors.__all__ if isinstance(kind := getattr(errors, name), type)}
+    assert set(sections) == set(classes)
+    for name, kind in classes.items():
+        if kind is not errors.HfZeroStreamError:
+            assert sections[name].startswith(f" ({kind.__bases__[1].__name__})")
+            assert "**Cause.**" in sections[name] and "**Cure.**" in sections[name]
 
 
 def test_make_targets_exist() -> None:
@@ -46,11 +82,11 @@ def test_counts_of_models_are_those_of_the_sweep() -> None:
     """The tool's own lines are at the head of the tables that it wrote."""
     table = (ROOT / "docs" / "models.md").read_text()
     built, not_built = map(int, re.search(r"(\d+) model types can be built; (\d+) cannot", table).groups())  # type: ignore[union-attr]
-    assert f"{built} of {built + not_built} model types" in README
+    assert f"{built} of {built + not_built} model types" in PAGES["support"]
     ours = re.findall(r"^\| zero3x2 (\S+) \| (\d+) \| (\d+) \|(?:  \|){4}$", table, re.MULTILINE)
     assert ours == [(dtype, str(built), str(built)) for dtype in ("fp32", "bf16", "fp32-bf16")]
     stock = re.search(r"stock zero3x2 fp32 \| \d+ \| (\d+) \|  \| (\d+) \| (\d+) \|", table)
-    assert "{} of them, differs for {} and raises for {}".format(*stock.groups()) in README  # type: ignore[union-attr]
+    assert "{} of them, differs for {} and raises for {}".format(*stock.groups()) in PAGES["support"]  # type: ignore[union-attr]
 
 
 def test_scripts_are_those_of_the_examples() -> None:
@@ -63,7 +99,7 @@ def test_names_exist() -> None:
     used = set(re.findall(r"\bhf_zero_stream\.(\w+)", "\n".join(blocks("python"))))
     for imported in re.findall(r"^from hf_zero_stream import (.+)$", "\n".join(blocks("python")), re.MULTILINE):
         used |= {name.strip() for name in imported.split(",")}
-    used |= set(re.findall(r"`(StreamingAuto\w+)`", README))
+    used |= set(re.findall(r"`(StreamingAuto\w+)`", SHOWN))
     assert "StreamingAutoModelForCausalLM" in used and "plan" in used
     for name in used:
         assert getattr(hf_zero_stream, name) is not None
@@ -100,7 +136,7 @@ def test_code_runs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path:
 
 
 def test_settings_table() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", README, re.MULTILINE)
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGES["settings"], re.MULTILINE)
     units = {"KiB": 2**10, "MiB": 2**20}
     shown: dict[str, Any] = {}
     for name, value in rows:
@@ -115,18 +151,31 @@ def test_settings_table() -> None:
 
 
 def test_settings_in_text_are_understood() -> None:
-    (section,) = re.findall(r'"hf_zero_stream": (\{.*?\})', README)
-    (variable, value) = re.search(r"`(HF_ZERO_STREAM_\w+)=(\w+)`", README).groups()  # type: ignore[union-attr]
+    (section,) = re.findall(r'"hf_zero_stream": (\{.*?\})', PAGES["settings"])
+    (variable, value) = re.search(r"`(HF_ZERO_STREAM_\w+)=(\w+)`", PAGES["settings"]).groups()  # type: ignore[union-attr]
     by_section = hf_zero_stream.StreamingConfig.resolve(ds_config={"hf_zero_stream": eval(section)}, environ={})
     by_variable = hf_zero_stream.StreamingConfig.resolve(environ={variable: value})
     assert by_section == by_variable == hf_zero_stream.StreamingConfig(staging_bytes=256 * 2**20)
 
 
-def test_links_and_files_exist() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target.partition("#")[0]).exists(), target
-    contributing = README[README.index("## Contributing") :]
-    for line in re.findall(r"^\d+\. (.*?)(?=^\d+\. |^$)", contributing, re.MULTILINE | re.DOTALL):
-        folder = re.match(r"`(\w+)/`:", line)
-        for name in re.findall(r"`(\w+\.py)`", line):
-            assert (ROOT / "hf_zero_stream" / (folder[1] if folder else "") / name).is_file(), name
+def test_links_lead_to_files() -> None:
+    """Of the files beside README.md; `make docs` looks at those of docs/."""
+    for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"):
+        for target in re.findall(r"\]\(([^)]+)\)", (ROOT / name).read_text()):
+            path, _, anchor = target.partition("#")
+            assert (ROOT / path).exists(), target
+            headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE) if anchor else []
+            slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+            assert not anchor or anchor in slugs, target
+
+
+def test_every_page_is_on_the_site() -> None:
+    listed = re.findall(r": (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "docs").glob("*.md"))
+
+
+def test_versions_agree() -> None:
+    found = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert found is not None and found[1] == hf_zero_stream.__version__
+    assert f"\nversion: {found[1]}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {found[1]}\n" in (ROOT / "CHANGELOG.md").read_text()

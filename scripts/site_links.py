@@ -1,0 +1,40 @@
+"""A hook of MkDocs: links from docs/ to other files of the repository work on the site too.
+
+In a checkout ``../examples/demo.py`` leads to the file. The site gets a copy of it in ``source/``; a link to a folder
+becomes text.
+"""
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+
+ROOT = Path(__file__).resolve().parents[1]
+LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files of the repository that the pages link to."""
+    wanted = {match[1] for page in files.documentation_pages() for match in LINK.findall(page.content_string)}
+    for name in sorted(wanted):
+        if (ROOT / name).is_file():
+            files.append(File.generated(config, f"source/{name}.txt", content=(ROOT / name).read_bytes()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Lead links to copies; links to what is not there stay, and strict mode refuses them."""
+
+    def replaced(match: re.Match[str]) -> str:
+        text, name, _ = match.groups()
+        if (ROOT / name).is_dir():
+            return text
+        copy = f"source/{name}.txt"
+        if files.get_file_from_path(copy) is None:
+            return match[0]
+        return f"[{text}]({posixpath.relpath(copy, posixpath.dirname(page.file.src_uri) or '.')})"
+
+    return LINK.sub(replaced, markdown)
