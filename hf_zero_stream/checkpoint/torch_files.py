@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from math import prod
 from typing import Any
 
@@ -26,7 +27,7 @@ from .torch_zip import MOST_READ, OPCODES, SIGNATURE, NotAMap, Storage, read_zip
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["NotAMap", "parse_header", "read_header", "why_not"]
+__all__ = ["NotAMap", "describe", "field_of", "parse_header", "read_header", "why_not"]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
@@ -100,13 +101,10 @@ def _entry(path: str, number: int, name: str, field: dict[str, Any]) -> TensorEn
 
 def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
     """The tensors of a file, as fields of a header."""
-    is_zip = file.read(0, len(SIGNATURE)) == SIGNATURE
-    pickle, storages = (read_zip if is_zip else _read_legacy)(file, path)
+    pickle, storages = describe(file, path, OPCODES)
     strange = next((each for each in pickle.globals if each not in _KNOWN), None)
     if strange is not None:
         raise NotAMap(f"it names {strange}")
-    _dtypes(pickle.persistents, 5 if is_zip else 6)
-    _check_storages(path, pickle.persistents, storages)
     root = pickle.root
     if isinstance(root, Call) and root.function == _ORDERED:
         root = dict(root.entries)
@@ -116,10 +114,26 @@ def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
     for name, value in root.items():
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: expected names of tensors, found a {type(name).__name__} among them.")
-        found[name] = _field(path, name, value, storages)
+        found[name] = field_of(path, name, value, storages)
     for call in pickle.calls:
         _check_call(path, call, storages)
     return found
+
+
+def describe(
+    file: ReadableFile, path: str, opcodes: AbstractSet[str] | None = None
+) -> tuple[Pickle, dict[str, Storage]]:
+    """What a file describes, in these `opcodes` only, and where the bytes of each storage lie, by its key.
+
+    Raises:
+        CheckpointError: it is no sound file of ``torch.save``.
+        NotAMap: it has storages of another kind than tensors of numbers have.
+    """
+    is_zip = file.read(0, len(SIGNATURE)) == SIGNATURE
+    pickle, storages = (read_zip if is_zip else _read_legacy)(file, path, opcodes)
+    _dtypes(pickle.persistents, 5 if is_zip else 6)
+    _check_storages(path, pickle.persistents, storages)
+    return pickle, storages
 
 
 def _dtypes(persistents: Iterable[Persistent], length: int) -> dict[str, torch.dtype]:
@@ -157,7 +171,7 @@ def _check_call(path: str, call: Call, storages: Mapping[str, Storage]) -> None:
         if not call.members:
             return
     elif not sets_state and call.function == _REBUILD:
-        _field(path, "a tensor", call, storages)
+        field_of(path, "a tensor", call, storages)
         return
     elif not sets_state and call.function == _REBUILD_PARAMETER and len(call.arguments) == 3:
         if isinstance(call.arguments[0], Call) and call.arguments[0].function == _REBUILD:
@@ -165,7 +179,7 @@ def _check_call(path: str, call: Call, storages: Mapping[str, Storage]) -> None:
     raise NotAMap(f"it makes something else than a tensor ({call.function})")
 
 
-def _field(path: str, name: str, value: Any, storages: Mapping[str, Storage]) -> dict[str, Any]:
+def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) -> dict[str, Any]:
     """A tensor as a field of a header; checks that it lies in its storage."""
     if isinstance(value, Call) and value.function == _REBUILD_PARAMETER and value.arguments:
         value = value.arguments[0]
@@ -210,12 +224,12 @@ def _field(path: str, name: str, value: Any, storages: Mapping[str, Storage]) ->
     return field
 
 
-def _read_legacy(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Storage]]:
+def _read_legacy(file: ReadableFile, path: str, opcodes: AbstractSet[str] | None) -> tuple[Pickle, dict[str, Storage]]:
     """Five pickles: a number, a version, the machine, the tensors, the storages' keys in order."""
     position = 0
     found: list[Pickle] = []
     for what in ("magic number", "version", "machine", "tensors", "storages"):
-        pickle = _next_pickle(file, path, what, position)
+        pickle = _next_pickle(file, path, what, position, opcodes)
         value, position = pickle.root, position + pickle.size_bytes
         found.append(pickle)
         if (what == "magic number" and value != _MAGIC) or (what == "version" and value != _LEGACY_PROTOCOL):
@@ -239,13 +253,13 @@ def _read_legacy(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Stora
     return tensors, storages
 
 
-def _next_pickle(file: ReadableFile, path: str, what: str, start: int) -> Pickle:
+def _next_pickle(file: ReadableFile, path: str, what: str, start: int, opcodes: AbstractSet[str] | None) -> Pickle:
     """A pickle whose length nobody says: more and more is read until it ends."""
     length = 2**16
     while True:
         data = _read(file, path, start, min(file.size_bytes, start + length))
         try:
-            return read_pickle(data, f"{path}: {what}", OPCODES)
+            return read_pickle(data, f"{path}: {what}", opcodes)
         except CheckpointError:
             if len(data) < length or length >= MOST_READ:
                 raise

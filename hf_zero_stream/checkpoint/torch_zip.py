@@ -10,6 +10,7 @@ import io
 import struct
 import zipfile
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
@@ -80,8 +81,10 @@ class _Bytes(io.RawIOBase):
         return data
 
 
-def read_zip(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Storage]]:
-    """What the archive describes, and where the bytes of each storage lie, by its key.
+def read_zip(
+    file: ReadableFile, path: str, opcodes: AbstractSet[str] | None = OPCODES
+) -> tuple[Pickle, dict[str, Storage]]:
+    """What the archive describes in these `opcodes`, and where the bytes of each storage lie, by its key.
 
     Raises:
         CheckpointError: it is no sound archive of ``torch.save``; `path` is for the message.
@@ -105,7 +108,7 @@ def read_zip(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Storage]]
     order = places.get(f"{prefix}byteorder")
     if order is not None and file.read(order.start, min(8, order.stop - order.start)) != b"little":
         raise CheckpointError(f"{path}: byteorder: expected 'little'. Save it again on a little-endian machine.")
-    pickle = read_pickle(description, f"{path}: data.pkl", OPCODES)
+    pickle = read_pickle(description, f"{path}: data.pkl", opcodes)
     data = f"{prefix}data/"
     return pickle, {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
 

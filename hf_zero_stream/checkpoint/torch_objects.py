@@ -1,0 +1,201 @@
+"""The objects in a file that ``torch.save`` wrote, looked into and not made: containers, numbers, places of tensors.
+
+The pickle in the file is not run (see :mod:`.pickles`), so that what it would make are stand-ins. The functions here
+say what a stand-in must be, and raise an error that names the place where it is something else. None of them walks
+through an object deeper than it was asked to: a small pickle can describe a huge one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError
+from ..sources.base import ReadableFile
+from .pickles import Call, Global
+from .safetensors import DTYPES, MAX_DIMENSIONS
+from .torch_files import NotAMap, describe, field_of
+from .untrusted_json import excerpt
+
+
+__all__ = ["NotPlain", "StoredTensor", "TorchObjects"]
+
+_MAPPINGS = {Global("collections", "OrderedDict"), Global("collections", "defaultdict")}
+_SIZE = Global("torch", "Size")
+_WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
+_TENSOR = {Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter")}
+
+_MOST_NAME = 1024
+_MOST_PLAIN = 200_000
+"""Objects in what is taken over as it is from one file: options, a scheduler's state, what the user gave."""
+_MOST_DEEP = 32
+
+
+class NotPlain(Exception):
+    """An object that is neither a number, nor a string, nor a container of such; the message names it."""
+
+
+class StoredTensor(NamedTuple):
+    """A tensor, row by row from byte `start` of its file on."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class TorchObjects:
+    """What an open file of ``torch.save`` holds, from its `root` on.
+
+    Raises:
+        CheckpointError: the file is not sound.
+    """
+
+    def __init__(self, file: ReadableFile, path: str) -> None:
+        self.path = path
+        self._file = file
+        try:
+            pickle, self._storages = describe(file, path)
+        except NotAMap as reason:
+            raise CheckpointError(f"{path}: {reason}, as no file of a training's state does.") from reason
+        self.root = pickle.root
+        self._dicts: dict[int, Mapping[Any, Any]] = {}  # by the id of a call, which `root` keeps alive
+        self._left = _MOST_PLAIN
+
+    def fault(self, what: str, expected: str, found: Any) -> CheckpointError:
+        """An error about the object `found`, which is called `what` in the file."""
+        return CheckpointError(f"{self.path}: {what}: expected {expected}, found {kind_of(found)}.")
+
+    def mapping(self, value: Any, what: str) -> Mapping[Any, Any]:
+        if isinstance(value, Call) and value.function in _MAPPINGS:
+            if id(value) not in self._dicts:
+                self._dicts[id(value)] = dict(value.entries)
+            return self._dicts[id(value)]
+        if not isinstance(value, dict):
+            raise self.fault(what, "a dict", value)
+        return value
+
+    def get(self, value: Any, what: str, key: str) -> Any:
+        """An entry of a dict that must have it."""
+        found = self.mapping(value, what)
+        if key not in found:
+            raise CheckpointError(f"{self.path}: {what}: expected an entry {key!r}, found none.")
+        return found[key]
+
+    def sequence(self, value: Any, what: str) -> Sequence[Any]:
+        if not isinstance(value, (list, tuple)):
+            raise self.fault(what, "a list", value)
+        return value
+
+    def name(self, value: Any, what: str) -> str:
+        if not isinstance(value, str) or not 0 < len(value) <= _MOST_NAME:
+            raise self.fault(what, f"a name of at most {_MOST_NAME} characters", value)
+        return value
+
+    def count(self, value: Any, what: str) -> int:
+        """A whole number that is not negative."""
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise self.fault(what, "a number of elements", value)
+        return value
+
+    def sizes(self, value: Any, what: str) -> tuple[int, ...]:
+        """Those of a tensor; their product may be counted in 64 bits."""
+        if isinstance(value, Call) and value.function == _SIZE and len(value.arguments) == 1:
+            value = value.arguments[0]
+        sizes = self.sequence(value, what)
+        if len(sizes) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
+            raise self.fault(what, f"at most {MAX_DIMENSIONS} sizes", value)
+        if prod(size for size in sizes if size) >= 2**60:  # of empty tensors too: somebody multiplies without the 0
+            raise CheckpointError(f"{self.path}: {what}: the sizes {excerpt(list(sizes))} overflow 64 bits.")
+        return tuple(sizes)
+
+    def attributes(self, value: Any, what: str) -> Mapping[str, Any]:
+        """Those of an instance of a class, which is not made."""
+        if not isinstance(value, Call) or not isinstance(value.state, dict):
+            raise self.fault(what, "an object with attributes", value)
+        return value.state
+
+    def is_tensor(self, value: Any) -> bool:
+        return (
+            isinstance(value, Call) and value.function not in (_SIZE, *_MAPPINGS) and _plain_tensor(value) is not None
+        )
+
+    def tensor(self, value: Any, what: str) -> StoredTensor:
+        """Where a tensor lies, row by row and inside the file."""
+        inner = _plain_tensor(value)
+        if inner is None:
+            raise self.fault(what, "a tensor", value)
+        try:
+            field = field_of(self.path, what, inner, self._storages)
+        except NotAMap as reason:
+            raise CheckpointError(f"{self.path}: {reason}.") from reason
+        if "strides" in field:
+            raise CheckpointError(f"{self.path}: {what}: expected a tensor that is stored row by row.")
+        return StoredTensor(DTYPES[field["dtype"]], tuple(field["shape"]), field["data_offsets"][0])
+
+    def number(self, value: Any, what: str) -> bool | int | float:
+        """A number, or that in a tensor of one, which is read."""
+        if isinstance(value, (bool, int, float)):
+            return value
+        stored = self.tensor(value, what)
+        if stored.numel != 1:
+            raise CheckpointError(f"{self.path}: {what}: expected one number, found {stored.numel}.")
+        data = self._file.read(stored.start, stored.dtype.itemsize)
+        number: bool | int | float = torch.frombuffer(bytearray(data), dtype=stored.dtype).item()
+        return number
+
+    def plain(self, value: Any, what: str) -> Any:
+        """`value` as JSON has it: numbers, strings, lists, and dicts with keys of any kind.
+
+        Raises:
+            NotPlain: there is something else in it, or more than anybody would keep.
+        """
+
+        def convert(value: Any, what: str, depth: int) -> Any:
+            self._left -= 1
+            if self._left < 0 or depth > _MOST_DEEP:
+                raise NotPlain(f"{what} is too large")
+            if isinstance(value, (bool, int, float, str, type(None))):
+                return value
+            if isinstance(value, Call) and value.function == _SIZE and len(value.arguments) == 1:
+                value = value.arguments[0]
+            if isinstance(value, (list, tuple)):
+                return [convert(item, f"an item of {what}", depth + 1) for item in value]
+            if isinstance(value, dict) or (isinstance(value, Call) and value.function in _MAPPINGS):
+                pairs = self.mapping(value, what).items()
+                if not all(isinstance(key, (str, int, float)) for key, _ in pairs):
+                    raise NotPlain(f"{what} has keys that are no strings")
+                return {key: convert(item, excerpt(key), depth + 1) for key, item in pairs}
+            if _plain_tensor(value) is not None and self.tensor(value, what).numel == 1:
+                return self.number(value, what)
+            raise NotPlain(f"{what} is {kind_of(value)}")
+
+        return convert(value, what, 0)
+
+
+def kind_of(value: Any) -> str:
+    """What an object is, in a few words, whatever is in it."""
+    if isinstance(value, Call):
+        return f"what {excerpt(str(value.function))} makes" if isinstance(value.function, Global) else "an object"
+    if isinstance(value, (list, tuple, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
+        return excerpt(value)
+    return "an object"
+
+
+def _plain_tensor(value: Any) -> Any:
+    """What makes a tensor, without the attributes that Python code has put on it; None if it is no tensor."""
+    if isinstance(value, Call) and value.function == _WITH_ATTRIBUTES and len(value.arguments) == 4:
+        function, kind, arguments, _ = value.arguments
+        if kind not in _TENSOR or not isinstance(arguments, tuple) or not isinstance(function, Global):
+            return None
+        value = Call(function, arguments)
+    is_made = isinstance(value, Call) and isinstance(value.function, Global)
+    return value if is_made and value.function.module in ("torch._utils", "torch._tensor") else None

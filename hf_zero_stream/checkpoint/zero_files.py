@@ -1,0 +1,373 @@
+"""The two kinds of files in a ZeRO checkpoint of DeepSpeed, each read by itself; see :mod:`.zero_folder`.
+
+``*_optim_states.pt`` has what one rank's optimizer keeps: for each tensor that it trains (a *flat*, in which parts of
+many parameters lie) its values in fp32 and its moments. ``*_model_states.pt`` has what is not trained, and the names
+and shapes of what is. The format has no specification; it is what DeepSpeed's engine and ZeRO optimizers save
+(``runtime/engine.py``, ``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and_2.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..errors import CheckpointError, UnsupportedError
+from ..sources.base import ByteSource
+from .torch_objects import NotPlain, StoredTensor, TorchObjects
+
+
+__all__ = ["Flat", "Group", "ModelFile", "OptimizerFile", "read_model_file", "read_optimizer_file"]
+
+_MOST_KEYS = 64
+"""Entries that an optimizer keeps for a tensor."""
+
+_OF_THE_ENGINE = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params"),
+    *("frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps"),
+    *("global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config"),
+    *("ds_version", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"),
+}
+"""Entries of a file of model states; all others are what the user gave as ``client_state``."""
+
+_EXPERTS = ("num_experts", "ds_autoep_layers", "autoep_layers")
+
+
+class Flat(NamedTuple):
+    """A tensor that an optimizer trains, and what it keeps for it.
+
+    Attributes:
+        values: the fp32 values.
+        moments: what has as many elements, by name.
+        numbers: what is one number, as ``step``.
+    """
+
+    values: StoredTensor
+    moments: Mapping[str, StoredTensor]
+    numbers: Mapping[str, bool | int | float]
+
+
+class Group(NamedTuple):
+    """A group of an optimizer: its options, and the numbers of its flats."""
+
+    options: Mapping[str, Any]
+    flats: Sequence[int]
+
+
+@dataclass(frozen=True)
+class OptimizerFile:
+    """What one rank's optimizer keeps.
+
+    Attributes:
+        stage: of ZeRO.
+        world_size: how many ranks share each flat.
+        paddings: for each flat, how many elements at its end its saved values lack, and its moments do not.
+        gaps: stages 1 and 2: for each group, how many elements follow each of its parameters and belong to none; may
+            be empty, which means none.
+        scaler: the numbers of the loss scaler.
+        kind: the optimizer's class as DeepSpeed's config calls it; "" if the config does not say.
+        batch_size: samples in a step of all ranks, if the config says so.
+    """
+
+    path: str
+    size_bytes: int
+    stage: int
+    world_size: int
+    groups: Sequence[Group]
+    flats: Sequence[Flat]
+    paddings: Sequence[int]
+    gaps: Sequence[Sequence[int]]
+    scaler: Mapping[str, bool | int | float | None]
+    kind: str
+    batch_size: int | None
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """What is not in the optimizers' files, and what is in them.
+
+    Attributes:
+        trained: for each sub-group of parameters that lie in one flat, their shapes, in their order there.
+        tensors: the model's state dict as this rank has it; at stage 3 parameters are empty there.
+        buffers: which of these are buffers.
+        frozen: shapes of the parameters that are not trained (stages 2 and 3).
+        fragments: this rank's part of each of them.
+        shared: other names of parameters.
+        scheduler: its state; a text if it holds what is not plain.
+        client_state: what the user gave, but for what is not plain (`left_out`).
+    """
+
+    path: str
+    size_bytes: int
+    world_size: int
+    trained: Sequence[Mapping[str, tuple[int, ...]]]
+    tensors: Mapping[str, StoredTensor]
+    buffers: frozenset[str]
+    frozen: Mapping[str, tuple[int, ...]]
+    fragments: Mapping[str, StoredTensor]
+    shared: Mapping[str, str]
+    counters: Mapping[str, int]
+    scheduler: Mapping[str, Any] | str | None
+    client_state: Mapping[str, Any]
+    left_out: Sequence[str]
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizer
+
+
+def read_optimizer_file(source: ByteSource, path: str) -> OptimizerFile:
+    """Read ``*_optim_states.pt``, but no moments and no values.
+
+    Raises:
+        OSError: it cannot be read.
+        CheckpointError: it is not sound.
+        UnsupportedError: the optimizer's state cannot be cut for another number of ranks.
+    """
+    with source.open_file(path) as file:
+        objects = TorchObjects(file, path)
+        wrapper = objects.mapping(
+            objects.get(objects.root, "the file", "optimizer_state_dict"), "optimizer_state_dict"
+        )
+        if "zero_stage" not in wrapper:
+            raise UnsupportedError(f"{path}: expected the optimizer of ZeRO stage 1, 2 or 3, found that of stage 0.")
+        stage = _enumerated(objects, wrapper["zero_stage"], "zero_stage")
+        if stage not in (1, 2, 3):
+            raise CheckpointError(f"{path}: zero_stage: expected 1, 2 or 3, found {stage}.")
+        masters, inner = _PARTS[stage == 3]
+        state = objects.get(wrapper, "optimizer_state_dict", inner)
+        if isinstance(state, list):
+            raise UnsupportedError(
+                f"{path}: {inner}: it was saved with elastic_checkpoint, which leaves out the options of the groups."
+            )
+        values = objects.sequence(objects.get(wrapper, "optimizer_state_dict", masters), masters)
+        groups = _groups(objects, objects.get(state, inner, "param_groups"), len(values))
+        states = objects.mapping(objects.get(state, inner, "state"), f"{inner}.state")
+        paddings = _paddings(objects, wrapper, len(values))
+        flats = [
+            _flat(objects, f"{masters}[{number}]", each, states.get(number, {}), paddings[number])
+            for number, each in enumerate(values)
+        ]
+        return OptimizerFile(
+            path,
+            file.size_bytes,
+            stage,
+            _partition_count(objects, wrapper),
+            groups,
+            flats,
+            paddings,
+            _gaps(objects, wrapper),
+            _scaler(objects, wrapper),
+            *_of_config(objects),
+        )
+
+
+_PARTS = {
+    False: ("single_partition_of_fp32_groups", "base_optimizer_state"),
+    True: ("fp32_flat_groups", "optimizer_state_dict"),
+}
+"""Whether it is of stage 3 -> the entries with the fp32 values, and with the state of the optimizer inside ZeRO's."""
+
+
+def _enumerated(objects: TorchObjects, value: Any, what: str) -> int:
+    """The number of a member of an enum, or a number."""
+    arguments = getattr(value, "arguments", None)
+    if isinstance(arguments, tuple) and len(arguments) == 1:
+        value = arguments[0]
+    return objects.count(value, what)
+
+
+def _partition_count(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> int:
+    if "ds_zero_partition_groups" in wrapper:
+        raise UnsupportedError(
+            f"{objects.path}: experts are shared by other ranks than the rest (AutoEP). {_EXPERT_HELP}"
+        )
+    found = objects.get(wrapper, "optimizer_state_dict", "partition_count")
+    counts = {objects.count(each, "partition_count") for each in (found if isinstance(found, list) else [found])}
+    if len(counts) != 1:
+        raise UnsupportedError(
+            f"{objects.path}: partition_count: groups of parameters are shared by different numbers of ranks, as "
+            f"experts are. {_EXPERT_HELP}"
+        )
+    return counts.pop()
+
+
+_EXPERT_HELP = "Go on with as many ranks as before, by DeepSpeed itself."
+
+
+def _groups(objects: TorchObjects, value: Any, flats: int) -> list[Group]:
+    groups, seen = [], set()
+    for number, each in enumerate(objects.sequence(value, "param_groups")):
+        what = f"param_groups[{number}]"
+        options = dict(objects.mapping(each, what))
+        members = objects.sequence(objects.get(options, what, "params"), f"{what}.params")
+        for member in members:
+            if objects.count(member, f"{what}.params") >= flats or member in seen:
+                raise CheckpointError(
+                    f"{objects.path}: {what}.params: expected each of {flats} tensors once in all groups, found "
+                    f"{member}."
+                )
+            seen.add(member)
+        del options["params"]
+        options.pop("param_names", None)
+        try:
+            groups.append(Group(objects.plain(options, what), members))
+        except NotPlain as reason:
+            raise UnsupportedError(f"{objects.path}: {what}: {reason}, and not a number.") from reason
+        if options.get("use_muon"):
+            raise UnsupportedError(
+                f"{objects.path}: {what}: it is trained by Muon, which looks at whole matrices. {_EXPERT_HELP}"
+            )
+    if len(seen) != flats:
+        raise CheckpointError(f"{objects.path}: param_groups: expected {flats} tensors in them, found {len(seen)}.")
+    return groups
+
+
+def _paddings(objects: TorchObjects, wrapper: Mapping[Any, Any], count: int) -> list[int]:
+    found = wrapper.get("group_paddings")
+    if found is None:
+        return [0] * count
+    paddings = [objects.count(each, "group_paddings") for each in objects.sequence(found, "group_paddings")]
+    if len(paddings) != count:
+        raise CheckpointError(f"{objects.path}: group_paddings: expected {count} numbers, found {len(paddings)}.")
+    return paddings
+
+
+def _flat(objects: TorchObjects, what: str, values: Any, state: Any, padding: int) -> Flat:
+    stored = objects.tensor(values, what)
+    entries = objects.mapping(state, f"the state of {what}")
+    if len(entries) > _MOST_KEYS:
+        raise CheckpointError(
+            f"{objects.path}: the state of {what}: expected at most {_MOST_KEYS} entries, found {len(entries)}."
+        )
+    moments: dict[str, StoredTensor] = {}
+    numbers: dict[str, bool | int | float] = {}
+    for key, value in entries.items():
+        name = objects.name(key, f"a name in the state of {what}")
+        if value is None:
+            continue
+        if isinstance(value, (bool, int, float)):
+            numbers[name] = value
+            continue
+        place = objects.tensor(value, f"{name} of {what}") if objects.is_tensor(value) else None
+        if place is not None and not place.shape:
+            numbers[name] = objects.number(value, f"{name} of {what}")
+        elif place is None or place.numel not in (stored.numel, stored.numel + padding):
+            held = "something else than numbers" if place is None else f"{place.numel} numbers"
+            raise UnsupportedError(
+                f"{objects.path}: the optimizer keeps {name!r}, {held}, for {what}, which has {stored.numel} "
+                "elements. Only state that has one number for an element can be cut for another number of ranks."
+            )
+        elif not place.dtype.is_floating_point:
+            raise UnsupportedError(f"{objects.path}: {name} of {what}: expected floating-point numbers.")
+        else:
+            moments[name] = place
+    return Flat(stored, moments, numbers)
+
+
+def _gaps(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> list[Sequence[int]]:
+    found = objects.sequence(wrapper.get("param_alignment_paddings") or [], "param_alignment_paddings")
+    return [
+        [objects.count(each, "param_alignment_paddings") for each in objects.sequence(it, "param_alignment_paddings")]
+        for it in found
+    ]
+
+
+def _scaler(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> dict[str, bool | int | float | None]:
+    if getattr(wrapper.get("loss_scaler"), "state", None) is None:
+        return {}
+    fields = objects.attributes(wrapper["loss_scaler"], "loss_scaler")
+    return {name: value for name, value in fields.items() if isinstance(value, (bool, int, float, type(None)))}
+
+
+def _of_config(objects: TorchObjects) -> tuple[str, int | None]:
+    """(the optimizer's class, samples in a step), where the config says so."""
+    config = objects.mapping(objects.root, "the file").get("ds_config")
+    if not isinstance(config, dict):
+        return "", None
+    optimizer, batch = config.get("optimizer"), config.get("train_batch_size")
+    kind = optimizer.get("type") if isinstance(optimizer, dict) else None
+    return kind if isinstance(kind, str) else "", batch if type(batch) is int else None
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+def read_model_file(source: ByteSource, path: str) -> ModelFile:
+    """Read ``*_model_states.pt``, but no tensors; raises what :func:`read_optimizer_file` raises."""
+    with source.open_file(path) as file:
+        objects = TorchObjects(file, path)
+        root = objects.mapping(objects.root, "the file")
+        _refuse_other_parallelism(objects, root)
+        module = objects.get(root, "the file", "module")
+        scheduler: Any = root.get("lr_scheduler")
+        try:
+            scheduler = None if scheduler is None else objects.plain(scheduler, "lr_scheduler")
+        except NotPlain as reason:
+            scheduler = str(reason)
+        client_state, left_out = _client_state(objects, root)
+        return ModelFile(
+            path,
+            file.size_bytes,
+            objects.count(root.get("dp_world_size"), "dp_world_size"),
+            [
+                _shapes(objects, each, "param_shapes")
+                for each in objects.sequence(objects.get(root, "the file", "param_shapes"), "param_shapes")
+            ],
+            _tensors(objects, module, "module"),
+            frozenset(
+                objects.name(each, "buffer_names")
+                for each in objects.sequence(root.get("buffer_names", []), "buffer_names")
+            ),
+            _shapes(objects, root.get("frozen_param_shapes") or {}, "frozen_param_shapes"),
+            _tensors(objects, root.get("frozen_param_fragments") or {}, "frozen_param_fragments"),
+            {
+                objects.name(alias, "shared_params"): objects.name(name, "shared_params")
+                for alias, name in objects.mapping(root.get("shared_params") or {}, "shared_params").items()
+            },
+            {name: objects.count(root[name], name) for name in _COUNTERS if root.get(name) is not None},
+            scheduler,
+            client_state,
+            left_out,
+        )
+
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def _refuse_other_parallelism(objects: TorchObjects, root: Mapping[Any, Any]) -> None:
+    sizes = {"mp_world_size": root.get("mp_world_size", 1)}
+    sizes |= objects.mapping(root.get("checkpoint_parallel_dimensions") or {}, "checkpoint_parallel_dimensions")
+    for name, size in sizes.items():
+        if size not in (1, None):
+            raise UnsupportedError(
+                f"{objects.path}: {name!r}: expected 1, found {size!r}: each rank has a part of the model itself "
+                "(tensor or pipeline parallelism), not only of its parameters. Use DeepSpeed's own tools."
+            )
+    for name in _EXPERTS:
+        if root.get(name):
+            raise UnsupportedError(f"{objects.path}: {name}: ranks have different experts. {_EXPERT_HELP}")
+
+
+def _shapes(objects: TorchObjects, value: Any, what: str) -> dict[str, tuple[int, ...]]:
+    return {
+        objects.name(name, what): objects.sizes(shape, f"{what} of {name}")
+        for name, shape in objects.mapping(value, what).items()
+    }
+
+
+def _tensors(objects: TorchObjects, value: Any, what: str) -> dict[str, StoredTensor]:
+    """Those that are tensors: modules may keep other extra state."""
+    named = {objects.name(name, what): each for name, each in objects.mapping(value, what).items()}
+    return {name: objects.tensor(each, name) for name, each in named.items() if objects.is_tensor(each)}
+
+
+def _client_state(objects: TorchObjects, root: Mapping[Any, Any]) -> tuple[dict[str, Any], list[str]]:
+    kept, left_out = {}, []
+    for name, value in root.items():
+        if name in _OF_THE_ENGINE or not isinstance(name, str):
+            continue
+        try:
+            kept[name] = objects.plain(value, name)
+        except NotPlain:
+            left_out.append(name)
+    return kept, left_out

@@ -1,0 +1,318 @@
+"""A ZeRO checkpoint of DeepSpeed, stage 1, 2 or 3, as a map of bytes: where each parameter's values and moments lie.
+
+A rank saves the flat tensors that its optimizer trains, in a file of its own (:mod:`.zero_files`). Parts of parameters
+lie in them (:mod:`.zero_layout`). A parameter is its pieces on all ranks, joined in order of rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..errors import CheckpointError, ReadError, UnsupportedError
+from ..sources.base import ByteSource
+from .format import Shard, TensorEntry
+from .nodes import FileTensor, View, row_major_strides
+from .torch_objects import StoredTensor
+from .untrusted_json import excerpt
+from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
+from .zero_layout import FP32, Trained, trained_of_stage_3, trained_of_stages_1_2, untrained
+
+
+__all__ = ["FP32", "ZERO_2_MODEL", "ZeroFolder", "ZeroGroup", "is_zero_folder", "read_zero_folder", "world_size_of"]
+
+T = TypeVar("T")
+
+ZERO_2_MODEL = "mp_rank_00_model_states.pt"
+"""The file of the model's states at stages 1 and 2; at stage 3 each rank has its own."""
+
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
+_EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_.*_model_states\.pt|expp_rank_\d+_.*_optim_states\.pt")
+_PIPELINE = re.compile(r"layer_\d+-.*model_.*states\.pt")
+_THREADS = 8
+"""They wait for a file system, and hardly compute."""
+
+
+class _Flat(NamedTuple):
+    """A state of a flat: `numel` elements of `dtype` from byte `start` of a shard on."""
+
+    shard: int
+    dtype: torch.dtype
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class ZeroGroup:
+    """A group of the optimizer: options, names of its parameters, and by name, numbers that it keeps of each."""
+
+    options: Mapping[str, Any]
+    parameters: Sequence[str]
+    numbers: Mapping[str, Sequence[bool | int | float | None]]
+
+
+@dataclass(frozen=True)
+class ZeroFolder:
+    """What is in a ZeRO checkpoint; no value of a tensor has been read.
+
+    Attributes:
+        shards: its files; an entry's ``shard`` counts in them.
+        kind: the optimizer's class as DeepSpeed's config calls it; "" if nobody says.
+        keys: the moments, by name.
+        shared: other names of parameters.
+        lacking: parameters of which the folder has no values: neither trained nor frozen.
+        scheduler: its state, or why it cannot be had.
+        client_state: what the user gave, but for `left_out`.
+    """
+
+    path: str
+    stage: int
+    world_size: int
+    shards: tuple[Shard, ...]
+    kind: str
+    keys: Sequence[str]
+    groups: Sequence[ZeroGroup]
+    shared: Mapping[str, str]
+    lacking: Sequence[str]
+    scheduler: Mapping[str, Any] | str | None
+    scaler: Mapping[str, Any]
+    counters: Mapping[str, int]
+    batch_size: int | None
+    client_state: Mapping[str, Any]
+    left_out: Sequence[str]
+    _trained: Mapping[str, Trained]
+    _flats: Mapping[str, Sequence[Sequence[_Flat]]]  # state -> sub-group -> rank
+    _others: Mapping[str, Sequence[TensorEntry]]
+    _shapes: Mapping[str, tuple[int, ...]]  # of `_others`
+    _buffers: frozenset[str]
+
+    def views(self, key: str = FP32, first_shard: int = 0) -> dict[str, View]:
+        """The state `key` of each parameter that is trained; shards are numbered from `first_shard` on."""
+        return {name: self._view(name, key, it, first_shard) for name, it in self._trained.items()}
+
+    def frozen(self, first_shard: int = 0) -> dict[str, View]:
+        """The parameters that are not trained, in their own dtypes."""
+        return {name: self._other(name, first_shard) for name in self._others if name not in self._buffers}
+
+    def buffers(self, first_shard: int = 0) -> dict[str, View]:
+        return {name: self._other(name, first_shard) for name in self._others if name in self._buffers}
+
+    def _view(self, name: str, key: str, it: Trained, first_shard: int) -> View:
+        flats = self._flats[key][it.sub_group]
+        entries = []
+        for rank, first, count in it.pieces(self.world_size):
+            flat = flats[rank]
+            start = flat.start + first * flat.dtype.itemsize
+            stop = start + count * flat.dtype.itemsize
+            entries.append(TensorEntry(name, flat.shard + first_shard, flat.dtype, (count,), start, stop))
+        return _joined(entries or [TensorEntry(name, first_shard, flats[0].dtype, (0,), 0, 0)], it.shape)
+
+    def _other(self, name: str, first_shard: int) -> View:
+        entries = [entry._replace(shard=entry.shard + first_shard) for entry in self._others[name]]
+        return _joined(entries, self._shapes[name])
+
+
+def _joined(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> View:
+    """A tensor of flat pieces, those without elements left out."""
+    pieces = [View.whole(FileTensor(it.shape, it.dtype, it)) for it in entries if it.shape[0]] or [
+        View.whole(FileTensor(entries[0].shape, entries[0].dtype, entries[0]))
+    ]
+    whole = pieces[0] if len(pieces) == 1 else View.joined(tuple(pieces), 0)
+    return View(whole.node, shape, row_major_strides(shape))
+
+
+def is_zero_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether there is a file of an optimizer's states in it, of any rank."""
+    return world_size_of(folder) > 0
+
+
+def world_size_of(folder: str | os.PathLike[str]) -> int:
+    """How many files of optimizers' states of ZeRO there are."""
+    return sum(1 for name in _names(folder) if _OPTIMIZER.fullmatch(name))
+
+
+def _names(folder: str | os.PathLike[str]) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except (NotADirectoryError, FileNotFoundError):
+        return []
+    except OSError as error:
+        raise ReadError(f"{os.fspath(folder)}: cannot list the folder: {error.strerror or error}.") from error
+
+
+def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> ZeroFolder:
+    """Read what says where the tensors lie in the folder of a tag, such as ``global_step500``; runs no pickle.
+
+    Raises:
+        ReadError: a file cannot be read.
+        CheckpointError: a rank's file is missing, or files do not fit together.
+        UnsupportedError: the checkpoint is of a kind that cannot be cut for another number of ranks.
+    """
+    folder = Path(folder)
+    names = _optimizer_names(folder)
+    optimizers = _in_threads(partial(read_optimizer_file, source), [str(folder / name) for name in names])
+    first = optimizers[0]
+    _check_agreement(optimizers)
+    model_names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(names))]
+    if first.stage < 3:
+        model_names = [ZERO_2_MODEL]
+    for name in model_names:
+        if not (folder / name).exists():
+            raise CheckpointError(f"{folder / name}: the file is not there. Copy or save the checkpoint again.")
+    model = read_model_file(source, str(folder / model_names[0]))
+    # Of the others only what is frozen counts.
+    paths = [str(folder / name) for name in model_names[1:]] if model.frozen else []
+    models = [model, *_in_threads(partial(read_model_file, source), paths)]
+    if model.world_size != len(names):
+        raise CheckpointError(
+            f"{model.path}: dp_world_size: expected {len(names)}, the number of files of optimizers' states; found "
+            f"{model.world_size}. Files of several checkpoints are in the folder; copy or save it again."
+        )
+    sub_groups = (
+        trained_of_stage_3(model, optimizers) if first.stage == 3 else trained_of_stages_1_2(model, optimizers)
+    )
+    trained = {name: it for of_flat in sub_groups for name, it in of_flat.items()}
+    keys = sorted({key for flat in first.flats for key in flat.moments})
+    flats = {FP32: _flats(optimizers, lambda flat: flat.values)}
+    for key in keys:
+        flats[key] = _flats(optimizers, partial(_moment, key, first))
+    files: list[OptimizerFile | ModelFile] = [*optimizers, *models]
+    others, shapes = untrained(first.stage, models, trained, first_shard=len(optimizers))
+    buffers = frozenset(name for name in others if name in model.buffers)
+    known = trained.keys() | others.keys() | model.shared.keys()
+    return ZeroFolder(
+        path=str(folder),
+        stage=first.stage,
+        world_size=len(names),
+        shards=tuple(Shard(it.path, it.size_bytes, {}) for it in files),
+        kind=first.kind,
+        keys=keys,
+        groups=[_group(each, first.flats, sub_groups) for each in first.groups],
+        shared={alias: name for alias, name in model.shared.items() if name in trained or name in others},
+        lacking=[name for name in model.tensors if name not in known],
+        scheduler=model.scheduler,
+        scaler=first.scaler,
+        counters=model.counters,
+        batch_size=first.batch_size,
+        client_state=model.client_state,
+        left_out=model.left_out,
+        _trained=trained,
+        _flats=flats,
+        _others=others,
+        _shapes=shapes,
+        _buffers=buffers,
+    )
+
+
+def _moment(key: str, first: OptimizerFile, flat: Flat) -> StoredTensor:
+    if key not in flat.moments:
+        raise UnsupportedError(
+            f"{first.path}: the optimizer keeps {excerpt(key)} of some of its tensors and not of others, so that it "
+            "is not known what the others need. Go on with as many ranks as before, by DeepSpeed itself."
+        )
+    return flat.moments[key]
+
+
+def _flats(optimizers: Sequence[OptimizerFile], state: Callable[[Flat], StoredTensor]) -> list[list[_Flat]]:
+    """A state of each sub-group's flat on each rank."""
+    places = [[state(flat) for flat in it.flats] for it in optimizers]
+    return [
+        [
+            _Flat(rank, of_rank[number].dtype, of_rank[number].start, of_rank[number].numel)
+            for rank, of_rank in enumerate(places)
+        ]
+        for number in range(len(places[0]))
+    ]
+
+
+def _group(group: Group, flats: Sequence[Flat], sub_groups: Sequence[Mapping[str, Trained]]) -> ZeroGroup:
+    parameters = [name for number in group.flats for name in sub_groups[number]]
+    keys = {key: None for number in group.flats for key in flats[number].numbers}
+    numbers = {
+        key: [flats[number].numbers.get(key) for number in group.flats for _ in sub_groups[number]] for key in keys
+    }
+    return ZeroGroup(group.options, parameters, numbers)
+
+
+def _optimizer_names(folder: Path) -> list[str]:
+    """The files of all ranks' optimizers, in order of rank."""
+    found: dict[int, str] = {}
+    for name in _names(folder):
+        if _PIPELINE.fullmatch(name) or _EXPERT.fullmatch(name):
+            raise UnsupportedError(
+                f"{folder / name}: the model is cut into stages of a pipeline, or experts have files of their own. "
+                "Use DeepSpeed's own tools."
+            )
+        if name == "offloaded_tensors":
+            raise UnsupportedError(
+                f"{folder / name}: the optimizer's states are in swap files (NVMe), in an order that only DeepSpeed "
+                "knows. Go on with as many ranks as before, by DeepSpeed itself, and save with save_state."
+            )
+        if match := _OPTIMIZER.fullmatch(name):
+            rank, part = map(int, match.groups())
+            if part:
+                raise UnsupportedError(
+                    f"{folder / name}: the model is cut over ranks itself (tensor parallelism), not only its "
+                    "parameters. Use DeepSpeed's own tools."
+                )
+            if rank in found:
+                raise CheckpointError(f"{folder / name}: rank {rank} has another file too, {found[rank]}. Remove one.")
+            found[rank] = name
+    if not found:
+        raise CheckpointError(f"{folder}: expected files *_optim_states.pt of a ZeRO checkpoint, found none.")
+    for rank in range(max(found) + 1 if max(found) <= len(found) else len(found) + 1):
+        if rank not in found:
+            name = re.sub(r"rank_\d+", f"rank_{rank}", next(iter(found.values())), count=1)
+            raise CheckpointError(f"{folder / name}: the file is not there. Copy or save the checkpoint again.")
+    return [found[rank] for rank in range(len(found))]
+
+
+def _in_threads(read: Callable[[str], T], paths: Sequence[str]) -> list[T]:
+    def with_path(path: str) -> T:
+        try:
+            return read(path)
+        except OSError as error:
+            if isinstance(error, ReadError):
+                raise
+            raise ReadError(f"{path}: cannot read it: {error.strerror or error}.") from error
+
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(with_path, paths))
+
+
+def _check_agreement(optimizers: Sequence[OptimizerFile]) -> None:
+    """Raise a CheckpointError unless all ranks were of the same training."""
+    first = optimizers[0]
+    if first.world_size > len(optimizers) and len({it.world_size for it in optimizers}) == 1:
+        name = re.sub(r"zero_pp_rank_0", f"zero_pp_rank_{len(optimizers)}", os.path.basename(first.path))
+        raise CheckpointError(
+            f"{os.path.join(os.path.dirname(first.path), name)}: the file is not there; {first.world_size} ranks "
+            "saved the checkpoint. Copy or save it again."
+        )
+    for it in optimizers:
+        if it.world_size != len(optimizers):
+            raise CheckpointError(
+                f"{it.path}: partition_count: expected {len(optimizers)}, the number of such files; found "
+                f"{it.world_size}. A file is missing, or those of several checkpoints are in the folder; copy or save "
+                "it again."
+            )
+        mine, theirs = ([(each.options, list(each.flats)) for each in one.groups] for one in (it, first))
+        if it.stage != first.stage or mine != theirs:
+            raise CheckpointError(
+                f"{it.path}: it is of another training than {first.path}: its stage, or the groups of its optimizer, "
+                "are others. Copy or save the checkpoint again."
+            )
+        for number, (flat, other) in enumerate(zip(it.flats, first.flats, strict=True)):
+            if flat.moments.keys() != other.moments.keys() or flat.numbers != other.numbers:
+                raise CheckpointError(
+                    f"{it.path}: tensor {number} of the optimizer: expected the same entries and steps as in "
+                    f"{first.path}, found others. Copy or save the checkpoint again."
+                )
