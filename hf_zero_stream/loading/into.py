@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -27,13 +27,14 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
+from ..seams import LazyModel
 from ..seams.buffers import computed_buffers
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded
 from .integration import finish_saves_into
 
 
-__all__ = ["load_into", "load_some_into"]
+__all__ = ["load_into", "load_some_into", "place_into"]
 
 logger = logging.get_logger(__name__)
 
@@ -77,7 +78,6 @@ def load_into(
     return load_some_into(model, path, set(), config=config, strict=strict, **kwargs)
 
 
-@collector_paused()
 def load_some_into(
     model: Any,
     path: str,
@@ -96,6 +96,40 @@ def load_some_into(
     """
     with expected_at(LOAD):
         config = replace(StreamingConfig.resolve(config, {}), strict=strict)
+        refuse_sharding(path, kwargs)
+
+    def lazy_model(load: Load) -> LazyModel:
+        # transformers makes a lazy model of the same class, whose values are placed into the live one.
+        live_model, is_quiet = _inside(model), needed is not None
+        arguments = {"dtype": _dtype_for(live_model, load.destination), "config": _plain_config(live_model), **kwargs}
+        found = lazily_loaded(path, load, fsdp.original_class(live_model), is_quiet=is_quiet, **arguments)
+        _, missing, tied = found
+        if lacking := sorted((needed or set()) & (missing - tied)):
+            raise LoadError(
+                f"{path}: expected values for {len(needed or ())} parameters; {len(lacking)} are not there: "
+                f"{', '.join(lacking[:8])}."
+            )
+        return found
+
+    return place_into(model, path, lazy_model, without, config=config, with_masters=with_masters)
+
+
+@collector_paused()
+def place_into(
+    model: Any,
+    path: str,
+    lazy_model: Callable[[Load], LazyModel],
+    without: set[str],
+    *,
+    config: StreamingConfig,
+    with_masters: bool = True,
+) -> LoadReport:
+    """Stream what `lazy_model` gives, which is in the folder `path`, into `model`, but not parameters `without`.
+
+    `lazy_model` is called by all ranks together, with the load that reads for them. What it gives has, under the names
+    of the model's own, lazy parameters and buffers. Raises what :func:`load_into` raises.
+    """
+    with expected_at(LOAD):
         live_model = _inside(model)
         fill_whole(live_model)
         if any(map(packed_weights, live_model.modules())):
@@ -109,23 +143,15 @@ def load_some_into(
             "load_into(model)",
             "Load it anew with from_pretrained.",
         )
-        refuse_sharding(path, kwargs)
         coordinator = Coordinator.of_default_group()
         with coordinator.watched(LOAD), coordinator.reporting():
             finish_saves_into(path, config.read_from, coordinator)
-            destination, dtype = _memory_of(live_model, coordinator, config, with_masters)
+            destination = _memory_of(live_model, coordinator, config, with_masters)
             load = Load(config, {}, coordinator, destination)
-            arguments = {"dtype": dtype, "config": _plain_config(live_model), **kwargs}
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
-                # transformers makes a lazy model of the same class, whose values are placed into the live one.
-                cls, is_quiet = fsdp.original_class(live_model), needed is not None
-                lazy, missing, tied = lazily_loaded(path, load, cls, is_quiet=is_quiet, **arguments)
-                if lacking := sorted((needed or set()) & (missing - tied)):
-                    raise LoadError(
-                        f"{path}: expected values for {len(needed or ())} parameters; {len(lacking)} are not there: "
-                        f"{', '.join(lacking[:8])}."
-                    )
-                computed = computed_buffers(lazy) if isinstance(destination, LiveShards) else {}
+                lazy, missing, tied = lazy_model(load)
+                is_model = isinstance(lazy, PreTrainedModel) and isinstance(destination, LiveShards)
+                computed = computed_buffers(lazy) if is_model else {}
                 load.place(lazy, missing | without, tied)
                 _copy_buffers(live_model, computed)
             return load.finish(live_model, logger)
@@ -133,15 +159,20 @@ def load_some_into(
 
 def _memory_of(
     model: PreTrainedModel, coordinator: Coordinator, config: StreamingConfig, with_masters: bool
-) -> tuple[Destination, torch.dtype]:
-    """Where the values of `model` are, and the dtype to load them in, so that none is rounded on the way."""
+) -> Destination:
+    """Where the values of `model` are."""
     if is_sharded(model):
-        shards = LiveShards(model, coordinator)
-        return shards, shards.widest_dtype
+        return LiveShards(model, coordinator)
     from ..destinations.deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
 
-    live = LiveModel(model, coordinator, config.staging_bytes, with_masters=with_masters)
-    return live, torch.float32 if live.masters else model.dtype
+    return LiveModel(model, coordinator, config.staging_bytes, with_masters=with_masters)
+
+
+def _dtype_for(model: PreTrainedModel, memory: Destination) -> torch.dtype:
+    """In which to load values for `memory`, so that none is rounded on the way."""
+    if isinstance(memory, LiveShards):
+        return memory.widest_dtype
+    return torch.float32 if getattr(memory, "masters", None) else model.dtype
 
 
 def _plain_config(model: PreTrainedModel) -> Any:

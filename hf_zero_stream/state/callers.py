@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.zero_folder import ZERO_2_MODEL, world_size_of
 from ..config import StreamingConfig
 from ..ranks.coordinator import Coordinator
-from ..ranks.rendezvous import SAVE
+from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
 from ..saving.pending import PendingSave, finish_pending
 from ..scope import active_configs, current_config
@@ -20,7 +21,7 @@ from ..seams import found_config
 from .record import FILE, LATEST, write_latest
 
 
-__all__ = ["Caller", "current", "entered", "in_background", "is_on", "name_state", "state_in"]
+__all__ = ["Caller", "current", "entered", "in_background", "is_on", "name_state", "other_zero_in", "state_in"]
 
 
 @dataclass(eq=False)
@@ -82,6 +83,23 @@ def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
 def in_background() -> bool:
     """Whether states are to be written in the background."""
     return StreamingConfig.resolve(current_config(), found_config()[0]).asynchronous_save
+
+
+def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bool) -> bool:
+    """Whether `folder` and `tag` mean a ZeRO checkpoint that DeepSpeed cannot load itself (all ranks).
+
+    It loads those of as many ranks as there are, `world_size`, and of a stage that shards parameters as its own does.
+    """
+
+    def look() -> bool:
+        name = str(tag) if tag is not None else _latest(folder)
+        place = folder / name
+        saved = world_size_of(place) if name else 0
+        return saved > 0 and (saved != world_size or (place / ZERO_2_MODEL).exists() == shards_parameters)
+
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched(LOAD), coordinator.reporting():
+        return coordinator.broadcast(look)
 
 
 def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:

@@ -1,6 +1,7 @@
 """What ``engine.save_checkpoint`` and ``engine.load_checkpoint`` of DeepSpeed become inside ``streaming()``.
 
-A folder that DeepSpeed wrote is loaded by DeepSpeed, and a training that we refuse is saved by it.
+A folder that DeepSpeed wrote is loaded by DeepSpeed, but for one of another number of ranks or another kind of stage,
+which it cannot load. A training that we refuse is saved by it.
 """
 
 from __future__ import annotations
@@ -15,17 +16,15 @@ from ..errors import ConfigError, UnsupportedError
 from ..loading.into import load_into
 from ..ranks.coordinator import Coordinator
 from ..scope import active_configs
-from .callers import Caller, current, in_background, is_on, name_state, state_in
+from .callers import Caller, current, in_background, is_on, name_state, other_zero_in, state_in
 from .load import load_state
 from .save import save_state
+from .zero_source import CLIENT
 
 
 __all__ = ["REPLACEMENTS", "say_refused"]
 
 logger = logging.get_logger(__name__)
-
-_CLIENT = "client_state"
-"""Where our `data` has what the caller gives to the engine."""
 
 
 def say_refused(error: Exception, whose: str) -> None:
@@ -53,7 +52,7 @@ def _save_checkpoint(
                 self,
                 folder,
                 scheduler=caller.scheduler_of(self.optimizer),
-                data={_CLIENT: client_state or {}},
+                data={CLIENT: client_state or {}},
                 with_weights=not caller.has_weights,
                 asynchronous=in_background(),
             )
@@ -77,12 +76,17 @@ def _load_checkpoint(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> Any:
-    found = state_in(Path(load_dir), tag) if active_configs() and custom_load_fn is None else None
+    found: tuple[Path, str | None] | None = None
+    if active_configs() and custom_load_fn is None:
+        found = state_in(Path(load_dir), tag)
+        loads_all = load_optimizer_states and not load_module_only
+        if found is None and loads_all and _is_other_zero(self, Path(load_dir), tag):
+            found = Path(load_dir), None if tag is None else str(tag)
     if found is None:
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         return original(self, load_dir, tag, *flags)
     folder, name = found
-    if load_module_only or not load_optimizer_states:
+    if name is not None and (load_module_only or not load_optimizer_states):
         load_into(self, str(folder), strict=load_module_strict)
         return str(folder / name), {}
     caller = current() or Caller()
@@ -93,7 +97,15 @@ def _load_checkpoint(
     )
     if load_lr_scheduler_states:
         caller.restored.append(scheduler)
-    return str(folder / name), (resumed.data or {}).get(_CLIENT, {})
+    return str(folder / resumed.tag), (resumed.data or {}).get(CLIENT, {})
+
+
+def _is_other_zero(engine: Any, load_dir: Path, tag: Any) -> bool:
+    """Whether `load_dir` is a ZeRO checkpoint that DeepSpeed cannot load into this engine, and we can (all ranks)."""
+    if not engine.zero_optimization() or engine.load_universal_checkpoint():
+        return False
+    shards_parameters = engine.zero_optimization_partition_weights()
+    return other_zero_in(load_dir, tag, engine.seq_dp_world_size, shards_parameters)
 
 
 REPLACEMENTS: dict[str, Any] = {"save_checkpoint": _save_checkpoint, "load_checkpoint": _load_checkpoint}

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..checkpoint.zero_folder import ZeroFolder, is_zero_folder, read_zero_folder
 from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_partition
 from ..destinations.slots import MASTER, Slot, SlotMemory, make_entries
@@ -28,12 +29,14 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
 from ..saving.pending import finish_pending
+from ..sources.local import LocalFiles
 from . import schedules
 from .record import FILE, LATEST, GroupRecord, StateRecord, restored, shard_of_key
 from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
 from .trained import training_of
+from .zero_source import load_zero, record_of, swapped_masters
 
 
 __all__ = ["Resumed", "load_state"]
@@ -79,7 +82,7 @@ def load_state(
     Args:
         trained, optimizer, scheduler, scaler: what is going to train, as for :func:`hf_zero_stream.save_state`; made
             as for a new training, of the same model with the same groups.
-        folder: what ``save_state`` wrote.
+        folder: what ``save_state`` wrote, or DeepSpeed's ``engine.save_checkpoint`` (ZeRO stages 1 to 3).
         tag: the name of the state; default: what `latest` says.
         batch_size: as for ``save_state``.
         with_scheduler: load the scheduler's state too.
@@ -102,22 +105,26 @@ def load_state(
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     with coordinator.watched(LOAD), coordinator.reporting():
         finish_saves_into(folder, settings.read_from, coordinator)
-        place, record = coordinator.broadcast(partial(_found, folder, tag))
-        if not with_scheduler:
-            record = replace(record, scheduler=None)
+        place, found = coordinator.broadcast(partial(_found, folder, tag))
+        record = coordinator.run_on_all(partial(_record_of, found, training, with_scheduler))
         coordinator.run_on_all(partial(refuse_other_training, training, record, place))
     with training.changing():
         make_entries(training.slots, [key for key in record.keys if key != MASTER])
-        _load_weights(training, folder, place, record, config)
-        if keys := [key for key in record.keys if key != MASTER or _swapped(training)]:
-            _load_keys(training, place, keys, settings, coordinator)
+        if isinstance(found, ZeroFolder):
+            load_zero(training, found, settings, coordinator)
+        else:
+            _load_weights(training, folder, place, record, config)
+            if keys := [key for key in record.keys if key != MASTER or swapped_masters(training)]:
+                _load_keys(training, place, keys, settings, coordinator)
         rates = _set_rest(training, record)
         for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the learning rate
             of_group = [slot for slot in training.slots if slot.group == number]
             _set_group(training.optimizer, number, recorded, of_group)
             if rates is not None:
                 _set_option(training.optimizer.param_groups[number], "lr", rates[number])
-    if with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):
+    if with_rng and isinstance(found, ZeroFolder):
+        logger.warning_once(f"{place}: DeepSpeed saves no random numbers, so those of all ranks are new.")
+    elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):
         logger.warning_once(
             f"{place}: rank {coordinator.rank} was not there when the state was saved ({record.world_size} ranks), so "
             "its random numbers are new."
@@ -126,28 +133,39 @@ def load_state(
     return Resumed(place.name, restored(record.data), dict(record.counters), record.world_size)
 
 
-def _found(folder: Path, tag: str | None) -> tuple[Path, StateRecord]:
+def _found(folder: Path, tag: str | None) -> tuple[Path, StateRecord | ZeroFolder]:
+    """The folder of the state, and what is in it."""
+    if tag is None and is_zero_folder(folder):
+        return folder, read_zero_folder(LocalFiles(), folder)
     if tag is None:
         try:
             tag = (folder / LATEST).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"{folder / LATEST}: expected the name of a training state; it cannot be read: {error}. Give a folder "
-                "that save_state wrote, or a tag."
+                "that save_state or DeepSpeed wrote, or a tag."
             ) from error
     if not tag or Path(tag).name != tag:
         raise CheckpointError(f"{folder / LATEST}: expected the name of a folder; found {tag!r}")
     place = folder / tag
+    if not (place / FILE).exists() and is_zero_folder(place):
+        return place, read_zero_folder(LocalFiles(), place)
     record = StateRecord.read(place / FILE)
     refuse_missing_files(place, record.keys)
     return place, record
+
+
+def _record_of(found: StateRecord | ZeroFolder, training: Training, with_scheduler: bool) -> StateRecord:
+    if isinstance(found, ZeroFolder):
+        return record_of(found, training, with_scheduler)
+    return found if with_scheduler else replace(found, scheduler=None)
 
 
 def _load_weights(
     training: Training, folder: Path, place: Path, record: StateRecord, config: StreamingConfig | None
 ) -> None:
     """Masters in memory, and weights; from the weights' own files what has no master, or one in a swap file."""
-    swapped = _swapped(training)
+    swapped = swapped_masters(training)
     is_apart = MASTER in record.keys
     in_memory = {name for group in record.groups for name in group.parameters if name not in swapped and is_apart}
     model = training.model
@@ -157,11 +175,6 @@ def _load_weights(
         load_some_into(
             training.live, str(place), swapped, config=config, strict=False, needed=in_memory, variant=MASTER
         )
-
-
-def _swapped(training: Training) -> set[str]:
-    """The parameters whose masters lie in swap files."""
-    return {member.name for slot in training.slots if slot.is_swapped for member in slot.members}
 
 
 def _has_saved_buffers(model: nn.Module) -> bool:

@@ -1,0 +1,183 @@
+"""Goes on from a ZeRO checkpoint that DeepSpeed wrote, at any number of ranks and any stage, as from a state of ours.
+
+The folder is a map of bytes (:mod:`..checkpoint.zero_folder`): nothing in it is converted, and no pickle is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils import logging
+
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import View
+from ..checkpoint.zero_folder import FP32, ZeroFolder, ZeroGroup
+from ..config import StreamingConfig
+from ..destinations.deepspeed.marks import has_partition
+from ..destinations.slots import MASTER, SlotMemory
+from ..destinations.training import Training
+from ..engine.load import Load
+from ..errors import ConfigError
+from ..loading.into import place_into
+from ..ranks.coordinator import Coordinator
+from ..ranks.rendezvous import LOAD
+from ..reports.memory import collector_paused
+from ..seams import LazyModel
+from .record import GroupRecord, StateRecord
+from .schedules import class_of
+
+
+__all__ = ["CLIENT", "load_zero", "record_of", "swapped_masters"]
+
+logger = logging.get_logger(__name__)
+
+CLIENT = "client_state"
+"""Where a record's `data` has what the user gave to ``engine.save_checkpoint``."""
+
+_ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
+_OF_ADAM = {"exp_avg", "exp_avg_sq"}
+
+
+def record_of(zero: ZeroFolder, training: Training, with_scheduler: bool = True) -> StateRecord:
+    """What a state of ours would have recorded; DeepSpeed names neither the optimizer's class nor the scheduler's.
+
+    Raises:
+        ConfigError: the optimizer or the scheduler of `training` keeps something else.
+    """
+    _refuse_other_optimizer(zero, training)
+    scheduler = _scheduler_record(zero, training) if with_scheduler else None
+    scaler = {name: value for name, value in zero.scaler.items() if name in (training.scaler_state or {})}
+    steps, samples = (zero.counters.get(name, 0) for name in ("global_steps", "global_samples"))
+    return StateRecord(
+        optimizer=type(training.optimizer).__name__,
+        keys=[*zero.keys, FP32],
+        groups=[_group_record(group, zero.views()) for group in zero.groups],
+        scheduler=scheduler,
+        scaler=scaler if scaler.keys() == (training.scaler_state or {}).keys() else None,
+        counters=zero.counters,
+        world_size=zero.world_size,
+        batch_size=zero.batch_size or (samples // steps if steps and samples % steps == 0 else None),
+        data={CLIENT: zero.client_state},
+    )
+
+
+def _group_record(group: ZeroGroup, views: Mapping[str, View]) -> GroupRecord:
+    numbers = {
+        key: values[0] if all(value == values[0] for value in values) else list(values)
+        for key, values in group.numbers.items()
+    }
+    shapes = [list(views[name].sizes) for name in group.parameters]
+    return GroupRecord(dict(group.options), list(group.parameters), numbers, shapes)
+
+
+def _refuse_other_optimizer(zero: ZeroFolder, training: Training) -> None:
+    """Raise a ConfigError unless what the optimizer keeps, and the options of its groups, are those of its class."""
+    kind = type(training.optimizer).__name__
+    if kind in _ADAMS:
+        expected = _OF_ADAM | ({"max_exp_avg_sq"} if training.optimizer.defaults.get("amsgrad") else set())
+        if not zero.keys or set(zero.keys) == expected:
+            return
+        found = f"keeps {', '.join(zero.keys)} of each element, and {kind} {', '.join(sorted(expected))}"
+    else:
+        mine, theirs = (
+            {name for name in options if name not in ("params", "param_names")}
+            for options in (training.optimizer.param_groups[0], zero.groups[0].options)
+        )
+        if mine == theirs:
+            return
+        found = f"has groups with {', '.join(sorted(theirs - mine)) or 'fewer options'}, and {kind} with others"
+    saved = f"a {zero.kind}" if zero.kind else "another optimizer"
+    raise ConfigError(f"{zero.path}: it was saved with {saved}, which {found}. Use the same optimizer.")
+
+
+def _scheduler_record(zero: ZeroFolder, training: Training) -> Mapping[str, Any] | None:
+    if training.scheduler is None or zero.scheduler is None:
+        return None
+    leave_out = "Use the same, or pass with_scheduler=False and set the new one yourself."
+    if isinstance(zero.scheduler, str):
+        raise ConfigError(f"{zero.path}: the scheduler's state cannot be taken over: {zero.scheduler}. {leave_out}")
+    mine = set(training.scheduler.state_dict())
+    if different := sorted(mine ^ zero.scheduler.keys(), key=str):
+        raise ConfigError(
+            f"{zero.path}: the scheduler was not a {class_of(training.scheduler)}, as it is now: only one of them "
+            f"keeps {', '.join(map(str, different[:8]))}. {leave_out}"
+        )
+    return {"class": class_of(training.scheduler), "state": zero.scheduler}
+
+
+def load_zero(training: Training, zero: ZeroFolder, settings: StreamingConfig, coordinator: Coordinator) -> None:
+    """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
+    if coordinator.is_main:
+        _say_what_is_not_there(training, zero)
+
+    swapped = swapped_masters(training)
+
+    def weights(load: Load, without: set[str]) -> LazyModel:
+        first = load.checkpoint.add(zero.shards)
+        trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
+        frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
+        return _StandIn(load, {**trained, **frozen}, buffers), set(), set()
+
+    # Masters that are in swap files come as moments do, after the weights that belong to them.
+    place_into(
+        training.live, zero.path, partial(weights, without=set()), set(), config=settings, with_masters=not swapped
+    )
+    if swapped and swapped != zero.views().keys():
+        place_into(training.live, zero.path, partial(weights, without=swapped), set(), config=settings)
+    for key in [*zero.keys, *([MASTER] if swapped else [])]:
+        _load_key(training, zero, key, settings, coordinator)
+
+
+def swapped_masters(training: Training) -> set[str]:
+    """The parameters whose masters lie in swap files."""
+    return {member.name for slot in training.slots if slot.is_swapped for member in slot.members}
+
+
+@collector_paused()
+def _load_key(
+    training: Training, zero: ZeroFolder, key: str, settings: StreamingConfig, coordinator: Coordinator
+) -> None:
+    hides_zero3 = any(map(has_partition, training.model.parameters()))
+    slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
+    destination = SlotMemory(slots, key, training.device, hides_zero3=hides_zero3)
+    with coordinator.watched(LOAD), coordinator.reporting():
+        load = Load(settings, {}, coordinator, destination)
+        with closing(load), torch.no_grad():
+            views = zero.views(key, load.checkpoint.add(zero.shards))
+            load.place(_StandIn(load, views, {}), set(), set())
+
+
+def _say_what_is_not_there(training: Training, zero: ZeroFolder) -> None:
+    known = {*zero.views(), *zero.frozen(), *zero.shared}
+    unknown = [name for name, _ in training.model.named_parameters() if name not in known]
+    if unknown:
+        logger.warning(
+            f"{zero.path}: it has no values for {len(unknown)} parameters, among them {unknown[0]}, which is not "
+            "trained either. They stay as they are."
+        )
+    if zero.left_out:
+        logger.warning(
+            f"{zero.path}: of what was given as client_state, {', '.join(map(repr, zero.left_out[:8]))} cannot be had "
+            "without running a pickle. Set it yourself."
+        )
+
+
+class _StandIn(nn.Module):
+    """Lazy tensors by the names of a model's parameters and buffers."""
+
+    def __init__(self, load: Load, parameters: Mapping[str, View], buffers: Mapping[str, View]) -> None:
+        super().__init__()
+        materialise = load.checkpoint.materialise
+        self._lazy_parameters = {name: LazyTensor.of(view, materialise) for name, view in parameters.items()}
+        self._lazy_buffers = {name: LazyTensor.of(view, materialise) for name, view in buffers.items()}
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self._lazy_parameters.items())
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self._lazy_buffers.items())
