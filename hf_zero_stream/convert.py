@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from .checkpoint.contents import Contents, contents_of
+from .checkpoint.contents import Contents, contents_of, zero_folder_of
 from .checkpoint.lazy import LazyTensor
 from .checkpoint.nodes import Copy, FileTensor, View
 from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+_OF_TRAINING = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
 
 
@@ -64,6 +66,7 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str = "5GB",
     layout: Literal["same", "hub", "model"] = "same",
+    config: str | os.PathLike[str] | None = None,
     trust_remote_code: bool = False,
     progress: bool = True,
 ) -> Converted:
@@ -71,11 +74,13 @@ def convert(
 
     Args:
         source: a folder with safetensors shards or with files of ``torch.save`` (``pytorch_model.bin``), or one such
-            file; it may be `destination`.
-        dtype: of the floating-point tensors; default: each keeps its own.
+            file; it may be `destination`. Or a ZeRO checkpoint of DeepSpeed, or the folder of one of its tags.
+        dtype: of the floating-point tensors; default: each keeps its own, and float32 of a ZeRO checkpoint, whose
+            values in fp32 are taken.
         max_shard_size: in bytes, or as in ``"5GB"``.
         layout: names and layouts of tensors: the ``"same"``; those of the ``"hub"``, as ``save_pretrained`` writes
             them (one tensor per expert); or those of the ``"model"``, which need no conversion when loading.
+        config: the folder with the config, tokenizer and so on; default: `source`, or what is around a tag's folder.
         trust_remote_code: for another layout, whether Python code in `source` may run.
 
     Raises:
@@ -88,21 +93,27 @@ def convert(
         raise ConfigError(f'layout: expected "same", "hub" or "model"; got {layout!r}')
     source = Path(source)
     contents = contents_of(source)
+    is_zero = contents.format == "ZeRO"
+    beside = _beside(source) if config is None else Path(config)
+    if dtype is None and is_zero:
+        dtype = torch.float32
     for note in contents.notes:
         logger.warning("%s: %s", source, note)
     if dtype is not None:
-        _refuse_quantised(source, contents)
+        _refuse_quantised(beside, contents)
     memory = AnonymousMemory()
     checkpoint = OpenCheckpoint(StreamingConfig(progress=progress), Coordinator(0, 1, alone=True))
     publication = Publication.begin(Path(destination))
     try:
         with closing(checkpoint), memory:
             folder = publication.temporary
-            _copy_other_files(source, folder, dtype)
+            _copy_other_files(beside, folder, dtype)
+            how: dict[str, Any] = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
             if layout == "same":
                 noted = _split(contents, checkpoint, folder, dtype, max_shard_size)
+            elif is_zero:
+                noted = _laid_out_of_config(beside, contents, checkpoint, folder, dtype, trust_remote_code, **how)
             else:
-                how: dict[str, Any] = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
                 noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, **how)
             shards = [lay_out_shard(shard) for shard in noted]
             reserve(folder, shards)
@@ -125,6 +136,13 @@ def convert(
     )
 
 
+def _beside(source: Path) -> Path:
+    """Where config, tokenizer and so on of a checkpoint are: around the folder of a tag, if it has none itself."""
+    zero = zero_folder_of(source)
+    is_around = zero == source and not (source / CONFIG).exists() and (source.absolute().parent / CONFIG).exists()
+    return source.absolute().parent if is_around else source
+
+
 def _refuse_quantised(source: Path, contents: Contents) -> None:
     config = source / "config.json"
     quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
@@ -141,7 +159,8 @@ def _refuse_quantised(source: Path, contents: Contents) -> None:
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> None:
     """Copy config, tokenizer, code, licence: everything but weights."""
     for path in sorted(source.iterdir()) if source.is_dir() else ():
-        if path.is_file() and not path.name.startswith(".") and not path.name.endswith(_NOT_COPIED):
+        is_left = path.name.startswith(".") or path.name.endswith(_NOT_COPIED) or path.name in _OF_TRAINING
+        if path.is_file() and not is_left:
             shutil.copyfile(path, folder / path.name)
     if dtype is not None and (folder / "config.json").exists():
         note_dtype(folder / "config.json", dtype)
@@ -182,6 +201,29 @@ def _laid_out(
     tied = tied | _stored_once(parameters, model.all_tied_weights_keys)
     state_dict = {name: in_dtype(value, dtype) for name, value in model.state_dict().items() if name not in tied}
     count = sum(param.numel() for name, param in parameters.items() if name not in tied)
+    return lay_out_pretrained(model, folder, state_dict, parameters, count, dtype, **how)
+
+
+def _laid_out_of_config(
+    beside: Path,
+    contents: Contents,
+    checkpoint: OpenCheckpoint,
+    folder: Path,
+    dtype: torch.dtype | None,
+    trust_code: bool,
+    **how: Any,
+) -> list[NotedShard]:
+    """What ``save_pretrained`` would write of the model that the config describes, with the values of `contents`."""
+    from .loading.from_config import described_model, fitting
+
+    if not (beside / CONFIG).exists():
+        raise ConfigError(f"{beside / CONFIG}: layout: a config is needed for another layout. Pass config=FOLDER.")
+    checkpoint.add(contents.shards)
+    lazy = {name: LazyTensor.of(view, checkpoint.materialise) for name, view in contents.views.items()}
+    model = described_model(beside, trust_remote_code=trust_code)
+    state_dict = {name: in_dtype(value, dtype) for name, value in fitting(model, lazy, str(beside)).items()}
+    parameters = {name: lazy[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in lazy}
+    count = sum(state_dict[name].numel() for name in parameters if name in state_dict)
     return lay_out_pretrained(model, folder, state_dict, parameters, count, dtype, **how)
 
 

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UnsupportedError
+from ..sources.local import LocalFiles
 from .format import Shard
 from .index import CheckpointIndex, view_of
 from .index_file import check_files, read_index_file
 from .nodes import View
 from .soundness import INDEX, SINGLE, shards_of
 from .torch_files import NotAMap
+from .untrusted_json import excerpt
+from .zero_folder import is_zero_folder, read_zero_folder
 
 
-__all__ = ["Contents", "contents_of", "torch_files_of"]
+__all__ = ["Contents", "contents_of", "torch_files_of", "zero_folder_of"]
 
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -30,7 +33,7 @@ class Contents:
     """The tensors of a checkpoint, none of them read.
 
     Attributes:
-        format: "safetensors", "torch.save".
+        format: "safetensors", "torch.save", "ZeRO".
         shards: the files; an entry's ``shard`` counts in them.
         views: name -> its elements, in the tensor's own shape and dtype.
         notes: what is odd, and no fault.
@@ -47,13 +50,16 @@ class Contents:
 def contents_of(path: str | os.PathLike[str]) -> Contents:
     """The contents of a checkpoint: a folder or a single file of this host, whose headers are read.
 
-    Of a folder with both kinds, the files are those that transformers would load: safetensors go first.
+    Of a folder with both kinds, the files are those that transformers would load: safetensors go first. A ZeRO
+    checkpoint of DeepSpeed, or the folder of its tag, counts where it holds neither; its tensors are the fp32 values.
 
     Raises:
         ReadError: a file is missing or cannot be read.
         CheckpointError: the checkpoint is not sound, or lacks a tensor that its index promises.
         UnsupportedError: its tensors are no ranges of bytes.
     """
+    if (zero := zero_folder_of(Path(path))) is not None:
+        return _contents_of_zero(zero)
     pickled = torch_files_of(Path(path))
     files, weight_map = pickled or shards_of(path)
     try:
@@ -67,6 +73,30 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
     views = {name: view_of(entry) for name, entry in index.tensors.items()}
     metadata = {"format": "pt"} if pickled or not index.shards else index.shards[0].metadata
     return Contents("torch.save" if pickled else "safetensors", index.shards, views, index.notes, metadata)
+
+
+def zero_folder_of(path: Path) -> Path | None:
+    """The folder of the ZeRO checkpoint in `path`, or `path` itself; None if it is or holds another kind."""
+    if not path.is_dir() or any(os.path.lexists(path / name) for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)):
+        return None
+    if is_zero_folder(path):
+        return path
+    latest = path / "latest"
+    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    is_name = bool(name) and Path(name).name == name and "\0" not in name
+    return path / name if is_name and is_zero_folder(path / name) else None
+
+
+def _contents_of_zero(folder: Path) -> Contents:
+    zero = read_zero_folder(LocalFiles(), folder)
+    if zero.lacking:
+        raise UnsupportedError(
+            f"{folder}: it has no values of {len(zero.lacking)} parameters, among them {excerpt(zero.lacking[0])}, "
+            "which were neither trained nor frozen. Load the checkpoint into the training, and save the model."
+        )
+    views = {**zero.buffers(), **zero.frozen(), **zero.views()}
+    views |= {alias: views[name] for alias, name in zero.shared.items()}
+    return Contents("ZeRO", zero.shards, views, (), {"format": "pt"})
 
 
 def torch_files_of(path: Path) -> tuple[list[str], dict[str, str] | None] | None:

@@ -14,10 +14,13 @@ from . import frame
 EXAMPLE = "hf-zero-stream convert ./checkpoint ./bf16 --dtype bfloat16 --max-shard-size 5GB"
 
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def _floating_dtype(name: str) -> Any:
     import torch
 
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, _SHORT.get(name, name), None)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch")
     return dtype
@@ -34,6 +37,9 @@ def run(
         Literal["same", "hub", "model"],
         typer.Option(help="Names and layouts: as they are, the hub's, or the model's own."),
     ] = "same",
+    config: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Where config and tokenizer are, if not in PATH.")
+    ] = None,
     trust_remote_code: frame.TrustOption = False,
     form: frame.FormatOption = "table",
 ) -> None:
@@ -53,6 +59,7 @@ def run(
             dtype=dtype,
             max_shard_size=max_shard_size,
             layout=layout,
+            config=config,
             trust_remote_code=trust_remote_code,
             progress=form == "table",
         )
