@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.crash_state import make_states, trial_of_two_ranks, trials_of_one_rank
+from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving.files import Publication, finish_interrupted
+from tests.crash_state import make_states, tree, trial_of_two_ranks, trials_of_one_rank
 
 
 @pytest.mark.parametrize(
@@ -16,6 +21,44 @@ from tests.crash_state import make_states, trial_of_two_ranks, trials_of_one_ran
 def test_one_rank(tmp_path: Path, way: str, fault: str, stride: int) -> None:
     found = trials_of_one_rank(tmp_path, way, [fault], stride)
     assert found.keys() >= {f"{fault}: old", f"{fault}: new"}
+
+
+@pytest.mark.parametrize("call", ["replace", "unlink", "fsync", "rmdir"])
+def test_each_step_of_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Shards, an index and a file after it, over an older checkpoint: a step fails, and the next process goes on."""
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "index.json", "latest"]
+    original, step, ended = getattr(os, call), 0, False
+    while not ended:
+        folder, calls = tmp_path / str(step), 0
+        folder.mkdir()
+        for name in [*names, "model-00001-of-00003.safetensors"]:
+            (folder / name).write_text("old")
+        publication = Publication.begin(folder)
+        (publication.temporary / "state").mkdir()
+        for name in [*names, "state/moments"]:
+            (publication.temporary / name).write_text("new")
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == step + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return original(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            try:
+                publication.commit("model.safetensors", "index.json", "latest")
+            except SaveError:
+                publication.abandon()
+        ended = calls <= step
+        finish_interrupted(folder)
+        found = {path: data.decode() for path, data in tree(folder).items()}
+        new = {**dict.fromkeys(names, "new"), "state/moments": "new"}
+        old = {**dict.fromkeys(names, "old"), "model-00001-of-00003.safetensors": "old"}
+        assert found == new or (found == old and not ended), (step, found)
+        step += 1
+    assert step > 1
 
 
 @pytest.fixture(scope="module")

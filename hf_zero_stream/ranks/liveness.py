@@ -24,7 +24,7 @@ from .presence import Presence
 from .store import PREFIX, TIMEOUT_S, pauses
 
 
-__all__ = ["KEYS", "Verdict", "Watch"]
+__all__ = ["FAREWELL_S", "KEYS", "Verdict", "Watch"]
 
 KEYS = ("agreements", "failed", "dead", "heard")
 """What a meeting may have in the store."""

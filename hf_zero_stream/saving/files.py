@@ -224,7 +224,8 @@ def _carry_out(folder: Path, temporary: Path) -> list[str]:
     pending = [name for name in order["renames"] if (temporary / name).exists()]
     if pending:
         for name in order.get("removes_first", ()):
-            (folder / name).unlink(missing_ok=True)
+            if name in pending or name not in order["renames"]:  # else it is the new one
+                (folder / name).unlink(missing_ok=True)
         _sync(folder)
     for name in pending:
         target = folder / name

@@ -10,7 +10,7 @@ from transformers.utils import logging
 from ..reports.save import SaveReport
 
 
-__all__ = ["PendingSave", "after_pending", "finish_pending"]
+__all__ = ["Finished", "PendingSave", "after_pending", "finish_pending"]
 
 logger = logging.get_logger(__name__)
 

@@ -18,6 +18,7 @@ from accelerate.utils import DeepSpeedSchedulerWrapper, extract_model_from_paral
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import refuse_unknown_version
 from ..patching import Replacement
@@ -28,6 +29,7 @@ __all__ = [
     "accelerate_config_file",
     "accelerator_replacements",
     "batch_size_of",
+    "checkpoint_number",
     "checkpoint_replacements",
     "fsdp2_replacements",
     "fsdp_state_replacements",
@@ -214,6 +216,12 @@ def ignored_by_fsdp2(accelerator: Accelerator, model: nn.Module) -> set[torch.Te
     """The parameters that `accelerator` has FSDP2 leave alone; they are on its device afterwards."""
     ignored = accelerator.state.fsdp_plugin.ignored_modules
     return set(fsdp_utils.get_parameters_from_modules(ignored, model, accelerator.device))
+
+
+def checkpoint_number(name: str) -> int | None:
+    """The step of the Trainer's checkpoint in a folder of this name; None if it is no such folder."""
+    number = name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return int(number) if number != name and number.isdecimal() else None
 
 
 def checkpoint_replacements(

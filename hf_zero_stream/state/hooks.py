@@ -8,7 +8,6 @@ the weights are saved already.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import logging
 
 from ..loading.into import load_into
@@ -28,6 +26,7 @@ from ..scope import active_configs
 from ..seams.wrappers import (
     accelerator_replacements,
     batch_size_of,
+    checkpoint_number,
     checkpoint_replacements,
     fsdp_state_replacements,
     is_fsdp2,
@@ -191,11 +190,11 @@ def _last(original: Callable[..., Any], folder: Any) -> Any:
     found = original(folder)
     if found is None or not is_unfinished(Path(found)):
         return found
-    number = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-    matches = [(number.fullmatch(path.name), path) for path in Path(folder).iterdir() if not is_unfinished(path)]
-    complete = {int(match[1]): str(path) for match, path in matches if match is not None}
     logger.warning(f"{found}: its save was interrupted; the checkpoint before it is taken.")
-    return complete[max(complete)] if complete else None
+    complete = [path for path in Path(folder).iterdir() if path.is_dir() and not is_unfinished(path)]
+    of_numbers = {checkpoint_number(path.name): str(path) for path in complete}
+    last = max((number for number in of_numbers if number is not None), default=None)
+    return None if last is None else of_numbers[last]
 
 
 def _found(checkpoint: Any) -> tuple[Path, str] | None:
