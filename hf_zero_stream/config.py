@@ -63,7 +63,7 @@ class StreamingConfig:
     request_bytes: int = 0
     """Largest single positional read, in bytes; a longer span is split, so that several threads share it.
 
-    0: 2 MiB from a local disk, 4 MiB over a network or from a URL, 8 MiB with `direct_io`.
+    0: 2 MiB from a local disk, 4 MiB over a network, 2 MiB from a URL (`hf://`: 4 MiB), 8 MiB with `direct_io`.
     """
 
     reader_threads: int = 0

@@ -19,6 +19,7 @@ __all__ = [
     "ReadError",
     "SaveError",
     "UnsupportedError",
+    "UrlError",
     "VersionError",
     "refuse_unknown_version",
 ]
@@ -32,6 +33,10 @@ class HfZeroStreamError(Exception):
 
 class ConfigError(HfZeroStreamError, ValueError):
     """A setting has a name or a value that is not known."""
+
+
+class UrlError(ConfigError, OSError):
+    """A URL that can be no checkpoint's; an OSError, or transformers would raise another one in its place."""
 
 
 class CheckpointError(HfZeroStreamError, ValueError):

@@ -49,7 +49,7 @@ class Behaviour:
         """Wait until the link, which all connections share, has taken so many bytes."""
         if self.bytes_per_second:
             with self.lock:
-                self._free_at = max(self._free_at, time.monotonic() - 0.01) + nbytes / self.bytes_per_second
+                self._free_at = max(self._free_at, time.monotonic() - 0.1) + nbytes / self.bytes_per_second
                 wait = self._free_at - time.monotonic()
             if wait > 0:
                 time.sleep(wait)
@@ -60,8 +60,8 @@ class Handler(BaseHTTPRequestHandler):
     wbufsize = 65536
     disable_nagle_algorithm = True
 
-    def __init__(self, folder: Path, how: Behaviour, *args: Any) -> None:
-        self.folder, self.how = folder, how
+    def __init__(self, folder: Path, prefix: str, how: Behaviour, *args: Any) -> None:
+        self.folder, self.prefix, self.how = folder, prefix, how
         super().__init__(*args)
 
     def log_message(self, *args: Any) -> None:
@@ -72,7 +72,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self, with_body: bool = True) -> None:
         time.sleep(self.how.latency_s)
-        path = self.path.partition("?")[0]
+        path = self.path.partition("?")[0].removeprefix(self.prefix)
         file = self.folder / path.lstrip("/")
         size = file.stat().st_size if file.is_file() else 0
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
@@ -174,10 +174,10 @@ class _Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def http_files(folder: Path, how: Behaviour | None = None) -> Iterator[Behaviour]:
-    """A server on the loopback; its `address` has no slash at the end."""
+def http_files(folder: Path, how: Behaviour | None = None, prefix: str = "") -> Iterator[Behaviour]:
+    """A server on the loopback; its `address` has no slash at the end. Paths begin with `prefix`, such as a bucket."""
     how = how or Behaviour()
-    server = _Server(("127.0.0.1", 0), partial(Handler, folder, how))
+    server = _Server(("127.0.0.1", 0), partial(Handler, folder, prefix, how))
     how.address = f"http://127.0.0.1:{server.server_port}"
     thread = threading.Thread(target=server.serve_forever)
     thread.start()

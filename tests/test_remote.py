@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -14,9 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from safetensors.torch import save_file
 
 import hf_zero_stream
+from hf_zero_stream.config import StreamingConfig
+from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import ConfigError, UnsupportedError
+from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.urls import Location, located, repository_of
 from tests.cluster import run_ranks
 from tests.http_files import Behaviour, http_files
@@ -155,3 +160,16 @@ def test_urls_of_the_hub() -> None:
     assert repository_of("hf://org/name").url == "hf://org/name"
     with pytest.raises(ConfigError, match="hf://organisation/name"):
         repository_of("hf://name")
+
+
+def test_headers_of_many_shards_at_once(tmp_path: Path) -> None:
+    """As many shards as DeepSeek-V3 has, 50 ms away: one request each, many at once."""
+    for number in range(163):
+        save_file({f"tensor.{number}": torch.zeros(2)}, tmp_path / f"{number}.safetensors")
+    with http_files(tmp_path, Behaviour(latency_s=0.05)) as how:
+        checkpoint = OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))
+        began = time.monotonic()
+        headers = checkpoint.read_headers([f"{how.address}/{number}.safetensors" for number in range(163)])
+        seconds = time.monotonic() - began
+    assert len(headers) == len(how.requests) == 163
+    assert seconds < 2, "one after the other takes 8 s"

@@ -14,7 +14,7 @@ from transformers.utils import hub, logging
 
 from .. import scope
 from ..config import StreamingConfig
-from ..errors import ConfigError, ReadError, UnsupportedError
+from ..errors import ReadError, UnsupportedError, UrlError
 from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token
 from ..sources.small_files import SmallFiles
@@ -44,7 +44,7 @@ def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
     remember_token(repository.name, token)
     if revision not in (None, "", "main", repository.revision):
         if repository.revision:
-            raise ConfigError(f"{path}: expected one revision; got revision={revision!r} too.")
+            raise UrlError(f"{path}: expected one revision; got revision={revision!r} too.")
         repository = repository._replace(revision=str(revision))
     return repository.url
 

@@ -15,7 +15,7 @@ import re
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-from ..errors import ConfigError
+from ..errors import UrlError
 
 
 __all__ = ["Location", "Repository", "is_url", "joined", "located", "repository_of", "scheme_of"]
@@ -61,7 +61,7 @@ def joined(url: str, *names: str) -> str:
 
 
 def located(url: str) -> Location:
-    """The store and the key of `url`, which is none of the Hub; raises a ConfigError if it has no such parts."""
+    """The store and the key of `url`, which is none of the Hub; raises an UrlError if it has no such parts."""
     found = _URL.fullmatch(url)
     assert found is not None
     scheme, rest = found[1], found[2]
@@ -83,7 +83,7 @@ def located(url: str) -> Location:
         form = {"az": "account/container/prefix", "s3": "bucket/prefix", "gs": "bucket/prefix"}.get(
             scheme, "host/path"
         )
-        raise ConfigError(f"{url!r}: expected {scheme}://{form}; found {fault}.")
+        raise UrlError(f"{url!r}: expected {scheme}://{form}; found {fault}.")
     return Location(f"{scheme}://{'/'.join(root)}", unquote(key) if scheme in ("http", "https") else key)
 
 
@@ -91,5 +91,5 @@ def repository_of(url: str) -> Repository:
     """What an ``hf://`` URL names; a revision with a slash in it is written with ``%2F``."""
     found = _REPOSITORY.fullmatch(url.removeprefix("hf://").rstrip("/"))
     if found is None or not url.isprintable():
-        raise ConfigError(f"{url!r}: expected hf://organisation/name or hf://organisation/name@revision.")
+        raise UrlError(f"{url!r}: expected hf://organisation/name or hf://organisation/name@revision.")
     return Repository(found[1], unquote(found[2] or ""), found[3] or "")

@@ -1,0 +1,40 @@
+"""``inspect``, ``plan`` and ``verify`` of a URL say what they say of a folder with the same files."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from tests.http_files import http_files
+from tests.test_cli import run, run_json
+from tests.zoo import make_checkpoint
+
+
+def test_commands_on_a_url(tmp_path: Path) -> None:
+    folder, sums = make_checkpoint("qwen3_moe", tmp_path / "moe", torch.bfloat16), tmp_path / "sums"
+    shards = sorted(folder.glob("*.safetensors"))
+    sums.write_text("".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in shards))
+    with http_files(folder) as how:
+        for command in (["inspect"], ["verify"], ["verify", "--sums", str(sums)]):
+            here, there = run_json(*command, str(folder)), run_json(*command, how.address)
+            assert {**here, "path": how.address} == there, command
+        needed = [
+            run_json("plan", path, "--world-size", "4")["load"]["bytes_needed"] for path in (str(folder), how.address)
+        ]
+        assert needed[0] == needed[1]
+        assert "No SHA-256 is known" in run("verify", how.address, "--sha256", code=1).stdout
+
+        with open(shards[0], "r+b") as file:
+            file.seek(-1, 2)
+            file.write(b"\x01")
+        shards[1].unlink()
+        found = run_json("verify", how.address, "--sums", str(sums), code=1)
+        assert [(fault["file"], fault["kind"]) for fault in found["faults"]] == [
+            (shards[1].name, "missing"),
+            (shards[0].name, "sha256"),
+        ]
+        how.fault = lambda path, number: "403"
+        assert "access is denied" in run("verify", how.address, code=1).stderr
+        assert "https://" in run("inspect", "https:///nowhere", code=1).stderr
