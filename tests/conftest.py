@@ -28,21 +28,27 @@ from tests.zoo import make_checkpoint  # noqa: E402
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark rows of matrices as slow: ``make test`` runs just so many that each value of each parameter occurs.
+    """Mark rows of tests that start ranks as slow, so that ``make test`` runs a sample and ``make test-all`` all rows.
 
-    A matrix is a test that starts ranks and has several ``parametrize`` decorators. ``make test-all`` runs it whole.
+    Of several ``parametrize`` decorators so many rows run that each value of each occurs. The marker ``sample(n)``
+    leaves n rows.
     """
-    matrices: dict[str, list[pytest.Function]] = {}
+    tests: dict[str, list[pytest.Function]] = {}
     for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and STARTS_RANKS & set(item.fixturenames):
-            matrices.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for rows in matrices.values():
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            if STARTS_RANKS & set(item.fixturenames) or item.get_closest_marker("sample"):
+                tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for rows in tests.values():
         random.Random(0).shuffle(rows)  # else the first value of one parameter would meet all values of the others
+        marker = rows[0].get_closest_marker("sample")
+        most = marker.args[0] if marker else len(rows)
         occurred: set[tuple[Any, ...]] = set()
         for row in rows:
             values = _values(row)
-            if values <= occurred:
+            if values <= occurred or most == 0:
                 row.add_marker(pytest.mark.slow)
+            else:
+                most -= 1
             occurred |= values
 
 

@@ -82,6 +82,7 @@ def train_in_turn(folders: dict[str, Path], efficient: bool) -> dict[str, list[d
 
 
 @pytest.mark.parametrize("efficient", [True, False])
+@pytest.mark.sample(1)
 def test_losses_equal_stock(cluster: None, zoo_checkpoint: Checkpoint, efficient: bool) -> None:
     folders = {training.name: zoo_checkpoint(training.name) for training in TRAININGS.values()}
     for found in run_ranks(2, train_in_turn, folders, efficient, timeout=240):

@@ -187,6 +187,7 @@ def initialise_with(folder: Path, config: dict[str, Any], other: dict[str, Any])
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.sample(1)
 def test_losses_equal_those_without_expert_parallelism(
     cluster: None, checkpoint: Callable[..., Path], name: str, world_size: int
 ) -> None:
@@ -232,6 +233,7 @@ def test_with_offload(cluster: None, checkpoint: Callable[..., Path], tmp_path: 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.sample(1)
 def test_losses_equal_deepspeeds_own_conversion(
     cluster: None, checkpoint: Callable[..., Path], dtype: torch.dtype, world_size: int
 ) -> None:

@@ -138,6 +138,7 @@ def test_recognised(
     ],
     ids=["round_robin_1", "round_robin_2", "alignment", "alignment_round_robin", "offload"],
 )
+@pytest.mark.sample(3)
 def test_recognised_with(cluster: None, zoo_checkpoint: Callable[..., Path], zero: dict[str, Any]) -> None:
     found = run_ranks(3, stock_and_recognised, zoo_checkpoint(NAME, BF16), BF16, zero)
     check_recognised(found)
@@ -219,6 +220,7 @@ def check_moved(found: list[dict[str, Any]], how: Sequence[str]) -> None:
     ],
     ids=["room", "room_for_a_part", "ranks_differ", "no_room", "one_rank_has_no_room"],
 )
+@pytest.mark.sample(3)
 def test_other_groups_are_moved(
     cluster: None, zoo_checkpoint: Callable[..., Path], free: Sequence[float], how: Sequence[str]
 ) -> None:

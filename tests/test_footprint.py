@@ -241,6 +241,7 @@ ALREADY_GATHERED = {"bert": 312 * 2}
 
 
 @pytest.mark.parametrize("name", list(ZOO))
+@pytest.mark.sample(3)
 def test_partitions_and_largest_gather_are_exact(
     cluster: None, zoo_checkpoint: Callable[..., Path], name: str
 ) -> None:

@@ -77,6 +77,7 @@ def train_quantised(how: str, folder: Path, config: dict[str, Any], prepare: Pre
 
 
 @pytest.mark.parametrize(("world_size", "zero"), [(2, WIRE), (4, WIRE | HPZ)], ids=["qwz", "qwz_hpz"])
+@pytest.mark.sample(1)
 def test_quantised_on_the_wire(cluster: None, even: Path, world_size: int, zero: dict[str, Any]) -> None:
     """Partitions are those of a plain load; gathering quantises them, ours as stock's."""
     quantised = assert_trains_as_stock(world_size, even, ds_config(**zero), run=train_quantised)

@@ -56,6 +56,7 @@ def distil(how: str, teacher_folder: Path, student_folder: Path, zero: dict[str,
 
 
 @pytest.mark.parametrize(("world_size", "zero"), [(2, {}), (3, OFFLOAD)], ids=["device", "offload"])
+@pytest.mark.sample(1)
 def test_teacher_and_student(cluster: None, zoo_checkpoint: Checkpoint, world_size: int, zero: dict[str, Any]) -> None:
     folders = zoo_checkpoint("qwen3_moe", torch.bfloat16), zoo_checkpoint("llama")
     streamed = run_ranks(world_size, distil, "streamed", *folders, zero)
@@ -75,6 +76,7 @@ def second_load_of_stock(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.sample(1)
 def test_teacher_and_student_with_hpz(cluster: None, zoo_checkpoint: Checkpoint, world_size: int) -> None:
     """A second `zero.Init` of stock's fails; losses are those without hpZ, which copies values and changes none."""
     folders = zoo_checkpoint("qwen3_moe", torch.bfloat16), zoo_checkpoint("llama")
@@ -127,6 +129,7 @@ def classify(how: str, folder: Path, zero: dict[str, Any], init: str) -> dict[st
     [(2, {}, "second"), (2, HPZ, "initialize"), (3, OFFLOAD, "initialize"), (4, HPZ, "second")],
     ids=["device", "hpz_2", "offload", "hpz_4"],
 )
+@pytest.mark.sample(2)
 def test_own_model_around_a_streamed_one(
     cluster: None, zoo_checkpoint: Checkpoint, world_size: int, zero: dict[str, Any], init: str
 ) -> None:
@@ -186,6 +189,7 @@ def sequence_parallel_losses(how: str, folder: Path, zero: dict[str, Any]) -> li
 
 
 @pytest.mark.parametrize(("world_size", "zero"), [(2, {}), (4, OFFLOAD)], ids=["device", "offload"])
+@pytest.mark.sample(1)
 def test_sequence_parallel(cluster: None, tmp_path: Path, world_size: int, zero: dict[str, Any]) -> None:
     folder = make_even_llama(tmp_path)
     streamed = run_ranks(world_size, sequence_parallel_losses, "streamed", folder, zero)

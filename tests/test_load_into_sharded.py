@@ -123,6 +123,7 @@ def train_and_fill(first: Path, second: Path, of_sizes: list[Sizes]) -> list[Any
         (4, [{"fsdp_size": 2, "tp_size": 2}, {"dp_replicate_size": 2, "fsdp_size": 2}]),
     ],
 )
+@pytest.mark.sample(1)
 def test_in_the_middle_of_training(cluster: None, tmp_path: Path, world_size: int, of_sizes: list[Sizes]) -> None:
     model = even_model("qwen3_moe")
     model.save_pretrained(tmp_path / "first")

@@ -76,6 +76,7 @@ def losses(folder: Path, stage: int, streams: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.sample(1)
 def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], stage: int) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
     runs = [run_ranks(2, losses, folder, stage, streams) for streams in (True, False)]

@@ -39,6 +39,7 @@ OF_TP = {"tp_size": 2, "tp_plan": {"first": "colwise"}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.sample(1)
 def test_odd_models(cluster: None, tmp_path: Path, dtype: torch.dtype) -> None:
     """What is kept in fp32 is in fp32, as in plain loading."""
     cases: dict[str, Case] = {}
@@ -50,6 +51,7 @@ def test_odd_models(cluster: None, tmp_path: Path, dtype: torch.dtype) -> None:
     assert run_ranks(2, wrong_cases, cases, [OF_TP]) == [{}, {}]
 
 
+@pytest.mark.slow
 def test_missing_ones_are_initialised_as_in_plain_loading(cluster: None, tmp_path: Path) -> None:
     cases: dict[str, Case] = {}
     for each, names in MISSING.items():
@@ -170,6 +172,7 @@ def digest_of_one_rank(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("read_from", ["all", "rank0"])
+@pytest.mark.sample(1)
 def test_digests(cluster: None, tmp_path: Path, read_from: str) -> None:
     """That of one rank's load: replicas count once."""
     even_model("qwen3_moe").save_pretrained(tmp_path, max_shard_size="60KB")

@@ -51,6 +51,7 @@ def train(folder: Path, of_sizes: list[Sizes]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+@pytest.mark.sample(1)
 def test_losses(cluster: None, tmp_path: Path, name: str) -> None:
     even_model(name).save_pretrained(tmp_path)
     of_experts: list[Sizes] = [{"fsdp_size": 2, "ep_size": 2}] if name == "qwen3_moe" else []

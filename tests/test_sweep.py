@@ -65,6 +65,7 @@ def test_a_class_is_found_for_parts_of_composite_models() -> None:
     assert candidate_classes("bert")[0].__name__ == "BertForMaskedLM"
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_loses_no_other(cluster: None, checkpoints: Path) -> None:
     """One checkpoint of three is damaged; the others still get their rows, and so does it."""
     ids = ["bert", "gpt2", "vit"]
@@ -79,6 +80,7 @@ def test_a_model_that_fails_loses_no_other(cluster: None, checkpoints: Path) -> 
     assert line.startswith("gpt2 (zero3x2 fp32)")
 
 
+@pytest.mark.slow
 def test_shards_and_what_stock_does(cluster: None, checkpoints: Path) -> None:
     """Stock is wrong for NomicBert, and torch does not shard CLIP's scalars, whoever loads."""
     ids, destinations = ["nomic_bert", "clip", "mixtral"], [Destination("fsdp2"), Destination("tp2")]

@@ -122,6 +122,7 @@ COMPOSITES = [
 
 
 @pytest.mark.parametrize(("model_type", "class_name"), COMPOSITES)
+@pytest.mark.sample(3)
 def test_composite_models(cluster: None, composites: dict[str, Path], model_type: str, class_name: str) -> None:
     """`test_model_from_pretrained_dtype_composite`..., whole and in part: one dtype, or one for each sub-config."""
     dtypes: list[Any] = ["auto", "float32"]
