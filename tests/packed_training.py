@@ -27,12 +27,20 @@ CONFIGS = {
 }
 
 
+def dequantised(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The folder and arguments to load the same values dequantised; transformers has none for bitsandbytes."""
+    if (folder / "plain").exists():
+        return folder / "plain", {}
+    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
+    return folder, {"quantization_config": CONFIGS[method](dequantize=True)}
+
+
 def load(folder: Path, config: dict[str, Any], keep_quantized: bool = True, **kwargs: Any) -> Any:
     import hf_zero_stream
 
     if not keep_quantized:
-        method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
-        kwargs["quantization_config"] = CONFIGS[method](dequantize=True)
+        folder, how = dequantised(folder)
+        kwargs |= how
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
         return transformers.AutoModelForCausalLM.from_pretrained(folder, ds_config=config, **kwargs)
 
@@ -70,10 +78,8 @@ def trained(folder: Path, config: dict[str, Any], keep_quantized: bool, **kwargs
 
 def plain_losses(folder: Path, dtype: torch.dtype) -> list[float]:
     """Of one process, without DeepSpeed: dequantised by transformers, on the same adapters and inputs."""
-    method = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"]
-    base = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, quantization_config=CONFIGS[method](dequantize=True)
-    )
+    folder, how = dequantised(folder)
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how)
     model = with_adapters(base.to(dtype))  # what is not quantised has kept the file's dtype
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     losses = []

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 
-__all__ = ["SCHEMES", "compressed_tensors", "fp4_experts", "fp8", "fp8_with_a_short_block", "mxfp4"]
+__all__ = ["bitsandbytes", "SCHEMES", "compressed_tensors", "fp4_experts", "fp8", "fp8_with_a_short_block", "mxfp4"]
 
 BLOCK = 16
 
@@ -167,15 +167,16 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def compressed_tensors(folder: Path, scheme_name: str, width: int = 32) -> None:
-    """A checkpoint made by the package compressed-tensors itself."""
+def compressed_tensors(folder: Path, scheme_name: str, width: int = 32, experts: bool | None = None) -> None:
+    """A checkpoint made by the package itself; by default with `experts` where transformers can dequantise them."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams
 
     format_name, weights = SCHEMES[scheme_name]
     # Of a mixture's experts, transformers dequantises neither blocks nor int8 nor zero points.
-    experts = weights["strategy"] != "block" and weights["symmetric"] and format_name != "int-quantized"
+    if experts is None:
+        experts = weights["strategy"] != "block" and weights["symmetric"] and format_name != "int-quantized"
     scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), format=format_name)
     compressor = BaseCompressor.get_value_from_registry(format_name)
     tensors = _save(_qwen3(3 if experts else 0, width), folder)
@@ -218,3 +219,40 @@ def _ranges_of(weight: torch.Tensor, weights: dict[str, Any]) -> tuple[torch.Ten
     padded = torch.nn.functional.pad(weight, (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.reshape(padded.shape[0] // BLOCK, BLOCK, -1, BLOCK)
     return blocks.amin((1, 3)), blocks.amax((1, 3))
+
+
+# ------------------------------------------------------------------------------------------------- bitsandbytes
+
+
+def bitsandbytes(folder: Path, kind: str, width: int = 32, dequantised: Path | None = None) -> None:
+    """A checkpoint quantised by the package itself: `kind` is "nf4", "fp4", "double nf4" or "int8".
+
+    In `dequantised` the same model is saved with the values that bitsandbytes gives it back.
+    """
+    from bitsandbytes import functional
+
+    model = _qwen3(0, width)
+    tensors = _save(model, folder)
+    plain = dict(tensors)
+    for name, weight in list(tensors.items()):
+        if not name.endswith("proj.weight"):
+            continue
+        if kind == "int8":
+            values, scales, _ = functional.int8_vectorwise_quant(weight.half())
+            tensors[name], tensors[name.replace("weight", "SCB")] = values, scales
+            tensors[name.replace("weight", "weight_format")] = torch.tensor(0, dtype=torch.uint8)
+            plain[name] = functional.int8_vectorwise_dequant(values, scales).bfloat16()
+            continue
+        packed, state = functional.quantize_4bit(weight, quant_type=kind[-3:], compress_statistics="double" in kind)
+        tensors[name] = packed
+        tensors.update({f"{name}.{key}": value for key, value in state.as_dict(packed=True).items()})
+        # bitsandbytes 0.50 on a CPU takes wrong scales for rows that end within a block, but not for a single row.
+        state.shape = torch.Size((1, weight.numel()))
+        plain[name] = functional.dequantize_4bit(packed, state).view_as(weight)
+    quantization = {"quant_method": "bitsandbytes", "load_in_8bit": kind == "int8", "load_in_4bit": kind != "int8"}
+    if kind != "int8":
+        quantization |= {"bnb_4bit_quant_type": kind[-3:], "bnb_4bit_use_double_quant": "double" in kind}
+    if dequantised is not None:
+        model.save_pretrained(dequantised)
+        save_file(plain, dequantised / "model.safetensors", metadata={"format": "pt"})
+    _write(folder, tensors, quantization)

@@ -21,7 +21,7 @@ import hf_zero_stream
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.packed_training import inputs, load, packed_names, plain_losses, trained, with_adapters
 from tests.parity import ds_config
-from tests.quantised_checkpoints import compressed_tensors, fp8, mxfp4
+from tests.quantised_checkpoints import bitsandbytes, compressed_tensors, fp8, mxfp4
 
 
 FORMATS: dict[str, Callable[[Path], None]] = {
@@ -29,6 +29,8 @@ FORMATS: dict[str, Callable[[Path], None]] = {
     "mxfp4": mxfp4,  # transposed experts with biases
     "int4 experts": lambda folder: compressed_tensors(folder, "int4 by group"),
     "int4 dense": lambda folder: compressed_tensors(folder, "int4 with zero points"),
+    "nf4 dense": lambda folder: bitsandbytes(folder, "double nf4", width=64, dequantised=folder / "plain"),
+    "int8 dense": lambda folder: bitsandbytes(folder, "int8", width=64, dequantised=folder / "plain"),
 }
 
 
@@ -91,7 +93,7 @@ def test_losses(folders: dict[str, Path], plain: dict[str, list[float]], world_s
             assert found["fp32"] == found["dequantised fp32"], name
             assert found["fp32"] == pytest.approx(plain[name], rel=TOLERANCES.get(name, 3e-7)), name
             assert len(set(found["packed"])) == 3, "three steps must change the loss"
-            assert any("experts.down_proj" in each for each in found["names"]) or name == "int4 dense"
+            assert any("experts.down_proj" in each for each in found["names"]) or name.endswith("dense")
 
 
 HOMES: dict[str, dict[str, Any]] = {

@@ -211,9 +211,9 @@ def _finalize_model_loading(
         return original(model, load_config, loading_info)
     session.placing = partial(_place, session, model, load_config, loading_info)
     dtype = session.load.destination.dtype(load_config.dtype)
-    if session.kept_config is not None:
+    if session.kept_config is not None and not session.has_nested:  # else files are numbered in another way
         with session.load.clock("plan"):
-            pack_model(session, model, dtype)
+            pack_model(session, model, dtype, loading_info)
     clock, inside = session.load.clock, ("plan", "read", "convert", "copy")
     with zero3_hidden(), clock("finalise"):
         before = sum(clock.seconds[phase] for phase in inside)

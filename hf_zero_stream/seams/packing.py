@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, modeling_utils
 from transformers.quantizers import base as quantizers
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 from ..checkpoint.format import TensorEntry
@@ -26,6 +28,8 @@ from ..packed.modules import PackedLinear, grouped_product, packed_weights
 from ..packed.programs import NotPackable, NotQuantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
 from .adapters import refuse_for_packed
+from .bitsandbytes import dequantising_quantizer
+from .quantised import COMPRESSED_FORMATS
 from .session import Original, Session, seam
 
 
@@ -33,8 +37,25 @@ __all__ = ["pack_model", "take_packed"]
 
 logger = logging.get_logger(__name__)
 
-_METHODS = ("fp8", "mxfp4", "compressed-tensors")
+_METHODS = ("fp8", "mxfp4", "compressed-tensors", "bitsandbytes")
 """``quant_method`` of the configs whose weights we keep."""
+
+
+def _is_known(fields: Mapping[str, Any]) -> bool:
+    """Whether the installed transformers can dequantise what a config with these `fields` describes."""
+    method = fields.get("quant_method")
+    if method not in _METHODS:
+        return False
+    if method == "bitsandbytes":
+        return hasattr(quantizers.HfQuantizer, "get_load_operations")
+    if method == "compressed-tensors":
+        groups = fields.get("config_groups") or {}
+        formats = {group.get("format") or fields.get("format") for group in groups.values()}
+        if not formats <= set(COMPRESSED_FORMATS):
+            return False
+    cls = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    return cls is not None and "dequantize" in inspect.signature(cls.__init__).parameters
+
 
 _Candidates = list[tuple[str, nn.Module, dict[str, tuple[PackedWeight, LazyTensor]]]]
 
@@ -52,10 +73,13 @@ def _get_hf_quantizer(
     fields = found if isinstance(found, Mapping) else getattr(found, "to_dict", dict)()
     wishes = [fields.get("dequantize"), getattr(quantization_config, "dequantize", False)]
     load = session.load
-    if fields.get("quant_method") in _METHODS and not any(wishes) and session.inside is None:
+    if _is_known(fields) and not any(wishes) and session.inside is None:
         if load.config.keep_quantized and load.destination.takes_packed:
             load.destination.refuse_packed()
             session.kept_config = dict(fields)
+            if fields["quant_method"] == "bitsandbytes":
+                device_map = args[0] if args else kwargs.get("device_map")
+                return dequantising_quantizer(fields), config, device_map
             if quantization_config is not None:
                 quantization_config = copy.copy(quantization_config)
                 quantization_config.dequantize = True
@@ -98,11 +122,12 @@ def _remove_quantization_config(session: Session, original: Original, self: Any,
         model.config.quantization_config = session.kept_config
 
 
-def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | None) -> None:
+def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | None, loading_info: Any) -> None:
     """Turn the quantised weights of the lazy `model` into lazy parameters of bytes; `dtype` is that of the values.
 
     All its parameters become frozen, but for those that the checkpoint lacks.
     """
+    _refuse_lost(model, loading_info)
     used = {entry.name for entry in _entries_of(*model.parameters(), *model.buffers())}
     taken = Taken(session.load.tensors.values(), used)
     once = _named_once(model)
@@ -142,6 +167,24 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     for param in model.parameters():
         if isinstance(param, LazyTensor):
             param.requires_grad_(False)
+
+
+def _refuse_lost(model: PreTrainedModel, loading_info: Any) -> None:
+    """Raise if weights are missing of modules whose tensors in the checkpoint transformers did not know how to use."""
+    for name in loading_info.conversion_errors or ():
+        raise UnsupportedError(
+            f"{name}: transformers cannot dequantise it from the tensors in this checkpoint, which keeping it "
+            "quantised relies on. Load with keep_quantized=False."
+        )
+    unexpected = sorted(loading_info.unexpected_keys)
+    for name, module in model.named_modules():
+        missing = [key for key in _weights_of(module) if f"{name}.{key}" in loading_info.missing_keys]
+        unused = [key for key in unexpected if key.startswith(f"{name}.")]
+        if missing and unused:
+            raise UnsupportedError(
+                f"{name}.{missing[0]}: transformers cannot dequantise it from the tensors in this checkpoint, such as "
+                f"{unused[0]}, which keeping it quantised relies on. Load with keep_quantized=False."
+            )
 
 
 def _report(session: Session, candidates: _Candidates, refused: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ from ..errors import UnsupportedError
 from .session import Original, Session, replaces, seam
 
 
-__all__ = ["dequantising", "mapped_gguf_values", "stays_quantised"]
+__all__ = ["COMPRESSED_FORMATS", "dequantising", "mapped_gguf_values", "stays_quantised"]
 
 Part = dict[int, tuple[int, Fraction | int]]
 """Where an input holds each dimension of the result; see :class:`..checkpoint.nodes.Blockwise`."""
@@ -117,7 +117,7 @@ def _block_of(size: int, count: int, configured: int) -> int:
 
 # ----------------------------------------------------------------------------------------------- compressed-tensors
 
-_COMPRESSED_FORMATS = ("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
+COMPRESSED_FORMATS = ("dense", "float-quantized", "naive-quantized", "int-quantized", "pack-quantized")
 
 
 @contextmanager
@@ -129,9 +129,9 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
         return
     config = compressor.quantization_config
     used = {group.format or config.format for group in config.config_groups.values()}
-    if unknown := sorted(used - {*_COMPRESSED_FORMATS}):
+    if unknown := sorted(used - {*COMPRESSED_FORMATS}):
         raise UnsupportedError(
-            f"quantization_config: expected compressed-tensors in the formats {', '.join(_COMPRESSED_FORMATS)}; found "
+            f"quantization_config: expected compressed-tensors in the formats {', '.join(COMPRESSED_FORMATS)}; found "
             f"{', '.join(unknown)}, which hf_zero_stream cannot dequantise under ZeRO-3. Save the checkpoint "
             "dequantised first."
         )
