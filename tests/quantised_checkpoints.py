@@ -241,7 +241,7 @@ def bitsandbytes(folder: Path, kind: str, width: int = 32, dequantised: Path | N
             values, scales, _ = functional.int8_vectorwise_quant(weight.half())
             tensors[name], tensors[name.replace("weight", "SCB")] = values, scales
             tensors[name.replace("weight", "weight_format")] = torch.tensor(0, dtype=torch.uint8)
-            plain[name] = functional.int8_vectorwise_dequant(values, scales).bfloat16()
+            plain[name] = functional.int8_vectorwise_dequant(values, scales)
             continue
         packed, state = functional.quantize_4bit(weight, quant_type=kind[-3:], compress_statistics="double" in kind)
         tensors[name] = packed
