@@ -40,7 +40,8 @@ def trainer_of(folder: Path, output: Path, run: TrainerRun) -> tuple[transformer
     args = transformers.TrainingArguments(
         output_dir=str(output),
         accelerator_config={"use_configured_state": True},
-        per_device_train_batch_size=6 // dist.get_world_size(),
+        per_device_train_batch_size=6 // dist.get_world_size() // run.accumulation,
+        gradient_accumulation_steps=run.accumulation,
         per_device_eval_batch_size=2,
         max_steps=6,
         save_steps=2,
@@ -94,8 +95,12 @@ def train(folder: Path, output: Path, run: TrainerRun) -> dict[str, Any]:
 
 
 def samples(found: list[dict[str, Any]], steps: int) -> list[list[int]]:
-    """The samples that all ranks together took in each of the last steps."""
-    return [sorted(sum(batches, [])) for batches in zip(*(rank["taken"][-steps:] for rank in found), strict=True)]
+    """The samples that all ranks together took in each of the last steps, of 6 samples."""
+    batches = list(zip(*(rank["taken"] for rank in found), strict=True))
+    per_step = 6 // sum(map(len, batches[-1]))
+    last = batches[-steps * per_step :]
+    taken = [sum(last[number : number + per_step], ()) for number in range(0, len(last), per_step)]
+    return [sorted(sum(of_step, [])) for of_step in taken]
 
 
 EXPECTED = {
@@ -140,7 +145,10 @@ def test_trainer(trained: tuple[Path, Path, list[dict[str, Any]]], tmp_path: Pat
     continued = run_ranks(2, train, folder, first, TrainerRun(state_dict_type="SHARDED_STATE_DICT"))
     same = run_ranks(2, train, folder, tmp_path / "same", TrainerRun(first / "checkpoint-2"))
     assert [found["losses"] for found in same] == [found["losses"] for found in continued]
-    three = run_ranks(3, train, folder, tmp_path / "three", TrainerRun(first / "checkpoint-2"))
+    again = TrainerRun(first / "checkpoint-2", arguments={"ignore_data_skip": True})
+    anew = run_ranks(2, train, folder, tmp_path / "anew", again)
+    assert samples(anew, 4) == samples(continued, 6)[:4]
+    three = run_ranks(3, train, folder, tmp_path / "three", TrainerRun(first / "checkpoint-2", accumulation=2))
     assert samples(three, 4) == samples(continued, 4) and len(set(map(tuple, samples(three, 4)))) == 4
     assert three[0]["rates"] == continued[0]["rates"]
     assert three[0]["losses"] == pytest.approx(continued[0]["losses"], rel=1e-3)
@@ -149,9 +157,9 @@ def test_trainer(trained: tuple[Path, Path, list[dict[str, Any]]], tmp_path: Pat
     assert back[0]["losses"] == pytest.approx(three[0]["losses"], rel=1e-3)
     zero = run_ranks(3, train, folder, tmp_path / "zero", TrainerRun(first / "checkpoint-2", zero=True))
     assert zero[0]["losses"] == pytest.approx(continued[0]["losses"], rel=1e-3)
-    again = run_ranks(2, train, folder, tmp_path / "again", TrainerRun(tmp_path / "zero" / "checkpoint-4"))
-    assert again[0]["losses"] == pytest.approx(continued[0]["losses"], rel=1e-3)
-    assert again[0]["rates"] == continued[0]["rates"] and samples(again, 2) == samples(continued, 2)
+    last = run_ranks(2, train, folder, tmp_path / "last", TrainerRun(tmp_path / "zero" / "checkpoint-4"))
+    assert last[0]["losses"] == pytest.approx(continued[0]["losses"], rel=1e-3)
+    assert last[0]["rates"] == continued[0]["rates"] and samples(last, 2) == samples(continued, 2)
 
 
 STEPS = 6

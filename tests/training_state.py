@@ -206,5 +206,6 @@ class TrainerRun:
 
     resume: Path | None = None
     zero: bool = False
+    accumulation: int = 1
     state_dict_type: str = "FULL_STATE_DICT"
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -162,9 +162,10 @@ def holdings_of(slots: Iterable[Slot], key: str) -> dict[str, Holding]:
     found = {}
     for slot in slots:
         for member in slot.members:
+            kept = slot.values if key == MASTER else slot.entries.get(key)
             found[member.name] = Holding(
                 member.box,
-                torch.float32 if slot.is_swapped or key not in slot.entries else slot.entries[key].dtype,
+                torch.float32 if slot.is_swapped or kept is None else kept.dtype,
                 member.start,
                 member.stop,
                 partial(opened, slot, member),

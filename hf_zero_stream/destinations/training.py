@@ -37,6 +37,7 @@ class Training:
         changing: a context in which the state may be replaced (all ranks).
         batch_size: samples in a step of all ranks; None if it is not known.
         device: where this rank trains.
+        copy_masters: brings new masters into the model (all ranks).
         prepare_lazy: gives a lazy model, of which some names are missing, the names of `model` where these differ.
     """
 
@@ -53,6 +54,7 @@ class Training:
     changing: Callable[[], AbstractContextManager[object]] = nullcontext
     batch_size: int | None = None
     device: torch.device = torch.device("cpu")
+    copy_masters: Callable[[], object] = lambda: None
     prepare_lazy: Callable[[nn.Module, set[str]], object] = lambda model, missing: None
 
 

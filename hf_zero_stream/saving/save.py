@@ -31,6 +31,7 @@ from ..reports.progress import progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..scope import current_config
 from ..seams import found_config
+from ..seams.adapted import is_adapted
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .background import BackgroundSave
@@ -66,6 +67,7 @@ class Save:
         state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
         coordinator: the ranks, if they have come together already.
         keeps_plans: keep the plans for the next save.
+        takes_adapted: the model may be one of PEFT's; then what is laid out is the caller's.
     """
 
     def __init__(
@@ -81,6 +83,7 @@ class Save:
         state_dict: Mapping[str, Any] | None = None,
         coordinator: Coordinator | None = None,
         keeps_plans: bool = False,
+        takes_adapted: bool = False,
         **kwargs: Any,
     ) -> None:
         if write_from is not None and write_from not in WRITERS:
@@ -101,7 +104,7 @@ class Save:
                 "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
             )
         inner = unwrapped(model)
-        if not isinstance(inner, PreTrainedModel):
+        if not isinstance(inner, PreTrainedModel) and not (takes_adapted and is_adapted(inner)):
             raise UnsupportedError(
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
                 "A PEFT model saves its adapters itself, and they are not large."

@@ -32,6 +32,7 @@ class Caller:
         scheduler_of: the scheduler that belongs to an optimizer; None if the caller keeps that itself.
         place: the folder for the state of the model of a number, below the one that the caller gives.
         batch_size: samples in a step of all ranks; None if it is not known.
+        is_between_steps: False in the middle of accumulating gradients.
         has_weights: whether the weights of this very step are in the folder already.
         apart: the folder for the state and its weights where the caller writes weights in a way of its own.
         waiting: the stock functions that save models of which the optimizer has not come yet, by number.
@@ -41,6 +42,7 @@ class Caller:
     scheduler_of: Callable[[Any], Any] = lambda optimizer: None
     place: Callable[[Path, int], Path] = lambda folder, number: folder
     batch_size: int | None = None
+    is_between_steps: bool = True
     has_weights: bool = False
     apart: str = ""
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)

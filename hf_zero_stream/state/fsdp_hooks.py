@@ -58,6 +58,8 @@ def _save_optimizer(
     if caller is not None and save_model is not None:
         place = caller.place(Path(folder), number)
         try:
+            if not caller.is_between_steps:
+                raise UnsupportedError("gradients are being accumulated, and they are not part of a state of ours.")
             saved = save_state(
                 model,
                 place / caller.apart,

@@ -23,6 +23,7 @@ from ..saving.files import is_unfinished
 from ..saving.hooks import noted_saves, noting_saves
 from ..saving.pending import after_pending, finish_pending
 from ..scope import active_configs
+from ..seams.adapted import is_adapted
 from ..seams.wrappers import (
     accelerator_replacements,
     batch_size_of,
@@ -36,6 +37,7 @@ from ..seams.wrappers import (
     schedulers_of,
     trainer_fsdp_state_replacements,
     trainer_replacements,
+    unwrapped,
 )
 from . import engine_hooks, fsdp_hooks
 from .callers import Caller, entered, is_on, state_in
@@ -62,7 +64,8 @@ def _of_accelerator(accelerator: Any) -> Caller:
         return folder / (f"pytorch_model_{number}" if number else "pytorch_model")  # as under DeepSpeed
 
     mine = partial(scheduler_of, schedulers_of(accelerator))
-    return Caller(scheduler_of=mine, place=place, batch_size=batch_size_of(accelerator))
+    is_between_steps = bool(accelerator.sync_gradients)
+    return Caller(mine, place, batch_size=batch_size_of(accelerator), is_between_steps=is_between_steps)
 
 
 def _save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +109,10 @@ def _trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any)
         return original(self, output_dir)
     noted = noted_saves()
     caller = _of_trainer(self)
-    caller.has_weights = noted is not None and os.path.abspath(output_dir) in noted.folders
+    # Adapters are small, and have been saved by the Trainer.
+    caller.has_weights = is_adapted(unwrapped(self.model)) or (
+        noted is not None and os.path.abspath(output_dir) in noted.folders
+    )
     caller.apart = "" if saves_by_default(self) else f"global_step{self.state.global_step}"
     with entered(caller):
         return original(self, output_dir)
@@ -163,7 +169,10 @@ def _trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     found = _found(self.state.best_model_checkpoint) if is_fsdp2(self.accelerator) else None
     if found is None:
         return original(self)
-    load_into(self.model, str(found[0]))
+    if is_adapted(unwrapped(self.model)):
+        _load_all(self, self.model, self.state.best_model_checkpoint)
+    else:
+        load_into(self.model, str(found[0]))
     return None
 
 

@@ -29,8 +29,9 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
 from ..saving.pending import finish_pending
+from ..seams.adapted import is_adapted
 from ..sources.local import LocalFiles
-from . import schedules
+from . import adapters, schedules
 from .record import FILE, LATEST, GroupRecord, StateRecord, restored, shard_of_key
 from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training
 from .rng import FILE as RNG_FILE
@@ -101,6 +102,8 @@ def load_state(
         settings = StreamingConfig.resolve(config, {})
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
         refuse_optimizer(training.optimizer)
+        if is_adapted(training.model):
+            adapters.refuse_unreachable(training)
         if not training.is_between_steps:
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     with coordinator.watched(LOAD), coordinator.reporting():
@@ -112,6 +115,9 @@ def load_state(
         make_entries(training.slots, [key for key in record.keys if key != MASTER])
         if isinstance(found, ZeroFolder):
             load_zero(training, found, settings, coordinator)
+        elif is_adapted(training.model):
+            _load_adapted(training, place, record.keys, settings, coordinator)
+            training.copy_masters()
         else:
             _load_weights(training, folder, place, record, config)
             if keys := [key for key in record.keys if key != MASTER or swapped_masters(training)]:
@@ -205,6 +211,17 @@ def _load_keys(
                 arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
                 load.place(*lazily_loaded(str(place), load, type(training.model), is_quiet=True, **arguments))
                 planned = planned if key == MASTER else (key, destination, load)
+
+
+def _load_adapted(
+    training: Training, place: Path, keys: Sequence[str], settings: StreamingConfig, coordinator: Coordinator
+) -> None:
+    """Load what is trained of a PEFT model, and its states."""
+    with coordinator.watched(LOAD), coordinator.reporting():
+        for key in keys:
+            load = Load(settings, {}, coordinator, SlotMemory(training.slots, key, training.device, hides_zero3=False))
+            with closing(load), torch.no_grad():
+                load.place(adapters.opened_state(load, place, key), set(), set())
 
 
 def _exist(files: Sequence[str]) -> bool:

@@ -32,8 +32,9 @@ from ..saving.files import finish_interrupted
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.planned import Alike, Content
 from ..saving.save import Save
+from ..seams.adapted import is_adapted
 from ..seams.saving import index_name, lay_out_pretrained
-from . import schedules
+from . import adapters, schedules
 from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain, shard_of_key
 from .refusals import refuse_optimizer
 from .rng import FILE as RNG_FILE
@@ -98,15 +99,21 @@ def save_state(
                 "save_state: gradients are being accumulated, and they are not part of the state. Save after a step."
             )
         keys = elementwise_keys(training.slots)
+        if is_adapted(training.model):
+            adapters.refuse_unreachable(training)
+            keys = adapters.keys_of(keys)
         record = _record(training, keys, plain(data, "data"), coordinator.world_size)
         tag = tag or f"global_step{training.counters[STEPS]}"
         if Path(tag).name != tag:
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
-    save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, **kwargs)
+    save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
         name = coordinator.broadcast(partial(_free_name, folder, tag))
         states = RandomStates.gathered(coordinator)
-        contents = [save.weights()] if with_weights else []
+        contents = []
+        if with_weights:
+            is_whole = not is_adapted(training.model)
+            contents.append(save.weights() if is_whole else adapters.weights(training.model, coordinator))
         if keys:
             contents.append(_contents(training, name, keys, kwargs))
         act = save.start if asynchronous else save.run
@@ -162,6 +169,8 @@ def _free_name(folder: Path, tag: str) -> str:
 
 
 def _lay_out_state(model: Any, key: str, kwargs: Mapping[str, Any], folder: Path, parameters: Any) -> list[NotedShard]:
+    if is_adapted(model):
+        return adapters.lay_out_state(key, parameters)
     entries = parameters.entries()
     arguments = {"own_code": False, "variant": key, "max_shard_size": kwargs.get("max_shard_size", "5GB")}
     with TemporaryDirectory() as elsewhere:  # the config is beside the weights

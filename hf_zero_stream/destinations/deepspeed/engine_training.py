@@ -15,7 +15,7 @@ from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
-from ..slots import Member, Slot, slots_of_parameters
+from ..slots import MASTER, Member, Slot, slots_of_parameters
 from ..training import STEPS, Training
 from . import zero3
 from .masters import ZENFLOW, fragments_of
@@ -62,8 +62,20 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         changing=partial(_changing, wrapper),
         batch_size=engine.train_batch_size(),
         device=zero3.local_device(),
+        copy_masters=partial(_copy_masters, model, wrapper),
         prepare_lazy=partial(_prepare_lazy, model),
     )
+
+
+def _copy_masters(model: nn.Module, wrapper: Any) -> None:
+    """Bring new masters into the model's 16-bit parameters, as a step does."""
+    if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        params = dict(model.named_parameters())
+        for slot in _stage_3(model, wrapper):
+            for name, _, first, start, stop, _ in slot.members:
+                params[name].ds_tensor.data[: stop - start].copy_(slot.flat(MASTER)[first : first + stop - start])
+    elif hasattr(wrapper, "update_lp_params"):
+        wrapper.update_lp_params()
 
 
 def _prepare_lazy(model: nn.Module, lazy: nn.Module, missing: set[str]) -> None:

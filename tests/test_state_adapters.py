@@ -1,0 +1,87 @@
+"""Training states of PEFT's models: the adapter, its masters and moments; the base is what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+
+import hf_zero_stream
+from tests.cluster import run_ranks
+from tests.fsdp2 import announce, load, make_accelerator
+from tests.test_state import different_states
+from tests.training_state import state_config, train
+
+
+Checkpoint = Callable[..., Path]
+
+
+def with_adapter(model: Any) -> Any:
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+
+
+def adapted_engine(folder: Path, stage: int) -> Any:
+    import deepspeed
+
+    config = state_config(stage)
+    with hf_zero_stream.streaming():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, ds_config=config)
+    model = with_adapter(model)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
+    return engine
+
+
+def train_and_save(folder: Path, target: Path) -> tuple[list[float], list[float]]:
+    """Three steps; save by ours, and by the engine inside ``streaming()``; two more steps, and two after a resume."""
+    engine = adapted_engine(folder, 3)
+    train(engine, range(3))
+    hf_zero_stream.save_state(engine, target / "ours", data={"position": 7})
+    with hf_zero_stream.streaming():
+        engine.save_checkpoint(str(target / "engine"), exclude_frozen_parameters=True)
+    continued = train(engine, (3, 4))
+    engine = adapted_engine(folder, 3)
+    with hf_zero_stream.streaming():
+        engine.load_checkpoint(str(target / "engine"), load_module_strict=False)
+    return continued, train(engine, (3, 4))
+
+
+def resume_and_save(folder: Path, source: Path, stage: int, again: Path) -> None:
+    engine = adapted_engine(folder, stage)
+    hf_zero_stream.load_state(engine, source)
+    train(engine, [3])
+    hf_zero_stream.load_state(engine, source)
+    hf_zero_stream.save_state(engine, again, data={"position": 7})
+
+
+def resume_under_fsdp2(folder: Path, source: Path, again: Path) -> None:
+    announce(cpu_ram_efficient_loading=True)
+    accelerator = make_accelerator()
+    model = with_adapter(load("llama", folder, dtype=torch.float32))
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    hf_zero_stream.load_state(model, source, optimizer=optimizer)
+    hf_zero_stream.save_state(model, again, optimizer=optimizer, data={"position": 7})
+
+
+def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = zoo_checkpoint("llama", torch.bfloat16)
+    for continued, resumed in run_ranks(2, train_and_save, folder, tmp_path):
+        assert resumed == continued
+    source = tmp_path / "ours"
+    names = {path.name for path in source.iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "latest", "global_step3"}
+    for world_size, stage in ((3, 3), (1, 2)):
+        again = tmp_path / f"by {world_size}"
+        run_ranks(world_size, resume_and_save, folder, source, stage, again)
+        assert different_states(source, again) == []
+    run_ranks(3, resume_under_fsdp2, folder, source, tmp_path / "fsdp2")
+    assert set(different_states(source, tmp_path / "fsdp2")) <= {"groups", "adapter_model.safetensors"}  # it is fp32
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    loaded = peft.PeftModel.from_pretrained(base, str(source))
+    assert any(param.any() for name, param in loaded.named_parameters() if "lora_B" in name)
