@@ -25,7 +25,7 @@ Checkpoint = Callable[..., Path]
 
 
 def trainer_of(folder: Path, output: Path, run: TrainerRun) -> tuple[transformers.Trainer, list[list[int]]]:
-    """A Trainer under FSDP2 or ZeRO-3, and the samples that it takes, batch by batch."""
+    """A Trainer under FSDP2 or ZeRO-3, or of one rank alone, and the samples that it takes, batch by batch."""
     if run.zero:
         from accelerate import PartialState
 
@@ -34,6 +34,9 @@ def trainer_of(folder: Path, output: Path, run: TrainerRun) -> tuple[transformer
         config = ds_config(torch.float32)
         del config["optimizer"]
         settings: dict[str, Any] = {"deepspeed": {**config, "train_micro_batch_size_per_gpu": "auto"}}
+    elif dist.get_world_size() == 1:
+        force_fsdp_on_cpu()
+        settings = {}
     else:
         force_fsdp_on_cpu()
         settings = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": run.state_dict_type}}
@@ -155,6 +158,9 @@ def test_trainer(trained: tuple[Path, Path, list[dict[str, Any]]], tmp_path: Pat
     back = run_ranks(2, train, folder, tmp_path / "back", TrainerRun(tmp_path / "three" / "checkpoint-4"))
     assert samples(back, 2) == samples(continued, 2) and back[0]["rates"] == continued[0]["rates"]
     assert back[0]["losses"] == pytest.approx(three[0]["losses"], rel=1e-3)
+    alone = run_ranks(1, train, folder, tmp_path / "alone", TrainerRun(first / "checkpoint-2"))
+    assert samples(alone, 4) == samples(continued, 4) and alone[0]["rates"] == continued[0]["rates"]
+    assert alone[0]["losses"] == pytest.approx(continued[0]["losses"], rel=1e-3)
     zero = run_ranks(3, train, folder, tmp_path / "zero", TrainerRun(first / "checkpoint-2", zero=True))
     assert zero[0]["losses"] == pytest.approx(continued[0]["losses"], rel=1e-3)
     last = run_ranks(2, train, folder, tmp_path / "last", TrainerRun(tmp_path / "zero" / "checkpoint-4"))
