@@ -9,6 +9,7 @@ from typing import Any
 import peft
 import torch
 import transformers
+from safetensors.torch import load_file
 
 import hf_zero_stream
 from tests.cluster import run_ranks
@@ -69,6 +70,18 @@ def resume_under_fsdp2(folder: Path, source: Path, again: Path) -> None:
     hf_zero_stream.save_state(model, again, optimizer=optimizer, data={"position": 7})
 
 
+ADAPTER = "adapter_model.safetensors"
+
+
+def assert_same_adapter(first: Path, second: Path, what: str) -> None:
+    """ZeRO-3 keeps adapters in the dtype that PEFT gives them, fp32, and other stages in 16 bit."""
+    tensors = [
+        {name: value.bfloat16() for name, value in load_file(folder / ADAPTER).items()} for folder in (first, second)
+    ]
+    assert tensors[0].keys() == tensors[1].keys() and tensors[0], what
+    assert [name for name, value in tensors[0].items() if not torch.equal(value, tensors[1][name])] == [], what
+
+
 def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("llama", torch.bfloat16)
     for continued, resumed in run_ranks(2, train_and_save, folder, tmp_path):
@@ -79,9 +92,11 @@ def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
     for world_size, stage in ((3, 3), (1, 2)):
         again = tmp_path / f"by {world_size}"
         run_ranks(world_size, resume_and_save, folder, source, stage, again)
-        assert different_states(source, again) == []
+        assert set(different_states(source, again)) <= {ADAPTER}
+        assert_same_adapter(source, again, f"{world_size} ranks, stage {stage}")
     run_ranks(3, resume_under_fsdp2, folder, source, tmp_path / "fsdp2")
-    assert set(different_states(source, tmp_path / "fsdp2")) <= {"groups", "adapter_model.safetensors"}  # it is fp32
+    assert set(different_states(source, tmp_path / "fsdp2")) <= {ADAPTER, "groups"}
+    assert_same_adapter(source, tmp_path / "fsdp2", "FSDP2")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     loaded = peft.PeftModel.from_pretrained(base, str(source))
     assert any(param.any() for name, param in loaded.named_parameters() if "lora_B" in name)

@@ -150,7 +150,8 @@ def test_trainer(trained: tuple[Path, Path, list[dict[str, Any]]], tmp_path: Pat
     assert [found["losses"] for found in same] == [found["losses"] for found in continued]
     again = TrainerRun(first / "checkpoint-2", arguments={"ignore_data_skip": True})
     anew = run_ranks(2, train, folder, tmp_path / "anew", again)
-    assert samples(anew, 4) == samples(continued, 6)[:4]
+    # The last one that it took was for a step that it did not make.
+    assert samples(anew, len(anew[0]["taken"]))[:4] == samples(continued, 6)[:4]
     three = run_ranks(3, train, folder, tmp_path / "three", TrainerRun(first / "checkpoint-2", accumulation=2))
     assert samples(three, 4) == samples(continued, 4) and len(set(map(tuple, samples(three, 4)))) == 4
     assert three[0]["rates"] == continued[0]["rates"]

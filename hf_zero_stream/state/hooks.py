@@ -20,7 +20,7 @@ from transformers.utils import logging
 from ..loading.into import load_into
 from ..patching import Patches
 from ..saving.files import is_unfinished
-from ..saving.hooks import noted_saves, noting_saves
+from ..saving.hooks import noted_saves, noting_saves, replace_trainer
 from ..saving.pending import after_pending, finish_pending
 from ..scope import active_configs
 from ..seams.adapted import is_adapted
@@ -220,6 +220,7 @@ patches = Patches(
 
 def replace_imported() -> None:
     """Replace the functions of DeepSpeed's engine and of the Trainer too if they have been imported."""
+    replace_trainer()
     of_trainer = trainer_replacements(
         _save_checkpoint=_trainer_save,
         _save_optimizer_and_scheduler=_trainer_save_rest,
