@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
 from hf_zero_stream.errors import HfZeroStreamError
 from tests.cluster import run_ranks
+from tests.test_saving_conversions import CONVERSIONS, OddConfig, OddModel
 from tests.training_state import (
     all_in_one_group,
     engine_of,
@@ -75,6 +77,29 @@ def refused_saves(folder: Path, target: Path) -> dict[str, str]:
     muon = MuonWithAuxAdam(model.parameters())
     found["Muon"] = message_of(lambda: hf_zero_stream.save_state(model, target, optimizer=muon))
     return found
+
+
+def refused_conversion(checkpoint: Path, target: Path) -> str:
+    """Of a model whose weights transformers scales and sorts to save them."""
+    import deepspeed
+
+    import hf_zero_stream
+
+    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+    if dist.get_rank() == 0:
+        OddModel(OddConfig()).save_pretrained(checkpoint)
+    dist.barrier()
+    config = state_config(3)
+    with hf_zero_stream.streaming():
+        model = OddModel.from_pretrained(checkpoint, dtype=torch.bfloat16, ds_config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    return message_of(lambda: hf_zero_stream.save_state(engine, target))
+
+
+def test_moments_of_computed_weights(cluster: None, tmp_path: Path) -> None:
+    for message in run_ranks(2, refused_conversion, tmp_path / "odd", tmp_path / "state"):
+        assert re.match(r"UnsupportedError: .*computes 2 tensors .*scaled.file_weight", message), message
+    assert not list((tmp_path / "state").glob("**/*.safetensors")) and not (tmp_path / "state" / "latest").exists()
 
 
 def test_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
