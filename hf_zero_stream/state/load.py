@@ -111,7 +111,7 @@ def load_state(
         place, found = coordinator.broadcast(partial(_found, folder, tag))
         if isinstance(found, ZeroFolder) and is_adapted(training.model):
             raise UnsupportedError(
-                f"{place}: a ZeRO checkpoint of adapters. Load it by engine.load_checkpoint, with as many ranks as before."
+                f"{place}: a ZeRO checkpoint of adapters. Load it by engine.load_checkpoint, at that number of ranks."
             )
         record = coordinator.run_on_all(partial(_record_of, found, training, with_scheduler))
         coordinator.run_on_all(partial(refuse_other_training, training, record, place))
