@@ -266,7 +266,7 @@ def expected_at(occasion: Occasion) -> Iterator[None]:
     except BaseException as error:
         if presence.rounds[occasion.name] == before:
             with suppress(PeerError):  # the store is lost
-                Round(presence, occasion).call_off(error)
+                Round(presence, occasion, error=error)
         raise
 
 

@@ -81,10 +81,16 @@ class _Decision(NamedTuple):
 
 
 class Round:
-    """This rank's arrival at an occasion, in the first round that is not over; `subject`: what it would load alone."""
+    """This rank's arrival at an occasion, in the first round that is not over; `subject`: what it would load alone.
 
-    def __init__(self, presence: Presence, occasion: Occasion, subject: str = "") -> None:
+    With an `error`, this rank has failed before, and calls the round off (see :meth:`call_off`).
+    """
+
+    def __init__(
+        self, presence: Presence, occasion: Occasion, subject: str = "", *, error: BaseException | None = None
+    ) -> None:
         self._presence = presence
+        self._error = error
         self._store = presence.store
         self._occasion = occasion
         number = presence.rounds[occasion.name]
@@ -105,6 +111,8 @@ class Round:
             first = self._store.set_first(f"{key}/subject", subject)
             if first != subject:
                 self._decide(_Decision("apart", f"ranks load different models ({first}; {subject})"))
+        if self._error is not None:  # likewise: another rank may be counted right after this one
+            self.call_off(self._error)
         count = self._store.add(f"{key}/count", 1)
         self._is_last = count == self._presence.world_size
         return count <= self._presence.world_size  # more: keys of an earlier process group with the same store
