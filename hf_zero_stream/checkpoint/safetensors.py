@@ -28,6 +28,7 @@ from .untrusted_json import excerpt, parse_object
 
 
 __all__ = [
+    "DTYPES",
     "MAX_DIMENSIONS",
     "MAX_HEADER_BYTES",
     "NotedShard",
