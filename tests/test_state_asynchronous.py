@@ -169,6 +169,10 @@ def save_without_engine(folder: Path, target: Path, sizes: dict[str, Any] | None
     arguments = {"optimizer": optimizer, "scheduler": scheduler, **SHARDS}
     hf_zero_stream.save_state(model, target / "waited", **arguments)
     hf_zero_stream.save_state(model, target / "background", asynchronous=True, **arguments)
+    at_once = hf_zero_stream.save_state(
+        model, target / "one writer", asynchronous=True, write_from="rank0", **arguments
+    )
+    assert isinstance(at_once, hf_zero_stream.PendingSave) and at_once.done and at_once.wait().bytes_written
     model.config.use_cache = not model.config.use_cache  # what a kept plan has written before
     hf_zero_stream.save_state(model, target / "other config", asynchronous=True, **arguments)
     train_plain(*training, (7,))
@@ -180,7 +184,7 @@ def test_without_an_engine(
 ) -> None:
     run_ranks(1 if sizes is None else 2, save_without_engine, zoo_checkpoint("llama"), tmp_path, sizes)
     waited, background, other = (tree(tmp_path / name) for name in ("waited", "background", "other config"))
-    assert waited == background
+    assert waited == background == tree(tmp_path / "one writer")
     assert waited.keys() == other.keys()
     assert {name for name in waited if waited[name] != other[name]} == {"config.json"}
 
