@@ -24,7 +24,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all compat sweep fuzz quality style demo docs package ecosystem bench scale clean
+.PHONY: help system venv test test-all compat sweep fuzz quality style demo docs package bench scale clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -39,7 +39,6 @@ help:
 	@echo "make demo     run the demonstration"
 	@echo "make docs     build the documentation as a site, in build/site; broken links fail"
 	@echo "make package  build wheel and sdist, check them, and try the wheel alone in a clean environment"
-	@echo "make ecosystem  train with TRL and LLaMA-Factory, streamed and not, and compare the losses"
 	@echo "make bench    run the benchmarks"
 	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
 	@echo "make clean    remove $(VENV) and caches"
@@ -104,9 +103,6 @@ docs: $(STAMP)
 package: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[package]"
 	$(BIN)/python -m scripts.check_package
-
-ecosystem: $(STAMP)
-	$(BIN)/python -m benchmarks.ecosystem
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bench

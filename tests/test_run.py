@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster import ROOT
 from tests.commands import command_environment, losses, run_command
+from tests.test_trl import make_tokenizer
 from tests.zoo import make_moe_checkpoint
 
 
@@ -159,6 +160,29 @@ def test_a_script_without_a_word_of_ours_is_streamed(launcher: str, tmp_path: Pa
     stock = run_command(command.replace("-m hf_zero_stream.run ", ""), tmp_path)
     assert "Streaming weights: 100%" in ours and "Streaming weights" not in stock
     assert len(losses(ours)) == 3 and losses(ours) == losses(stock)
+
+
+TRL = (
+    "torchrun --nproc_per_node 2 -m hf_zero_stream.run examples/on_cpu.py trl.scripts.sft "
+    "--config examples/trl/sft.yaml"
+)
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.slow
+def test_trls_command_line_is_streamed(tmp_path: Path) -> None:
+    """Loading and saving; losses are those without."""
+    assert TRL in (ROOT / "docs" / "recipes.md").read_text()
+    make_moe_checkpoint(tmp_path / "tiny-moe", 0.01 * 1e9, num_layers=2, num_experts=8)
+    make_tokenizer(tmp_path / "tiny-moe")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "train.jsonl").write_text('{"text": "a small model learns words"}\n' * 8)
+    ours = run_command(TRL, tmp_path)
+    stock = run_command(TRL.replace("-m hf_zero_stream.run ", ""), tmp_path)
+    assert "Streaming weights: 100%" in ours and "Writing weights: 100%" in ours
+    assert "Streaming weights" not in stock and "Writing weights" not in stock
+    found = [re.findall(r"'loss': '([^']+)'", output) for output in (ours, stock)]
+    assert len(found[0]) == 3 and found[0] == found[1]
 
 
 def test_its_launchers_are_documented() -> None:
