@@ -14,8 +14,10 @@ with atheris.instrument_imports(include=["hf_zero_stream.checkpoint"], enable_lo
     import hf_zero_stream.checkpoint.index_file
     import hf_zero_stream.checkpoint.pickles
     import hf_zero_stream.checkpoint.torch_files
+    import hf_zero_stream.checkpoint.torch_objects
     import hf_zero_stream.checkpoint.torch_zip
-    import hf_zero_stream.checkpoint.untrusted_json  # noqa: F401
+    import hf_zero_stream.checkpoint.untrusted_json
+    import hf_zero_stream.checkpoint.zero_folder  # noqa: F401
 
 from .seeds import CORPUS
 from .targets import TARGETS

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-__all__ = ["CORPUS", "files", "indexes", "torch_files"]
+__all__ = ["CORPUS", "files", "indexes", "torch_files", "zero_files"]
 
 CORPUS = Path(__file__).parent / "corpus"
 
@@ -172,6 +172,58 @@ def _descriptions() -> dict[str, bytes]:
     return found
 
 
+def zero_files() -> dict[str, dict[str, bytes]]:
+    """ "stage 3", "stage 2" -> the files of a ZeRO checkpoint of two ranks, with a parameter in each of two groups."""
+
+    def saved(content: Any) -> bytes:
+        data = io.BytesIO()
+        torch.save(content, data)
+        return data.getvalue()
+
+    shapes = [OrderedDict(a=torch.Size([3, 2])), OrderedDict(b=torch.Size([5]))]
+    model = {
+        **{"buffer_names": ["c"], "param_shapes": shapes, "shared_params": {"d": "a"}, "lr_scheduler": {"step": 2}},
+        **{"dp_world_size": 2, "mp_world_size": 1, "global_steps": 3, "epoch": 1},
+    }
+    frozen = {"frozen_param_shapes": {"f": torch.Size([3])}, "frozen_param_fragments": {"f": torch.ones(2)}}
+    places = {"module": {"c": torch.zeros(2)}}
+    files: dict[str, dict[str, bytes]] = {"stage 3": {}, "stage 2": {}}
+    for rank in range(2):
+        values = [torch.arange(3.0), torch.arange(3.0)]
+        state = {
+            number: {"step": torch.tensor(3.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+            for number in range(2)
+        }
+        groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": [number]} for number in range(2)]
+        inner = {"state": state, "param_groups": groups}
+        common = {"zero_stage": 3, "partition_count": 2, "loss_scaler": None}
+        optimizer = {**common, "fp32_flat_groups": values, "optimizer_state_dict": inner}
+        files["stage 3"][f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = saved(
+            {"optimizer_state_dict": optimizer}
+        )
+        files["stage 3"][f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = saved({**model, **places, **frozen})
+        values = [torch.arange(3.0), torch.arange(3.0 - rank)]
+        paddings = {"group_paddings": [0, rank], "param_alignment_paddings": [[0], [0]], "partition_count": [2, 2]}
+        optimizer = {**common, **paddings, "zero_stage": 2, "base_optimizer_state": inner}
+        optimizer["single_partition_of_fp32_groups"] = values
+        files["stage 2"][f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = saved(
+            {"optimizer_state_dict": optimizer}
+        )
+    whole = {"module": {"a": torch.zeros(3, 2), "b": torch.zeros(5), "c": torch.zeros(2), "f": torch.ones(3)}}
+    files["stage 2"]["mp_rank_00_model_states.pt"] = saved({**model, **whole})
+    return files
+
+
+def _zero_descriptions() -> dict[str, bytes]:
+    """For each of :func:`zero_files`, what leaves it as it is."""
+    everything = [(stage, name, data) for stage, files in zero_files().items() for name, data in files.items()]
+    found = {}
+    for number, (stage, name, data) in enumerate(everything):
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            found[f"{stage} {name}".replace(" ", "-")] = bytes([number]) + archive.read("archive/data.pkl")
+    return found
+
+
 def main() -> None:
     headers = {name: _unframe(content) for name, content in files().items()}
     for target, seeds in (
@@ -181,6 +233,7 @@ def main() -> None:
         ("names", NAMES),
         ("torch", torch_files()),
         ("pickle", _descriptions()),
+        ("zero", _zero_descriptions()),
     ):
         (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for name, content in seeds.items():

@@ -6,12 +6,18 @@ reading is not the reference's. For headers that is the safetensors library, whi
 
 from __future__ import annotations
 
+import atexit
+import functools
 import io
 import json
+import math
 import os
 import re
+import shutil
+import tempfile
 import zipfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +27,13 @@ from hf_zero_stream.checkpoint import torch_files
 from hf_zero_stream.checkpoint.format import TensorEntry
 from hf_zero_stream.checkpoint.index import CheckpointIndex
 from hf_zero_stream.checkpoint.index_file import parse_index
+from hf_zero_stream.checkpoint.nodes import FileTensor, View
 from hf_zero_stream.checkpoint.safetensors import dtype_name
-from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.checkpoint.zero_folder import ZeroFolder, read_zero_folder
+from hf_zero_stream.errors import CheckpointError, UnsupportedError
 from hf_zero_stream.sources.local import LocalFiles
+
+from .seeds import zero_files
 
 
 __all__ = [
@@ -37,6 +47,7 @@ __all__ = [
     "read_file",
     "read_index",
     "read_torch_file",
+    "read_zero",
 ]
 
 STRICTER = {
@@ -254,6 +265,71 @@ def around_pickle(description: bytes) -> bytes:
     return data.getvalue()
 
 
+# ------------------------------------------------------------------------------------------------------ ZeRO folders
+
+
+@functools.cache
+def _zero_folders() -> list[tuple[Path, str, bytes]]:
+    """(folder of a sound checkpoint, name of a file in it, its content) for each file of each."""
+    place = Path(tempfile.mkdtemp(prefix="zero-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    found = []
+    for stage, files in zero_files().items():
+        folder = place / stage.replace(" ", "-")
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+            found.append((folder, name, content))
+    return found
+
+
+def read_zero(content: bytes) -> str:
+    """Read a ZeRO checkpoint of which one file has another description; "read", or why not.
+
+    Raises:
+        Disagreement: a tensor has bytes that are not in its file, or more or fewer elements than its shape.
+    """
+    folders = _zero_folders()
+    folder, name, sound = folders[content[0] % len(folders) if content else 0]
+    (folder / name).write_bytes(_with_description(sound, content[1:]))
+    try:
+        zero = read_zero_folder(LocalFiles(), folder)
+        views = [view for key in ("fp32", *zero.keys) for view in zero.views(key).values()]
+        for view in [*views, *zero.frozen().values(), *zero.buffers().values()]:
+            _check_pieces(zero, view)
+        return "read"
+    except CheckpointError:
+        return "refused"
+    except UnsupportedError:
+        return "unsupported"
+    finally:
+        (folder / name).write_bytes(sound)
+
+
+def _check_pieces(zero: ZeroFolder, view: View) -> None:
+    nodes = [piece.node for piece in view.node.inputs()] or [view.node]
+    entries = [node.entry for node in nodes if isinstance(node, FileTensor)]
+    count = sum(math.prod(entry.shape) for entry in entries)
+    if len(entries) != len(nodes) or count != view.numel or len({entry.dtype for entry in entries}) != 1:
+        raise Disagreement(f"{count} elements for a shape of {view.sizes}")
+    for entry in entries:
+        size = zero.shards[entry.shard].size_bytes
+        is_inside = 0 <= entry.start <= entry.stop <= size or not entry.shape[0]
+        if not is_inside or entry.stop - entry.start != entry.shape[0] * entry.dtype.itemsize:
+            raise Disagreement(f"{entry} in a file of {size} bytes")
+
+
+def _with_description(content: bytes, description: bytes) -> bytes:
+    data = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(content)) as sound,
+        zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive,
+    ):
+        for name in sound.namelist():
+            archive.writestr(name, description if name.endswith("/data.pkl") else sound.read(name))
+    return data.getvalue()
+
+
 TARGETS: dict[str, Callable[[bytes], str]] = {
     "file": read_file,
     "header": lambda text: read_file(frame(text)),
@@ -261,6 +337,7 @@ TARGETS: dict[str, Callable[[bytes], str]] = {
     "index": read_index,
     "names": lambda lines: read_index(build_index(lines)),
     "torch": read_torch_file,
+    "zero": read_zero,
     "pickle": lambda description: read_torch_file(around_pickle(description)),
 }
 """A name, of a folder in corpus/ too -> what reads one input, and says in a word what became of it."""
