@@ -189,6 +189,7 @@ def zero_files() -> dict[str, dict[str, bytes]]:
     places = {"module": {"c": torch.zeros(2)}}
     files: dict[str, dict[str, bytes]] = {"stage 3": {}, "stage 2": {}}
     for rank in range(2):
+        name = f"zero_pp_rank_{rank}_mp_rank_00"
         values = [torch.arange(3.0), torch.arange(3.0)]
         state = {
             number: {"step": torch.tensor(3.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
@@ -198,17 +199,13 @@ def zero_files() -> dict[str, dict[str, bytes]]:
         inner = {"state": state, "param_groups": groups}
         common = {"zero_stage": 3, "partition_count": 2, "loss_scaler": None}
         optimizer = {**common, "fp32_flat_groups": values, "optimizer_state_dict": inner}
-        files["stage 3"][f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = saved(
-            {"optimizer_state_dict": optimizer}
-        )
-        files["stage 3"][f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"] = saved({**model, **places, **frozen})
+        files["stage 3"][f"{name}_optim_states.pt"] = saved({"optimizer_state_dict": optimizer})
+        files["stage 3"][f"{name}_model_states.pt"] = saved({**model, **places, **frozen})
         values = [torch.arange(3.0), torch.arange(3.0 - rank)]
         paddings = {"group_paddings": [0, rank], "param_alignment_paddings": [[0], [0]], "partition_count": [2, 2]}
         optimizer = {**common, **paddings, "zero_stage": 2, "base_optimizer_state": inner}
         optimizer["single_partition_of_fp32_groups"] = values
-        files["stage 2"][f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = saved(
-            {"optimizer_state_dict": optimizer}
-        )
+        files["stage 2"][f"{name}_optim_states.pt"] = saved({"optimizer_state_dict": optimizer})
     whole = {"module": {"a": torch.zeros(3, 2), "b": torch.zeros(5), "c": torch.zeros(2), "f": torch.ones(3)}}
     files["stage 2"]["mp_rank_00_model_states.pt"] = saved({**model, **whole})
     return files

@@ -280,6 +280,8 @@ def test_convert(
     assert [key for key, value in loaded.items() if not same(value, values[key])] == []
 
     convert(source / "global_step3", tmp_path / "hub", dtype=dtype, layout="hub", max_shard_size="40KB")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(trained.models[name], dtype=wanted)  # which is the hub's
+    plain.load_state_dict(values)
     plain.save_pretrained(tmp_path / "stock", max_shard_size="40KB")
     ours, theirs = tensors_of(tmp_path / "hub"), tensors_of(tmp_path / "stock")
     assert ours.keys() == theirs.keys() and all(same(ours[key], theirs[key].to(wanted)) for key in ours)

@@ -284,6 +284,8 @@ def _in_threads(read: Callable[[str], T], paths: Sequence[str]) -> list[T]:
                 raise
             raise ReadError(f"{path}: cannot read it: {error.strerror or error}.") from error
 
+    if len(paths) <= 2:
+        return [with_path(path) for path in paths]
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(with_path, paths))
 
