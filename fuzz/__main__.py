@@ -10,10 +10,12 @@ import atheris
 
 
 with atheris.instrument_imports(include=["hf_zero_stream.checkpoint"], enable_loader_override=False):
+    import hf_zero_stream.checkpoint.distcp
     import hf_zero_stream.checkpoint.index
     import hf_zero_stream.checkpoint.index_file
     import hf_zero_stream.checkpoint.pickles
     import hf_zero_stream.checkpoint.torch_files
+    import hf_zero_stream.checkpoint.torch_metadata
     import hf_zero_stream.checkpoint.torch_objects
     import hf_zero_stream.checkpoint.torch_zip
     import hf_zero_stream.checkpoint.untrusted_json

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from . import distributed
+
 
 __all__ = ["CORPUS", "files", "indexes", "torch_files", "zero_files"]
 
@@ -231,6 +233,7 @@ def main() -> None:
         ("torch", torch_files()),
         ("pickle", _descriptions()),
         ("zero", _zero_descriptions()),
+        ("distcp", distributed.seeds()),
     ):
         (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for name, content in seeds.items():

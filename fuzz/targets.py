@@ -35,6 +35,7 @@ from hf_zero_stream.checkpoint.zero_folder import ZeroFolder
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
 from hf_zero_stream.sources.local import LocalFiles
 
+from .distributed import read_distributed
 from .seeds import zero_files
 
 
@@ -353,6 +354,7 @@ TARGETS: dict[str, Callable[[bytes], str]] = {
     "names": lambda lines: read_index(build_index(lines)),
     "torch": read_torch_file,
     "zero": read_zero,
+    "distcp": read_distributed,
     "pickle": lambda description: read_torch_file(around_pickle(description)),
 }
 """A name, of a folder in corpus/ too -> what reads one input, and says in a word what became of it."""

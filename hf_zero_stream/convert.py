@@ -34,7 +34,7 @@ from .reports.load import PhaseClock
 from .reports.memory import AnonymousMemory
 from .saving.files import Publication, ShardWriter, reserve
 from .saving.plan import in_dtype
-from .seams.saving import lay_out_pretrained, note_dtype
+from .seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions
 
 
 __all__ = ["Converted", "convert"]
@@ -45,7 +45,7 @@ CHUNK_BYTES = 64 * 2**20
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = "config.json"
 _OF_TRAINING = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", ".distcp")
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ def convert(
     """Write the checkpoint in folder `source` into folder `destination`, in bounded memory.
 
     Args:
-        source: a folder with safetensors shards or with files of ``torch.save`` (``pytorch_model.bin``), or one such
-            file; it may be `destination`. Or a ZeRO checkpoint of DeepSpeed, or the folder of one of its tags.
+        source: a folder with safetensors shards, with files of ``torch.save`` (``pytorch_model.bin``) or of
+            torch.distributed.checkpoint, or one file of the first two; it may be `destination`. Or a ZeRO checkpoint
+            of DeepSpeed, or the folder of one of its tags.
         dtype: of the floating-point tensors; default: each keeps its own, and float32 of a ZeRO checkpoint, whose
             values in fp32 are taken.
         max_shard_size: in bytes, or as in ``"5GB"``.
@@ -114,7 +115,7 @@ def convert(
             elif is_zero:
                 noted = _laid_out_of_config(beside, contents, checkpoint, folder, dtype, trust_remote_code, **how)
             else:
-                noted = _laid_out(source, checkpoint, folder, dtype, trust_remote_code, **how)
+                noted = _laid_out(source, contents, checkpoint, folder, dtype, trust_remote_code, **how)
             shards = [lay_out_shard(shard) for shard in noted]
             reserve(folder, shards)
             with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
@@ -184,7 +185,13 @@ def _split(
 
 
 def _laid_out(
-    source: Path, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, trust_code: bool, **how: Any
+    source: Path,
+    contents: Contents,
+    checkpoint: OpenCheckpoint,
+    folder: Path,
+    dtype: torch.dtype | None,
+    trust_code: bool,
+    **how: Any,
 ) -> list[NotedShard]:
     """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
     from .loading.dry_load import lazily_loaded, load_of_layouts
@@ -197,6 +204,8 @@ def _laid_out(
             f"{source}: layout: the checkpoint has no values for {', '.join(lost[:8])} ({len(lost)} in all), so it is "
             "not all of the model. Keep its layout, or load and save the model."
         )
+    if contents.has_names_of_model:
+        reverse_all_conversions(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = tied | _stored_once(parameters, model.all_tied_weights_keys)
     state_dict = {name: in_dtype(value, dtype) for name, value in model.state_dict().items() if name not in tied}

@@ -127,6 +127,15 @@ def two_pickles(members: dict[str, bytes]) -> None:
     members["other/data.pkl"] = pickle.dumps({})
 
 
+def other_version(members: dict[str, bytes]) -> None:
+    members[next(name for name in members if name.endswith("/version"))] = b"99"
+
+
+def names_in_capitals(members: dict[str, bytes]) -> None:
+    name = next(name for name in members if name.endswith("data/0"))
+    members[name.replace("data/0", "DATA/0")] = members[name]
+
+
 def other_byteorder(members: dict[str, bytes]) -> None:
     members[next(name for name in members if name.endswith("byteorder"))] = b"big"
 
@@ -136,7 +145,10 @@ def longer_tensor(members: dict[str, bytes]) -> None:
     members[name] = members[name].replace(b"K\x06\x85", b"K\x07\x85")  # its shape: (6,)
 
 
-@pytest.mark.parametrize("change", [shorter_storage, no_storage, two_pickles, other_byteorder, longer_tensor])
+@pytest.mark.parametrize(
+    "change",
+    [shorter_storage, no_storage, two_pickles, other_version, names_in_capitals, other_byteorder, longer_tensor],
+)
 def test_unsound_archives(tmp_path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
     path = rewritten(tmp_path / "pytorch_model.bin", change)
     with pytest.raises(CheckpointError, match="pytorch_model.bin"):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..errors import UnsupportedError
 from ..sources.local import LocalFiles
+from . import distcp
 from .format import Shard
 from .index import CheckpointIndex, view_of
 from .index_file import check_files, read_index_file
@@ -22,7 +23,7 @@ from .untrusted_json import excerpt
 from .zero_folder import is_zero_folder, read_zero_folder
 
 
-__all__ = ["Contents", "contents_of", "torch_files_of", "zero_folder_of"]
+__all__ = ["Contents", "contents_of", "is_distributed", "torch_files_of", "zero_folder_of"]
 
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
@@ -33,7 +34,7 @@ class Contents:
     """The tensors of a checkpoint, none of them read.
 
     Attributes:
-        format: "safetensors", "torch.save", "ZeRO".
+        format: "safetensors", "torch.save", "torch.distributed.checkpoint", "ZeRO".
         shards: the files; an entry's ``shard`` counts in them.
         views: name -> its elements, in the tensor's own shape and dtype.
         notes: what is odd, and no fault.
@@ -45,6 +46,11 @@ class Contents:
     views: Mapping[str, View]
     notes: tuple[str, ...]
     metadata: Mapping[str, str]
+
+    @property
+    def has_names_of_model(self) -> bool:
+        """Whether names and layouts are those of a model in training, and not of what ``save_pretrained`` writes."""
+        return self.format == "torch.distributed.checkpoint"
 
 
 def contents_of(path: str | os.PathLike[str]) -> Contents:
@@ -60,6 +66,9 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
     """
     if (zero := zero_folder_of(Path(path))) is not None:
         return _contents_of_zero(zero)
+    if is_distributed(path):
+        found = distcp.parse_map(os.fspath(path), distcp.read_map(LocalFiles(), os.fspath(path)))
+        return Contents("torch.distributed.checkpoint", found.shards, found.views, found.notes, {"format": "pt"})
     pickled = torch_files_of(Path(path))
     files, weight_map = pickled or shards_of(path)
     try:
@@ -97,6 +106,12 @@ def _contents_of_zero(folder: Path) -> Contents:
     views = {**zero.buffers(), **zero.frozen(), **zero.views()}
     views |= {alias: views[name] for alias, name in zero.shared.items()}
     return Contents("ZeRO", zero.shards, views, (), {"format": "pt"})
+
+
+def is_distributed(folder: str | os.PathLike[str]) -> bool:
+    """Whether what a folder holds is a distributed checkpoint; files that transformers would load go first."""
+    others = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
+    return distcp.is_folder(folder) and not any(os.path.lexists(Path(folder) / name) for name in others)
 
 
 def torch_files_of(path: Path) -> tuple[list[str], dict[str, str] | None] | None:

@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
+from .untrusted_json import excerpt
 
 
-__all__ = ["Call", "Global", "Persistent", "Pickle", "read_pickle"]
+__all__ = ["MOST_BYTES", "Call", "Global", "Persistent", "Pickle", "kind_of", "read_pickle"]
 
 MOST_BYTES = 512 * 2**20
 """Of a pickle; those of checkpoints of a hundred thousand tensors have 20 MB."""
@@ -78,23 +79,32 @@ class Pickle(NamedTuple):
     persistents: list[Persistent]
 
 
+_KEYS = (str, bytes, int, float, type(None), Global)
+
+
 class _Mark:
     """Separates the items of a container on the stack."""
 
 
-def read_pickle(data: bytes, what: str, opcodes: AbstractSet[str] | None = None) -> Pickle:
+def read_pickle(
+    data: bytes, what: str, opcodes: AbstractSet[str] | None = None, *, objects_as_keys: bool = False
+) -> Pickle:
     """What the pickle at the beginning of `data` describes; it may use these `opcodes` only.
+
+    With `objects_as_keys`, dicts may have keys that would be made by a call; no two of them are equal here.
 
     Raises:
         CheckpointError: `what` is no sound pickle, or is larger than any checkpoint's.
     """
     if len(data) > MOST_BYTES:
         raise CheckpointError(f"{what}: expected a pickle of at most {MOST_BYTES} bytes; got {len(data)}")
-    machine = _Machine()
+    machine = _Machine(objects_as_keys)
     try:
         for opcode, argument, position in pickletools.genops(data):
             if opcodes is not None and opcode.name not in opcodes:
                 raise CheckpointError(f"the opcode {opcode.name} is in no such file")
+            if opcode.name == "FRAME" and (position or 0) + 9 + (argument or 0) > len(data):
+                raise ValueError("a frame that goes on behind the end")
             if opcode.name == "STOP":
                 (root,) = machine.stack
                 return Pickle(root, (position or 0) + 1, machine.globals, machine.calls, machine.persistents)
@@ -106,10 +116,20 @@ def read_pickle(data: bytes, what: str, opcodes: AbstractSet[str] | None = None)
     raise CheckpointError(f"{what}: this pickle does not end")
 
 
+def kind_of(value: Any) -> str:
+    """What an object is, for messages; containers are not written out, since shared ones have no end of items."""
+    if isinstance(value, (str, int, float, type(None))):
+        return excerpt(value)
+    if isinstance(value, Call):
+        return f"a call of {kind_of(value.function)}" if isinstance(value.function, Global) else "a call"
+    return excerpt(str(value)) if isinstance(value, Global) else f"a {type(value).__name__}"
+
+
 class _Machine:
     """The stack and the memo of a pickle that is read."""
 
-    def __init__(self) -> None:
+    def __init__(self, objects_as_keys: bool) -> None:
+        self._keys = (*_KEYS, Call) if objects_as_keys else _KEYS
         self.stack: list[Any] = []
         self.globals: list[Global] = []
         self.calls: list[Call] = []
@@ -122,6 +142,8 @@ class _Machine:
         if self._nodes > MOST_NODES:
             raise CheckpointError(f"expected at most {MOST_NODES} opcodes in a pickle")
         if name in _VALUES:
+            if name in _OLD_STRINGS and not argument.isascii():
+                raise ValueError("a string of bytes that are no text")  # pickletools decodes all, others do not
             self.stack.append(argument)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name]())
@@ -166,11 +188,17 @@ class _Machine:
         if not isinstance(target, (dict, Call)):
             raise TypeError(f"items for a {type(target).__name__}")
         for key, value in pairs:
-            _check_key(key)
+            self._check_key(key)
             if isinstance(target, dict):
                 target[key] = value
             else:
                 target.entries.append((key, value))
+
+    def _check_key(self, key: Any) -> None:
+        """Raise unless `key` is a string, a number, or a tuple of them: the hash of deep tuples would recurse."""
+        items = key if isinstance(key, tuple) else (key,)
+        if not all(isinstance(item, self._keys) for item in items):
+            raise TypeError(f"a {type(key).__name__} as a key")
 
     def append(self, items: list[Any]) -> None:
         target = self._top()
@@ -194,22 +222,15 @@ class _Machine:
     def build(self) -> None:
         state = self.pop()
         target = self._top()
-        if not isinstance(target, Call):
-            raise TypeError(f"a state for a {type(target).__name__}")
-        target.state = state
+        if not isinstance(target, Call) or target.state is not None:
+            raise TypeError(f"a state for a {type(target).__name__}, or a second one")
+        target.state = dict(state) if isinstance(state, dict) else state  # what it is now
 
     def push_global(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             raise TypeError("a global whose names are no strings")
         self.globals.append(Global(module, name))
         self.stack.append(self.globals[-1])
-
-
-def _check_key(key: Any) -> None:
-    """Raise unless `key` is a string, a number, or a tuple of them: the hash of deep tuples would recurse."""
-    flat = (str, bytes, int, float, type(None), Global)
-    if not isinstance(key, flat) and not (isinstance(key, tuple) and all(isinstance(item, flat) for item in key)):
-        raise TypeError(f"a {type(key).__name__} as a key")
 
 
 def _stack_global(machine: _Machine, _: Any) -> None:
@@ -244,6 +265,8 @@ _VALUES = {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
 }
 """Opcodes that push their argument."""
+
+_OLD_STRINGS = {"STRING", "BINSTRING", "SHORT_BINSTRING"}
 
 _CONSTANTS: dict[str, Callable[[], Any]] = {
     "NONE": lambda: None,

@@ -21,13 +21,22 @@ from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource, ReadableFile
 from .format import Shard, ShardHeader, TensorEntry
 from .nodes import row_major_strides
-from .pickles import Call, Global, Persistent, Pickle, read_pickle
+from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
 from .safetensors import MAX_DIMENSIONS, dtype_name, parse_entry
 from .torch_zip import MOST_READ, OPCODES, SIGNATURE, NotAMap, Storage, read_zip
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["NotAMap", "describe", "field_of", "parse_header", "read_header", "why_not"]
+__all__ = [
+    "NotAMap",
+    "describe",
+    "field_of",
+    "parse_field",
+    "parse_header",
+    "read_header",
+    "read_single",
+    "why_not",
+]
 
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
@@ -79,7 +88,7 @@ def why_not(source: ByteSource, paths: Sequence[str]) -> str:
 def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
     """See :meth:`.format.Format.parse_header`; tensors may share bytes."""
     fields = parse_object(header.text, f"{path}: header")
-    entries = [_entry(path, number, name, field) for name, field in fields.items()]
+    entries = [parse_field(path, number, name, field) for name, field in fields.items()]
     for entry in entries:
         if entry.stop > header.size_bytes:
             raise CheckpointError(
@@ -89,7 +98,19 @@ def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, li
     return Shard(path, header.size_bytes, {}, tag=header.tag), entries
 
 
-def _entry(path: str, number: int, name: str, field: dict[str, Any]) -> TensorEntry:
+def read_single(file: ReadableFile, path: str) -> dict[str, Any]:
+    """The field of a header (dtype, shape, data_offsets) of a file that holds one tensor.
+
+    Raises:
+        CheckpointError: it is no sound file of ``torch.save``; `path` is for the message.
+        NotAMap: it holds something else.
+    """
+    pickle, storages = _description(file, path)
+    _check_calls(path, pickle, storages)
+    return field_of(path, "the tensor", pickle.root, storages)
+
+
+def parse_field(path: str, number: int, name: str, field: dict[str, Any]) -> TensorEntry:
     """An entry of a field of a header, which another rank of ours has made and checked."""
     if (strides := field.pop("strides", None)) is None:
         return parse_entry(path, number, 0, name, field)
@@ -99,12 +120,18 @@ def _entry(path: str, number: int, name: str, field: dict[str, Any]) -> TensorEn
     )
 
 
-def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
-    """The tensors of a file, as fields of a header."""
+def _description(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Storage]]:
+    """What :func:`describe` gives of a file that names nothing else than tensors need."""
     pickle, storages = describe(file, path, OPCODES)
     strange = next((each for each in pickle.globals if each not in _KNOWN), None)
     if strange is not None:
         raise NotAMap(f"it names {strange}")
+    return pickle, storages
+
+
+def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
+    """The tensors of a file, as fields of a header."""
+    pickle, storages = _description(file, path)
     root = pickle.root
     if isinstance(root, Call) and root.function == _ORDERED:
         root = dict(root.entries)
@@ -115,8 +142,7 @@ def _tensors(file: ReadableFile, path: str) -> dict[str, Any]:
         if not isinstance(name, str):
             raise CheckpointError(f"{path}: expected names of tensors, found a {type(name).__name__} among them.")
         found[name] = field_of(path, name, value, storages)
-    for call in pickle.calls:
-        _check_call(path, call, storages)
+    _check_calls(path, pickle, storages)
     return found
 
 
@@ -159,13 +185,18 @@ def _check_storages(path: str, persistents: Iterable[Persistent], storages: Mapp
         if type(numel) is not int or place is None or place.stop - place.start != numel * dtype.itemsize:
             held = "no storage" if place is None else f"{place.stop - place.start} bytes"
             raise CheckpointError(
-                f"{path}: expected {excerpt(numel)} elements of {dtype} in storage {excerpt(key)}, found {held}. The "
+                f"{path}: expected {kind_of(numel)} elements of {dtype} in storage {excerpt(key)}, found {held}. The "
                 "file is damaged; save it again."
             )
 
 
-def _check_call(path: str, call: Call, storages: Mapping[str, Storage]) -> None:
+def _check_calls(path: str, pickle: Pickle, storages: Mapping[str, Storage]) -> None:
     """What torch would call must be what it calls in every file, also where no tensor of ours comes of it."""
+    for call in pickle.calls:
+        _check_call(path, call, storages)
+
+
+def _check_call(path: str, call: Call, storages: Mapping[str, Storage]) -> None:
     sets_state = call.state is not None or call.members or call.entries
     if call.function == _ORDERED and not call.arguments and isinstance(call.state, (dict, type(None))):
         if not call.members:
@@ -176,7 +207,7 @@ def _check_call(path: str, call: Call, storages: Mapping[str, Storage]) -> None:
     elif not sets_state and call.function == _REBUILD_PARAMETER and len(call.arguments) == 3:
         if isinstance(call.arguments[0], Call) and call.arguments[0].function == _REBUILD:
             return
-    raise NotAMap(f"it makes something else than a tensor ({call.function})")
+    raise NotAMap(f"it makes something else than a tensor ({kind_of(call)})")
 
 
 def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) -> dict[str, Any]:
@@ -184,8 +215,7 @@ def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) 
     if isinstance(value, Call) and value.function == _REBUILD_PARAMETER and value.arguments:
         value = value.arguments[0]
     if not isinstance(value, Call) or value.function != _REBUILD or len(value.arguments) != 6:
-        kind = value.function if isinstance(value, Call) else type(value).__name__
-        raise NotAMap(f"{name} is no plain tensor ({kind})")
+        raise NotAMap(f"{name} is no plain tensor ({kind_of(value)})")
     storage, offset, shape, strides, requires_grad, hooks = value.arguments
     if not isinstance(requires_grad, bool) or not isinstance(hooks, Call) or hooks.function != _ORDERED:
         raise NotAMap(f"{name} is no plain tensor")
@@ -199,7 +229,10 @@ def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) 
         type(number) is int and 0 <= number < 2**63 for number in numbers
     )
     if not are_sizes or len(shape) != len(strides):
-        raise CheckpointError(f"{path}: tensor {name!r}: expected sizes, strides and an offset, found {numbers[:8]}.")
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: expected sizes, strides and an offset, found "
+            f"{', '.join(map(kind_of, numbers[:8]))}."
+        )
     place = storages[key]
     count = prod(shape)
     field: dict[str, Any] = {
@@ -232,6 +265,8 @@ def _read_legacy(file: ReadableFile, path: str, opcodes: AbstractSet[str] | None
         pickle = _next_pickle(file, path, what, position, opcodes)
         value, position = pickle.root, position + pickle.size_bytes
         found.append(pickle)
+        if what != "tensors" and (pickle.calls or pickle.globals or pickle.persistents):
+            raise CheckpointError(f"{path}: this is no file of torch.save: its {what} is no plain value.")
         if (what == "magic number" and value != _MAGIC) or (what == "version" and value != _LEGACY_PROTOCOL):
             raise CheckpointError(f"{path}: this is no file of torch.save: its {what} is another one.")
     machine, tensors, keys = found[2].root, found[3], found[4].root

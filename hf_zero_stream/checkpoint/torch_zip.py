@@ -26,6 +26,10 @@ _LOCAL_HEADER = 30  # bytes, and then the name and an extra field, whose lengths
 _FLAGS = 0x080E
 """Of a member: how it was compressed, sizes behind it, a name in UTF-8. All others are of encryption and patches."""
 
+_NOTES = ("byteorder", ".data/version", "version", ".storage_alignment", ".data/serialization_id")
+_VERSIONS = {b"%d" % number for number in range(1, 11)}
+"""Of the archive's format, as torch's reader has them."""
+
 MOST_READ = 512 * 2**20
 """Bytes of anything but storages, at once."""
 
@@ -96,21 +100,39 @@ def read_zip(
             if len(archive.infolist()) != count:
                 raise CheckpointError(f"{path}: expected {count} members, found {len(archive.infolist())}.")
             places = _places(file, path, archive.infolist())
-            pickles = [name for name in places if name.endswith("/data.pkl")]
-            if len(pickles) != 1:
-                raise CheckpointError(f"{path}: expected one data.pkl in the archive, found {len(pickles)}.")
-            description = archive.read(pickles[0])  # which compares its checksum
+            prefix = _folder(path, archive.namelist())
+            if f"{prefix}data.pkl" not in places:
+                raise CheckpointError(f"{path}: expected data.pkl in the archive.")
+            description = archive.read(f"{prefix}data.pkl")  # which compares its checksum
     except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError) as error:
         raise CheckpointError(f"{path}: this is no sound zip archive of torch.save: {error}") from error
-    prefix = pickles[0].removesuffix("data.pkl")
     if f"{prefix}constants.pkl" in places:
         raise NotAMap("it is a TorchScript archive")
-    order = places.get(f"{prefix}byteorder")
-    if order is not None and file.read(order.start, min(8, order.stop - order.start)) != b"little":
+    notes = {name: _note(file, places[prefix + name]) for name in _NOTES if prefix + name in places}
+    if notes.get("byteorder", b"little") != b"little":
         raise CheckpointError(f"{path}: byteorder: expected 'little'. Save it again on a little-endian machine.")
+    version, alignment = notes.get(".data/version", notes.get("version", b"")), notes.get(".storage_alignment", b"64")
+    identity = notes.get(".data/serialization_id", b"")
+    if version.strip() not in _VERSIONS or not alignment.isdigit() or not identity.isascii():
+        raise CheckpointError(f"{path}: expected a known version, an alignment and an identity in the archive.")
     pickle = read_pickle(description, f"{path}: data.pkl", opcodes)
     data = f"{prefix}data/"
     return pickle, {name.removeprefix(data): place for name, place in places.items() if name.startswith(data)}
+
+
+def _note(file: ReadableFile, place: Storage) -> bytes:
+    """What a small member holds, such as a version; something that is no text if it is not small."""
+    return file.read(place.start, place.stop - place.start) if place.stop - place.start <= 256 else b"\xff"
+
+
+def _folder(path: str, names: Sequence[str]) -> str:
+    """The folder of all members, with its slash. torch looks for members without regard to capitals."""
+    prefix = names[0][: names[0].find("/") + 1] if names else ""
+    if not prefix or any(not name.startswith(prefix) or not name.isascii() for name in names):
+        raise CheckpointError(f"{path}: expected all members of the archive in one folder, with names in ASCII.")
+    if len({name.lower() for name in names}) != len(names):
+        raise CheckpointError(f"{path}: two members of the archive have the same name, but for capitals.")
+    return prefix
 
 
 def _checked_count(file: ReadableFile, path: str) -> int:
@@ -121,16 +143,27 @@ def _checked_count(file: ReadableFile, path: str) -> int:
     stop = file.size_bytes - _END.size
     end = _unpacked(_END, file, stop)
     if end[0] == b"PK\5\6" and end[1:3] == (0, 0) and end[3] == end[4] and end[7] == 0:
-        begin, count = end[5] + end[6], end[4]
+        size, start, count = end[5], end[6], end[4]
         locator = _unpacked(_LOCATOR, file, stop - _LOCATOR.size)
         if locator[0] == b"PK\6\7":
             stop -= _LOCATOR.size + _END_64.size
             last = _unpacked(_END_64, file, stop)
             is_sound = last[:2] == (b"PK\6\6", _END_64.size - 12) and last[4:6] == (0, 0) and last[6] == last[7]
-            begin, count = last[8] + last[9] if is_sound and locator[1:] == (0, stop, 1) else -1, last[7]
-        if begin == stop:
+            size, start, count = (last[8], last[9] if is_sound and locator[1:] == (0, stop, 1) else -1, last[7])
+        if start >= 0 and start + size == stop and _fills(file.read(start, min(size, MOST_READ)), count):
             return int(count)
     raise CheckpointError(f"{path}: this is no sound zip archive of torch.save: it was cut, or has another end.")
+
+
+def _fills(directory: bytes, count: int) -> bool:
+    """Whether this many entries, of the lengths that they announce, are the whole directory."""
+    position = 0
+    for _ in range(count):
+        if directory[position : position + 4] != b"PK\1\2":
+            return False
+        lengths = (directory[position + at : position + at + 2] for at in (28, 30, 32))
+        position += 46 + sum(int.from_bytes(length, "little") for length in lengths)
+    return position == len(directory)
 
 
 _END = struct.Struct("<4s4H2IH")  # signature, disks, entries here and in all, size and offset, length of a comment

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint import distcp
 from ..checkpoint.format import ShardHeader, TensorEntry
 from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
 from ..checkpoint.lazy import LazyTensor
@@ -22,7 +23,7 @@ from ..checkpoint.nodes import HostTensor, Leaf, View
 from ..checkpoint.without_values import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
-from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
+from ..errors import CheckpointError, DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..footprint.memory import MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
@@ -143,6 +144,39 @@ class Load:
         # Modules read their extra state as soon as they get it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
+
+    def open_distributed(self, folder: str) -> dict[str, CheckpointSlice | torch.Tensor]:
+        """As :meth:`open`, of a folder of torch.distributed.checkpoint; raises an UnsupportedError too (all ranks)."""
+        is_main, metadata = self.coordinator.is_main, os.path.join(folder, distcp.METADATA)
+
+        def checked_map() -> distcp.DistributedMap:
+            reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
+            if there_are_copies and reads_copy and self.checkpoint.reads_itself and self._read_map(folder) != text:
+                raise CheckpointError(
+                    f"{metadata}: this is not the checkpoint that rank 0 sees. Make it the same on every node."
+                )
+            return distcp.parse_map(folder, text, len(self.checkpoint.shards))
+
+        with self.clock("index"):
+            folders = self.compare_files([metadata])
+            there_are_copies = self._has_copies(folders)
+            text = self.coordinator.broadcast(partial(self._read_map, folder))
+            found = self.coordinator.run_on_all(checked_map) if self.checkpoint.relays else checked_map()
+        for note in found.notes if is_main else ():
+            logger.warning("%s: %s", folder, note)
+        self._index, self.absent = None, {}
+        self.checkpoint.add(found.shards)
+        return {name: CheckpointSlice(view, self.checkpoint.materialise) for name, view in found.views.items()}
+
+    def _read_map(self, folder: str) -> bytes:
+        source = self.checkpoint.source
+        read = partial(distcp.read_map, source, folder)
+        return self.checkpoint.retries.call(read, lambda error: source.is_transient(error.__cause__))
+
+    def look_into_distributed(self, folder: str) -> distcp.DistributedMap:
+        """As :meth:`look_into`, of a folder of torch.distributed.checkpoint."""
+        read = partial(self._read_map, folder)
+        return distcp.parse_map(folder, self.coordinator.broadcast(read) if self.checkpoint.relays else read())
 
     def _has_copies(self, folders: Sequence[str]) -> bool:
         """Whether ranks that read may see other files than rank 0's, on other hosts or in other `folders`."""

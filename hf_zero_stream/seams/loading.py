@@ -13,7 +13,8 @@ import torch
 from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
-from ..checkpoint import torch_files
+from ..checkpoint import distcp, torch_files
+from ..checkpoint.contents import is_distributed
 from ..checkpoint.index_file import check_files, read_index_file
 from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
@@ -122,8 +123,8 @@ def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
 @seam(PreTrainedModel, "_load_and_finalize_distributed_pretrained_model", since="5.20")
 def _refuse_distributed_checkpoint(session: Session, *args: Any, **kwargs: Any) -> Any:
     raise UnsupportedError(
-        "This folder holds a distributed checkpoint (torch.distributed.checkpoint), which is not a map of safetensors "
-        "bytes. Save it with save_pretrained(distributed_checkpoint=False), or load it without streaming()."
+        "This folder holds a distributed checkpoint in pieces of safetensors, one for each rank, which are not read "
+        "in parts. Save it with save_pretrained(distributed_checkpoint=False), or load it without streaming()."
     )
 
 
@@ -153,6 +154,9 @@ def _load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) -
     session = Session.current()  # also of a load that was left to stock
     if session is None:
         return original(file, *args, **kwargs)
+    if os.path.basename(file) == distcp.METADATA:
+        views = session.load.look_into_distributed(os.path.dirname(file)).views
+        return {name: torch.empty(view.sizes, dtype=view.node.dtype, device="meta") for name, view in views.items()}
     if str(file).endswith(".safetensors"):
         index = session.load.look_into(file)
         if not session.load.checkpoint.reads_itself or is_url(file):
@@ -165,7 +169,12 @@ def _load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) -
 
 @seam(modeling_utils, "_get_resolved_checkpoint_files")
 def _get_resolved_checkpoint_files(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
-    """A rank for which another one reads need not see the single file of a checkpoint without an index."""
+    """A rank for which another one reads need not see the single file of a checkpoint without an index.
+
+    transformers knows no folders of torch.distributed.checkpoint with that library's own files.
+    """
+    if (distributed := _distributed_folder(**kwargs)) is not None:
+        return [os.path.join(distributed, distcp.METADATA)], None
     try:
         return original(*args, **kwargs)
     except OSError:
@@ -178,12 +187,28 @@ def _get_resolved_checkpoint_files(session: Session, original: Original, *args: 
         return [os.path.join(folder, subfolder, name)], None  # if rank 0 has others, the load says so
 
 
+def _distributed_folder(
+    pretrained_model_name_or_path: Any = None,
+    gguf_file: Any = None,
+    use_safetensors: bool | None = None,
+    download_kwargs: Mapping[str, Any] | None = None,
+    **_: Any,
+) -> str | None:
+    folder = pretrained_model_name_or_path
+    if folder is None or gguf_file or use_safetensors or not os.path.isdir(folder):
+        return None
+    folder = os.path.join(folder, (download_kwargs or {}).get("subfolder") or "")
+    return folder.rstrip("/") if is_distributed(folder) else None
+
+
 def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Mapping[str, Any]:
     load = session.load
     if state_dict is not None:
         return load.open_values(mapped_gguf_values(state_dict))
     if not files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
+    if os.path.basename(files[0]) == distcp.METADATA:
+        return load.open_distributed(os.path.dirname(files[0]))
     if load_config.sharded_metadata is None:
         _check_and_read_ahead(session, files)  # of an index, this was done when it was read
     weight_map = (load_config.sharded_metadata or {}).get("weight_map")

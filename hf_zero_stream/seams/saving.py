@@ -26,7 +26,7 @@ from ..checkpoint.safetensors import NotedShard
 from .packing import take_packed
 
 
-__all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype"]
+__all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype", "reverse_all_conversions"]
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,15 @@ def lay_out_pretrained(
     if dtype is not None:
         note_dtype(folder / "config.json", dtype)
     return noted.shards
+
+
+def reverse_all_conversions(model: PreTrainedModel) -> None:
+    """Have ``save_pretrained`` reverse all conversions of the model's type, if its load has used none.
+
+    Of a load of the model's own names there is nothing to reverse, as transformers sees it.
+    """
+    if not getattr(model, "_weight_conversions", None):
+        vars(model).pop("_weight_conversions", None)
 
 
 def index_name(variant: str | None) -> str:

@@ -1,0 +1,269 @@
+"""Folders of torch.distributed.checkpoint, as maps of bytes; no pickle in them is run.
+
+``.metadata`` is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: of each tensor its shape, its dtype
+and its chunks (boxes of it), and of each chunk the file, offset and length of a whole archive of ``torch.save`` with
+that box alone (``filesystem.py``: ``_StorageInfo``). Rank 0 looks into the archives and writes down where the elements
+are: a map as JSON text, of which every rank makes views.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError, ReadError, UnsupportedError
+from ..sources.base import ByteSource, ReadableFile
+from .format import Shard
+from .index import view_of
+from .index_file import fault_of_name
+from .nodes import HostTensor, View
+from .pickles import MOST_BYTES, read_pickle
+from .safetensors import DTYPES, dtype_name
+from .torch_files import NotAMap, parse_field, read_single
+from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
+from .untrusted_json import excerpt, parse_object
+
+
+__all__ = ["METADATA", "DistributedMap", "is_folder", "parse_map", "read_map"]
+
+METADATA = ".metadata"
+_EDGE_BYTES = 4096
+"""Of the beginning and of the end of an archive, each read at once: all of it but the elements, mostly."""
+_MOST_CUTS = 64
+"""Levels of boxes in boxes; a mesh has as many as it has dimensions."""
+
+
+class DistributedMap(NamedTuple):
+    """The tensors of the model in a folder: files, views of them by name, and the names of all that is left out."""
+
+    shards: tuple[Shard, ...]
+    views: Mapping[str, View]
+    skipped: tuple[str, ...]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        if not self.skipped:
+            return ()
+        some = ", ".join(excerpt(name) for name in self.skipped[:8])
+        return (f"Left out, since they are no tensors of the model: {some} ({len(self.skipped)} in all).",)
+
+
+def is_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether torch.distributed.checkpoint has written this folder with its own files."""
+    return os.path.lexists(Path(folder) / METADATA)
+
+
+def read_map(source: ByteSource, folder: str) -> bytes:
+    """The map of a folder, for :func:`parse_map`; one rank reads it, and its text is the same on all.
+
+    Raises:
+        ReadError: a file is missing or cannot be read.
+        CheckpointError: the folder is not sound; or it holds no model.
+        UnsupportedError: a tensor is compressed, or no plain tensor.
+    """
+    path = os.path.join(folder, METADATA)
+    try:
+        with source.open_file(path) as file:
+            if file.size_bytes > MOST_BYTES:
+                raise CheckpointError(f"{path}: expected at most {MOST_BYTES} bytes; found {file.size_bytes}.")
+            data = file.read(0, file.size_bytes)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    metadata = metadata_of(path, read_pickle(data, path, OPCODES, objects_as_keys=True))
+    names, skipped = _names(path, metadata)
+    wanted = list(_items(path, metadata, names))
+    fields, files = _fields(source, folder, [item for _, _, item in wanted])
+    tensors: dict[str, Any] = {
+        names[key]: [dtype_name(stored.dtype), list(stored.shape), []]
+        for key, stored in metadata.tensors.items()
+        if key in names
+    }
+    numbers = {file: number for number, file in enumerate(files)}
+    for key, box, item in wanted:
+        field = fields[item]
+        found, expected = (field["dtype"], field["shape"]), (dtype_name(metadata.tensors[key].dtype), list(box.sizes))
+        if found != expected:
+            raise CheckpointError(
+                f"{_where(folder, item)}: expected {expected[0]} of shape {expected[1]} for tensor {excerpt(key)}; "
+                f"found {found[0]} of shape {found[1]}."
+            )
+        tensors[names[key]][2].append([numbers[item.file], box.offsets, field])
+    return json.dumps({"files": files, "tensors": tensors, "skipped": skipped}).encode()
+
+
+def parse_map(folder: str, text: bytes, first_shard: int = 0) -> DistributedMap:
+    """What :func:`read_map` found, for the files that this rank sees in `folder`, numbered from `first_shard` on.
+
+    Raises:
+        CheckpointError: the chunks of a tensor overlap, or leave holes.
+    """
+    found = parse_object(text, f"{folder}: map")
+    files = found["files"].items()
+    shards = tuple(Shard(os.path.join(folder, file), size, {}, tag=tag) for file, (size, tag) in files)
+    views: dict[str, View] = {}
+    for name, (dtype, shape, pieces) in found["tensors"].items():
+        boxes = []
+        for number, offsets, field in pieces:
+            sizes = tuple(field["shape"])
+            entry = parse_field(shards[number].path, first_shard + number, name, field)
+            boxes.append((Box(tuple(offsets), sizes), view_of(entry)))
+        if 0 in shape:
+            views[name] = View.whole(HostTensor.of(torch.empty(shape, dtype=DTYPES[dtype])))
+            continue
+        whole = Box((0,) * len(shape), tuple(shape))
+        view = _assembled(whole, boxes, 0)
+        if view is None:
+            raise CheckpointError(
+                f"{folder}: the chunks of tensor {excerpt(name)} overlap, or leave holes in its shape {shape}. Save "
+                "the checkpoint again."
+            )
+        views[name] = view
+    return DistributedMap(shards, views, tuple(found["skipped"]))
+
+
+def _names(path: str, metadata: Metadata) -> tuple[dict[str, str], list[str]]:
+    """(tensor -> its name in the model, all else).
+
+    Whoever saves nested dicts gets flat keys, with the way to each beside them. The model's tensors are those below a
+    key "model", as accelerate and most training loops save them: ("model", "lm_head.weight"). If there is no such key,
+    they are those that are not nested, as torchtitan and ``dcp.save(model.state_dict())`` save them.
+    """
+    ways = {key: metadata.ways.get(key, (key,)) for key in metadata.tensors}
+    below = {key: way[way.index("model", 0, -1) + 1 :] for key, way in ways.items() if "model" in way[:-1]}
+    chosen = below or {key: way for key, way in ways.items() if len(way) == 1}
+    names = {key: ".".join(map(str, way)) for key, way in chosen.items()}
+    skipped = sorted([*(metadata.tensors.keys() - names.keys()), *metadata.others])
+    if not names:
+        some = ", ".join(map(excerpt, skipped[:8]))
+        raise CheckpointError(f"{path}: expected tensors of a model, under a key 'model' or not nested; found {some}.")
+    if len(set(names.values())) != len(names):
+        raise CheckpointError(f"{path}: two tensors have the same name in the model.")
+    return names, skipped
+
+
+def _items(path: str, metadata: Metadata, names: Mapping[str, str]) -> Iterator[tuple[str, Box, Item]]:
+    """(tensor, chunk, where it lies) of all chunks with elements."""
+    for key in names:
+        stored: Stored = metadata.tensors[key]
+        for box in dict.fromkeys(stored.chunks):
+            if 0 in box.sizes:
+                continue  # of ranks that have nothing
+            item = metadata.items.get((key, box.offsets))
+            if item is None:
+                raise CheckpointError(
+                    f"{path}: tensor {excerpt(key)}: its chunk at {list(box.offsets)} is in no file."
+                )
+            if item.transforms:
+                raise UnsupportedError(
+                    f"{path}: tensor {excerpt(key)} was changed when it was written ({excerpt(item.transforms)}), and "
+                    "cannot be read in parts. Save the checkpoint without extensions."
+                )
+            if fault := fault_of_name(path, item.file):
+                raise CheckpointError(f"{path}: tensor {excerpt(key)}: the file's name {excerpt(item.file)} {fault}.")
+            yield key, box, item
+
+
+def _fields(
+    source: ByteSource, folder: str, items: Iterable[Item]
+) -> tuple[dict[Item, dict[str, Any]], dict[str, tuple[int, str]]]:
+    """(item -> dtype, shape and place of its elements, file -> its size and tag)."""
+    fields: dict[Item, dict[str, Any]] = {}
+    files: dict[str, tuple[int, str]] = {}
+    for name, group in groupby(sorted(items), key=lambda item: item.file):
+        path = os.path.join(folder, name)
+        try:
+            with source.open_file(path) as file:
+                files[name], end = (file.size_bytes, file.tag), 0
+                for item in group:
+                    if item.offset < end or item.offset + item.length > file.size_bytes:
+                        raise CheckpointError(
+                            f"{_where(folder, item)}: it overlaps another one, or lies beyond the end of the file."
+                        )
+                    end = item.offset + item.length
+                    fields[item] = _field(file, folder, item)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+    return fields, files
+
+
+def _field(file: ReadableFile, folder: str, item: Item) -> dict[str, Any]:
+    where = _where(folder, item)
+    try:
+        field = read_single(_Part(file, item.offset, item.length), where)
+    except NotAMap as reason:
+        raise UnsupportedError(f"{where}: {reason}, and not a plain tensor.") from reason
+    return {**field, "data_offsets": [item.offset + offset for offset in field["data_offsets"]]}
+
+
+def _where(folder: str, item: Item) -> str:
+    return f"{os.path.join(folder, item.file)}, bytes {item.offset} to {item.offset + item.length}"
+
+
+def _unreadable(path: str, error: OSError) -> ReadError:
+    return ReadError(
+        f"{path}: cannot read the distributed checkpoint: {error.strerror or error}. Check that all of its files are "
+        "there and may be read."
+    )
+
+
+class _Part:
+    """Some bytes of a file, as a file of its own."""
+
+    def __init__(self, file: ReadableFile, start: int, nbytes: int) -> None:
+        self._file, self._start, self.size_bytes, self.tag = file, start, nbytes, file.tag
+        self._head = file.read(start, min(_EDGE_BYTES, nbytes))
+        self._tail_start = max(0, nbytes - _EDGE_BYTES)
+        self._tail = file.read(start + self._tail_start, nbytes - self._tail_start)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        stop = min(start + nbytes, self.size_bytes)
+        if stop <= len(self._head):
+            return self._head[start:stop]
+        if start >= self._tail_start:
+            return self._tail[start - self._tail_start : stop - self._tail_start]
+        return self._file.read(self._start + start, max(0, stop - start))
+
+
+Piece = tuple[Box, View]
+
+
+def _assembled(whole: Box, pieces: list[Piece], level: int) -> View | None:
+    """The elements of `whole`, which `pieces` fill; None if they do not, or do it twice."""
+    if len(pieces) == 1:
+        return pieces[0][1] if pieces[0][0] == whole else None
+    if level == _MOST_CUTS:
+        return None
+    for dim in range(len(whole.sizes)):
+        groups = _cut(pieces, dim)
+        if len(groups) == 1:
+            continue
+        parts, begin = [], whole.offsets[dim]
+        for number, group in enumerate(groups):
+            stop = min(box.offsets[dim] for box, _ in groups[number + 1]) if number + 1 < len(groups) else None
+            end = whole.offsets[dim] + whole.sizes[dim] if stop is None else stop
+            part = _assembled(whole.with_range(dim, begin, end), group, level + 1)
+            if part is None:
+                return None
+            parts.append(part)
+            begin = end
+        return View.joined(tuple(parts), dim)
+    return None
+
+
+def _cut(pieces: list[Piece], dim: int) -> list[list[Piece]]:
+    """Groups of pieces, each of which lies behind the one before along `dim`."""
+    groups: list[list[Piece]] = []
+    end = 0
+    for piece in sorted(pieces, key=lambda piece: piece[0].offsets[dim]):
+        box = piece[0]
+        if not groups or box.offsets[dim] >= end:
+            groups.append([])
+        groups[-1].append(piece)
+        end = max(end, box.offsets[dim] + box.sizes[dim])
+    return groups

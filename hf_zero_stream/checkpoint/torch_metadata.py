@@ -1,0 +1,239 @@
+"""``torch.distributed.checkpoint.metadata.Metadata``, from its pickle that was read and not run.
+
+The classes are dataclasses; their pickles hold the fields by name. See :mod:`.pickles` for what stands for objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import CheckpointError, UnsupportedError
+from .pickles import Call, Global, Pickle, kind_of
+from .safetensors import DTYPES, MAX_DIMENSIONS
+from .untrusted_json import excerpt
+
+
+__all__ = ["OPCODES", "Box", "Item", "Metadata", "Stored", "metadata_of"]
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_LAYOUT = Global("torch.serialization", "_get_layout")
+_ENCODING = Global(_METADATA, "_MEM_FORMAT_ENCODING")
+_FIELDS = {
+    (_METADATA, "Metadata"): {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
+    (_METADATA, "TensorStorageMetadata"): {"properties", "size", "chunks"},
+    (_METADATA, "ChunkStorageMetadata"): {"offsets", "sizes"},
+    (_METADATA, "MetadataIndex"): {"fqn", "offset", "index"},
+    (_METADATA, "StorageMeta"): {"checkpoint_id", "save_id", "load_id", "modules"},
+    (_INFO.module, _INFO.name): {"relative_path", "offset", "length", "transform_descriptors"},
+}
+"""The dataclasses, and their fields."""
+_SIZE = Global("torch", "Size")
+_DTYPES = {Global("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()}
+
+
+OPCODES = {
+    *("PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE"),
+    *("EMPTY_DICT", "EMPTY_LIST", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *("STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD", "APPEND", "APPENDS", "SETITEM", "SETITEMS"),
+}
+"""Those with which Python writes such objects since version 3.8."""
+
+
+class Box(NamedTuple):
+    """A box of a tensor: its first index in each dimension, and how many there are."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def with_range(self, dim: int, begin: int, end: int) -> Box:
+        """This box with indices ``[begin, end)`` along `dim`."""
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        offsets[dim], sizes[dim] = begin, end - begin
+        return Box(tuple(offsets), tuple(sizes))
+
+
+class Stored(NamedTuple):
+    """A tensor, and the boxes of it that were written."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Box, ...]
+
+
+class Item(NamedTuple):
+    """`length` bytes of a file from `offset` on; `transforms` names what was done to them, mostly nothing."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: str
+
+
+@dataclass(frozen=True)
+class Metadata:
+    """What a distributed checkpoint holds.
+
+    Attributes:
+        tensors: by key.
+        others: keys of everything else.
+        ways: key -> the keys of the nested dicts and lists that lead to it.
+        items: (key, offsets of a chunk) -> where it is.
+    """
+
+    tensors: Mapping[str, Stored]
+    others: tuple[str, ...]
+    ways: Mapping[str, tuple[str | int, ...]]
+    items: Mapping[tuple[str, tuple[int, ...]], Item]
+
+
+def metadata_of(path: str, pickle: Pickle) -> Metadata:
+    """The metadata at `path`, from its pickle.
+
+    Raises:
+        CheckpointError: it is another object, or a field is not what torch writes.
+        UnsupportedError: a tensor is of a layout or dtype that is not streamed.
+    """
+    if pickle.persistents:
+        raise CheckpointError(f"{path}: expected a pickle that is whole; it refers to other objects.")
+    for call in pickle.calls:
+        _check_call(path, call)
+    fields = _fields(path, pickle.root, "Metadata")
+    tensors: dict[str, Stored] = {}
+    others: list[str] = []
+    for key, value in _dict(path, fields, "state_dict_metadata").items():
+        if not isinstance(key, str):
+            raise _faulty(path, "state_dict_metadata", "keys that are strings", key)
+        if isinstance(value, Call) and value.function == Global(_METADATA, "BytesStorageMetadata"):
+            others.append(key)
+        else:
+            tensors[key] = _stored(path, key, value)
+    items: dict[tuple[str, tuple[int, ...]], Item] = {}
+    for index, value in _dict(path, fields, "storage_data").items():
+        place = _fields(path, index, "MetadataIndex")
+        key, offset = place.get("fqn"), place.get("offset")
+        if not isinstance(key, str):
+            raise _faulty(path, "storage_data", "a key that is a string", key)
+        if offset is None:
+            continue  # of something else than a tensor
+        at = (key, _sizes(path, key, offset))
+        if at in items:
+            raise CheckpointError(f"{path}: tensor {excerpt(key)}: its chunk at {list(at[1])} is there twice.")
+        items[at] = _item(path, key, value)
+    ways = fields.get("planner_data") or {}
+    return Metadata(tensors, tuple(others), _ways(path, ways), items)
+
+
+def _check_call(path: str, call: Call) -> None:
+    """What torch would make must be what it makes in every such file, also where nothing of ours comes of it."""
+    sound = False
+    if not call.entries and not call.members:
+        match call:
+            case Call(function=Global(module, name), arguments=(), state=dict() as state):
+                sound = (module, name) in _FIELDS and state.keys() <= _FIELDS[module, name]
+            case Call(function=Global(module, "BytesStorageMetadata"), arguments=(), state=None):
+                sound = module == _METADATA
+            case Call(function=Global(module, "TensorProperties"), arguments=(), state=(_, _, _, Call(), _)):
+                sound = module == _METADATA and call.state[3].function == _ENCODING
+            case Call(function=function, arguments=(tuple() as sizes,), state=None) if function == _SIZE:
+                sound = all(type(size) is int and -(2**63) <= size < 2**63 for size in sizes)
+            case Call(function=function, arguments=("torch.strided",), state=None):
+                sound = function == _LAYOUT
+            case Call(function=function, arguments=(int() as number,), state=None) if function == _ENCODING:
+                sound = number in (0, 1, 2)
+            case Call(function=Global("pathlib", "PosixPath"), arguments=parts, state=None):
+                sound = all(isinstance(part, str) for part in parts)
+    if not sound:
+        raise CheckpointError(
+            f"{path}: it makes something else than torch.distributed.checkpoint does ({kind_of(call)})."
+        )
+
+
+def _stored(path: str, key: str, value: Any) -> Stored:
+    fields = _fields(path, value, "TensorStorageMetadata")
+    shape = _sizes(path, key, fields.get("size"))
+    properties = fields.get("properties")
+    state = getattr(properties, "state", None)
+    if getattr(properties, "function", None) != Global(_METADATA, "TensorProperties") or not isinstance(state, tuple):
+        raise _faulty(path, key, "properties of a tensor", properties)
+    match state:
+        case (Global() as dtype, Call(function=layout, arguments=("torch.strided",)), *_):
+            if dtype not in _DTYPES or layout != _LAYOUT:
+                raise UnsupportedError(f"{path}: tensor {excerpt(key)} is of {dtype}, which is not streamed.")
+        case _:
+            raise UnsupportedError(f"{path}: tensor {excerpt(key)} is no plain tensor, and is not streamed.")
+    chunks = fields.get("chunks")
+    if not isinstance(chunks, list):
+        raise _faulty(path, key, "a list of chunks", chunks)
+    boxes = []
+    for chunk in chunks:
+        of_chunk = _fields(path, chunk, "ChunkStorageMetadata")
+        box = Box(_sizes(path, key, of_chunk.get("offsets")), _sizes(path, key, of_chunk.get("sizes")))
+        if not len(box.offsets) == len(box.sizes) == len(shape) or any(
+            offset + size > end for offset, size, end in zip(box.offsets, box.sizes, shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"{path}: tensor {excerpt(key)}: expected a chunk inside its shape {list(shape)}; found one at "
+                f"{list(box.offsets)} of {list(box.sizes)}."
+            )
+        boxes.append(box)
+    return Stored(_DTYPES[dtype], shape, tuple(boxes))
+
+
+def _item(path: str, key: str, value: Any) -> Item:
+    if not isinstance(value, Call) or value.function != _INFO or not isinstance(value.state, dict):
+        raise _faulty(path, key, "a place in a file", value)
+    state = value.state
+    file, offset, length = (state.get(name) for name in ("relative_path", "offset", "length"))
+    if not (isinstance(file, str) and isinstance(offset, int) and isinstance(length, int)) or min(offset, length) < 0:
+        raise _faulty(path, key, "a file's name, an offset and a length", value)
+    transforms = state.get("transform_descriptors") or []
+    if not isinstance(transforms, list):
+        raise _faulty(path, key, "a list of what was done to the bytes", transforms)
+    return Item(file, offset, length, ", ".join(map(kind_of, transforms)))
+
+
+def _ways(path: str, ways: Any) -> dict[str, tuple[str | int, ...]]:
+    """Of a planner that flattens nested dicts; another one's are of no use."""
+    if not isinstance(ways, dict):
+        return {}
+    for key, way in ways.items():
+        if not isinstance(key, str) or not isinstance(way, tuple) or not way:
+            raise _faulty(path, "planner_data", "the keys that lead to a tensor", way)
+        if not all(isinstance(part, (str, int)) for part in way):
+            raise _faulty(path, "planner_data", "the keys that lead to a tensor", way)
+    return ways
+
+
+def _fields(path: str, value: Any, name: str) -> dict[str, Any]:
+    if isinstance(value, Call) and value.function == Global(_METADATA, name) and isinstance(value.state, dict):
+        return value.state
+    raise CheckpointError(f"{path}: expected a {name} of torch.distributed.checkpoint; found {kind_of(value)}.")
+
+
+def _dict(path: str, fields: Mapping[str, Any], name: str) -> dict[Any, Any]:
+    value = fields.get(name)
+    if not isinstance(value, dict):
+        raise _faulty(path, name, "a dict", value)
+    return value
+
+
+def _sizes(path: str, key: str, value: Any) -> tuple[int, ...]:
+    match value:
+        case Call(function=function, arguments=(tuple() as sizes,)) if function == _SIZE:
+            if len(sizes) <= MAX_DIMENSIONS and all(_is_size(size) for size in sizes):
+                return sizes
+    raise _faulty(path, key, f"at most {MAX_DIMENSIONS} sizes", value)
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _faulty(path: str, what: str, expected: str, found: Any) -> CheckpointError:
+    return CheckpointError(f"{path}: {excerpt(what)}: expected {expected}; found {kind_of(found)}.")
