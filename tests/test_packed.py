@@ -275,7 +275,17 @@ def test_plan_of_a_large_model(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ refused
 
 
-def refusals(folder: Path, adapters: Path) -> dict[str, str]:
+def as_documented(folder: Path) -> dict[str, str]:
+    """The code in docs/quantised.md, then what is refused."""
+    text = (Path(__file__).parents[1] / "docs" / "quantised.md").read_text(encoding="utf-8")
+    code = text.partition("```python\n")[2].partition("```")[0]
+    found: dict[str, Any] = {"ds_config": ds_config(torch.bfloat16)}
+    exec(code.replace("checkpoint-in-fp8", str(folder)), found)
+    assert packed_names(found["engine"].module) and found["engine"](**inputs()).loss.isfinite()
+    return refusals(folder)
+
+
+def refusals(folder: Path) -> dict[str, str]:
     found = {}
 
     def note(name: str, call: Callable[[], Any]) -> None:
@@ -296,8 +306,8 @@ def refusals(folder: Path, adapters: Path) -> dict[str, str]:
     return found
 
 
-def test_refused(cluster: None, folders: dict[str, Path], tmp_path: Path) -> None:
-    for found in run_ranks(2, refusals, folders["fp8"], tmp_path, timeout=300):
+def test_refused(cluster: None, folders: dict[str, Path]) -> None:
+    for found in run_ranks(2, as_documented, folders["fp8"], timeout=300):
         expected = "UnsupportedError: target_parameters: model.layers.1.mlp.experts.gate_up_proj"
         assert expected in found["target_parameters"]
         assert "UnsupportedError: load_into(model): the model's weights are packed" in found["load_into"]
