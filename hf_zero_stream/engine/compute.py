@@ -14,6 +14,7 @@ from ..planning.boxes import Axis, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
 from ..sources.base import ByteSource
 from .execute import execute_reads
+from .transposed import copy_strided
 from .workers import run_in_threads
 
 
@@ -150,7 +151,7 @@ class Evaluator:
 def _copy(values: torch.Tensor, placement: Placement, destination: torch.Tensor) -> None:
     for dtype in placement.casts[:-1]:
         values = values.to(dtype)
-    destination.copy_(values)
+    copy_strided(destination, values)
 
 
 def _bounded(placed: Placed, node: Pointwise | Blockwise, limit: int) -> Iterator[Placed]:

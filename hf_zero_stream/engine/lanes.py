@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..planning.plan import Piece
+from .transposed import copy_strided
 
 
 __all__ = ["Lane", "lane_class"]
@@ -113,4 +114,4 @@ def _copy(source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None
     )
     for dtype in piece.casts[:-1]:
         values = values.to(dtype)
-    destination[box.to :].as_strided(box.sizes, box.to_strides).copy_(values, non_blocking=True)
+    copy_strided(destination[box.to :].as_strided(box.sizes, box.to_strides), values)

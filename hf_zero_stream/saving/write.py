@@ -9,6 +9,7 @@ from itertools import accumulate, chain, filterfalse, groupby
 import torch
 import torch.distributed as dist
 
+from ..engine.transposed import copy_strided
 from ..engine.workers import run_in_threads
 from ..errors import PeerError
 from ..ranks.coordinator import Coordinator, collective_device
@@ -154,7 +155,7 @@ def _assemble(segment: Segment, device: torch.device, take: Callable[[Part], tor
     buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
     for part in segment.parts:
         box = part.box
-        buffer[box.to :].as_strided(box.sizes, box.to_strides).copy_(take(part))
+        copy_strided(buffer[box.to :].as_strided(box.sizes, box.to_strides), take(part))
     return buffer
 
 
