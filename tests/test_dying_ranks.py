@@ -137,7 +137,7 @@ def assert_survivors_name(victim: int, outcomes: list[Outcome], lines: int = 0) 
         assert not outcome.value["patched"]
         assert outcome.value["threads"] == [] and outcome.value["shards open"] == []
         assert outcome.value["handles"] <= 1 + lines
-        assert outcome.seconds < 10
+        assert outcome.seconds < 60  # none waits for the time-out of the process group
 
 
 @pytest.mark.parametrize(
@@ -288,7 +288,7 @@ def test_the_store_dies_with_rank_0(cluster: None) -> None:
     for outcome in survivors:
         assert outcome.error_type is None, outcome.traceback
         assert "rank 0 has died" in outcome.value
-        assert outcome.seconds < 10
+        assert outcome.seconds < 60  # none waits for the time-out of the process group
 
 
 def load_many_times(folder: Path) -> int:
