@@ -182,7 +182,8 @@ def with_trainer(checkpoint: Path, folder: Path, sizes: Sizes | None, fsdp_confi
 
     found = {}
     sharded = fsdp_config.get("state_dict_type") == "SHARDED_STATE_DICT"
-    for who, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
+    streaming = hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(training_state=not sharded))
+    for who, context in (("stock", nullcontext()), ("ours", streaming)):
         if sizes is None:
             fsdp2.announce(cpu_ram_efficient_loading=False)
             fsdp2.force_fsdp_on_cpu()
@@ -223,7 +224,7 @@ def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, size
 
 
 def test_trainer_with_sharded_state_dicts(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """torch's distributed checkpoints are what the user has asked for, and no ``save_model`` writes weights."""
+    """Without our training states: torch's distributed checkpoints, and no ``save_model`` writes weights."""
     config = {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
     run_ranks(2, with_trainer, zoo_checkpoint("llama"), tmp_path, None, config)
     ours, stock = contents(tmp_path / "ours"), contents(tmp_path / "stock")
