@@ -155,10 +155,10 @@ def test_no_rank_waits_in_vain_for_long(cluster: None, zoo_checkpoint: Checkpoin
             if scene is together:
                 assert result["shared"] and result["digest"] == by_folder[0], (rank, found)
             elif isinstance(result, dict):
-                assert not result["shared"] and result["seconds"] < 15, (scene.__name__, rank, result)
+                assert not result["shared"] and result["seconds"] < 60, (scene.__name__, rank, result)
         by_scene = dict(found)
         assert by_scene[one_after_the_other]["digest"] == by_folder[0]
-        assert rank == 0 or by_scene[one_after_the_other]["seconds"] < 4, "the late ranks do not wait again"
+        assert rank == 0 or by_scene[one_after_the_other]["seconds"] < 5, "the late ranks do not wait again"
         assert rank or by_scene[on_rank_0]["digest"] == by_folder[0]
         assert rank == 2 or by_scene[on_two_ranks]["digest"] == by_folder[0]
         assert by_scene[different_models]["digest"] == by_folder[rank % 2]
