@@ -359,8 +359,7 @@ def test_missing_keys_are_gathered_by_module(
 
 def resident_growth(folder: Path, how: str) -> dict[str, int]:
     """By how much the resident memory, mapped files included, grows at its peak while `folder` is loaded."""
-    import peft  # noqa: F401 - what the first load would import; peft brings bitsandbytes
-    import rich.table  # noqa: F401
+    import rich.table  # noqa: F401 - what the first load would import
     from transformers import Qwen3MoeForCausalLM  # noqa: F401
 
     import hf_zero_stream.destinations.deepspeed.partitioned

@@ -18,7 +18,6 @@ from accelerate.utils import DeepSpeedSchedulerWrapper, extract_model_from_paral
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..errors import refuse_unknown_version
 from ..patching import Replacement
@@ -220,6 +219,8 @@ def ignored_by_fsdp2(accelerator: Accelerator, model: nn.Module) -> set[torch.Te
 
 def checkpoint_number(name: str) -> int | None:
     """The step of the Trainer's checkpoint in a folder of this name; None if it is no such folder."""
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR  # it imports PEFT, and with it bitsandbytes
+
     number = name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(number) if number != name and number.isdecimal() else None
 
