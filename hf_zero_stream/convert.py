@@ -145,7 +145,7 @@ def _beside(source: Path) -> Path:
 
 
 def _refuse_quantised(source: Path, contents: Contents) -> None:
-    config = source / "config.json"
+    config = source / CONFIG
     quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
     dtypes = {name: view.node.dtype for name, view in contents.views.items()}
     small = [name for name, dtype in dtypes.items() if dtype.itemsize == 1 and dtype.is_floating_point]
@@ -163,16 +163,21 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
         is_left = path.name.startswith(".") or path.name.endswith(_NOT_COPIED) or path.name in _OF_TRAINING
         if path.is_file() and not is_left:
             shutil.copyfile(path, folder / path.name)
-    if dtype is not None and (folder / "config.json").exists():
-        note_dtype(folder / "config.json", dtype)
+    if dtype is not None and (folder / CONFIG).exists():
+        note_dtype(folder / CONFIG, dtype)
+
+
+def _lazy_tensors(contents: Contents, checkpoint: OpenCheckpoint) -> dict[str, LazyTensor]:
+    """The tensors of `contents`, whose files `checkpoint` reads from now on."""
+    checkpoint.add(contents.shards)
+    return {name: LazyTensor.of(view, checkpoint.materialise) for name, view in contents.views.items()}
 
 
 def _split(
     contents: Contents, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, shard_size: int | str
 ) -> list[NotedShard]:
     """The same tensors, in order of the source's files."""
-    checkpoint.add(contents.shards)
-    lazy = {name: LazyTensor.of(view, checkpoint.materialise) for name, view in contents.views.items()}
+    lazy = _lazy_tensors(contents, checkpoint)
     tensors = {name: in_dtype(tensor, dtype) for name, tensor in lazy.items()}
     split = split_torch_state_dict_into_shards(tensors, max_shard_size=shard_size)
     if split.is_sharded:
@@ -227,8 +232,7 @@ def _laid_out_of_config(
 
     if not (beside / CONFIG).exists():
         raise ConfigError(f"{beside / CONFIG}: layout: a config is needed for another layout. Pass config=FOLDER.")
-    checkpoint.add(contents.shards)
-    lazy = {name: LazyTensor.of(view, checkpoint.materialise) for name, view in contents.views.items()}
+    lazy = _lazy_tensors(contents, checkpoint)
     model = described_model(beside, trust_remote_code=trust_code)
     state_dict = {name: in_dtype(value, dtype) for name, value in fitting(model, lazy, str(beside)).items()}
     parameters = {name: lazy[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in lazy}
