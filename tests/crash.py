@@ -17,7 +17,8 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,21 @@ def _files(folder: Path) -> dict[str, bytes]:
 def trials_of_one_rank(
     checkpoint: Path, old_folder: Path, new: dict[str, bytes], faults: list[str], stride: int = 1
 ) -> Counter[str]:
-    """One rank, which fails in turn at each of its steps, or at each `stride`-th, in a process of its own."""
+    """One rank, which fails in turn at each of its steps, or at each `stride`-th."""
     old = contents(old_folder)
-    found: Counter[str] = Counter()
     model = load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": torch.bfloat16})
+    return at_each_step(old_folder, partial(save, model), partial(check, old=old, new=new), faults, stride)
+
+
+def at_each_step(
+    old_folder: Path,
+    save: Callable[[Path], None],
+    check: Callable[[Path], str],
+    faults: Sequence[str],
+    stride: int = 1,
+) -> Counter[str]:
+    """What is left of saves into copies of `old_folder`, by processes that fail at each `stride`-th of their steps."""
+    found: Counter[str] = Counter()
     for fault in faults:
         step = 0
         while True:
@@ -118,12 +130,12 @@ def trials_of_one_rank(
                     code = 1
                     try:
                         count = strike(step, fault)
-                        save(model, folder)
+                        save(folder)
                         code = 3 if count() <= step else 0
                     finally:
                         os._exit(code)
                 _, status = os.waitpid(child, 0)
-                found[f"{fault}: {check(folder, old, new)}"] += 1
+                found[f"{fault}: {check(folder)}"] += 1
             if os.waitstatus_to_exitcode(status) == 3:  # the save had ended before
                 break
             step += stride

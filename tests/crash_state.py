@@ -7,23 +7,21 @@ or the newer one, each with its weights, byte for byte.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import shutil
 import tempfile
-import threading
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import set_seed
 
 from hf_zero_stream.saving.files import PREFIX, finish_interrupted
 from tests.cluster import run_ranks, run_ranks_expecting_errors, warm_up
-from tests.crash import FAULTS, strike
+from tests.crash import FAULTS, at_each_step, strike
 from tests.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
 from tests.zoo import make_checkpoint
 
@@ -68,7 +66,7 @@ def save(trained: Any, folder: Path, asynchronous: bool, **arguments: Any) -> No
 
 
 def trials_of_one_rank(parent: Path, way: str, faults: list[str], stride: int = 1) -> Counter[str]:
-    """One rank, which fails in turn at each of its steps, or at each `stride`-th, in a process of its own."""
+    """One rank, which fails in turn at each of its steps, or at each `stride`-th."""
     model, optimizer, scheduler = plain_training(make_checkpoint(NAME, parent / "model", torch.float32), None)
     arguments = {"optimizer": optimizer, "scheduler": scheduler, "asynchronous": WAYS[way]}
     old_folder, new_folder = parent / "old", parent / "new"
@@ -78,29 +76,8 @@ def trials_of_one_rank(parent: Path, way: str, faults: list[str], stride: int = 
     save(model, Path(shutil.copytree(old_folder, new_folder)), **arguments)
     old, new = tree(old_folder), tree(new_folder)
     assert (old["latest"], new["latest"]) == (b"global_step1", b"global_step2")
-    found: Counter[str] = Counter()
-    for fault in faults:
-        step = 0
-        while True:
-            with tempfile.TemporaryDirectory() as place:
-                folder = Path(shutil.copytree(old_folder, Path(place) / "saved"))
-                child = os.fork()
-                if child == 0:
-                    os.close(2)
-                    tqdm.set_lock(threading.RLock())  # the one that processes share dies with one that holds it
-                    code = 1
-                    try:
-                        count = strike(step, fault)
-                        save(model, folder, **arguments)
-                        code = 3 if count() <= step else 0
-                    finally:
-                        os._exit(code)
-                _, status = os.waitpid(child, 0)
-                found[f"{fault}: {check(folder, old, new)}"] += 1
-            if os.waitstatus_to_exitcode(status) == 3:  # the save had ended before
-                break
-            step += stride
-    return found
+    checking = partial(check, old=old, new=new)
+    return at_each_step(old_folder, partial(save, model, **arguments), checking, faults, stride)
 
 
 def train_and_save(checkpoint: Path, old: Path, new: Path) -> None:
