@@ -41,6 +41,10 @@ ENVIRONMENT = {
 # Once a rank has failed, how long the others may take to notice before they are killed.
 GRACE_SECONDS = 10.0
 
+SOON_S = 18.0
+"""Within this time a rank that need not wait is back: much more than a slow machine takes, and less than any time-out
+that it could have waited for (20 s for the store, 30 minutes for the process group)."""
+
 
 @dataclass(frozen=True)
 class Outcome:

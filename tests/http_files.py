@@ -34,11 +34,22 @@ class Behaviour:
     tag: Callable[[str], str] = lambda path: "v1"
     requests: list[tuple[str, int, int]] = field(default_factory=list)
     """(path, start, stop) of each range that was asked for."""
+    most_at_once: int = 0
+    """How many requests waited for `latency_s` at the same time."""
     address: str = ""
     hostile: Callable[..., None] | None = None
     """What sends the answer where `fault` says ``"hostile"``; called as a method ``fault_...`` of the handler."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     _free_at: float = 0.0
+    _waiting: int = 0
+
+    def delay(self) -> None:
+        with self.lock:
+            self._waiting += 1
+            self.most_at_once = max(self.most_at_once, self._waiting)
+        time.sleep(self.latency_s)
+        with self.lock:
+            self._waiting -= 1
 
     def note(self, path: str, start: int, stop: int) -> int:
         with self.lock:
@@ -71,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
         self.do_GET(with_body=False)
 
     def do_GET(self, with_body: bool = True) -> None:
-        time.sleep(self.how.latency_s)
+        self.how.delay()
         path = self.path.partition("?")[0].removeprefix(self.prefix)
         file = self.folder / path.lstrip("/")
         size = file.stat().st_size if file.is_file() else 0

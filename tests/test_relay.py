@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from hf_zero_stream.config import CHUNK_ALIAS
-from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.commands import run_command
 from tests.disk import failing, replace_reads
 from tests.hosts import move_to_host
@@ -142,6 +142,6 @@ def test_a_failing_reader_fails_all(cluster: None, zoo_checkpoint: Callable[...,
     outcomes = run_ranks_expecting_errors(3, load_with_a_failing_reader, zoo_checkpoint("qwen3_moe"), timeout=60)
     for outcome in outcomes:
         assert outcome.error_type == "ReadError"
-        assert outcome.seconds < 10
+        assert outcome.seconds < SOON_S
     assert "Input/output error" in str(outcomes[0].error_message)
     assert "rank 0" in str(outcomes[1].error_message)

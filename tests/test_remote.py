@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -168,8 +167,6 @@ def test_headers_of_many_shards_at_once(tmp_path: Path) -> None:
         save_file({f"tensor.{number}": torch.zeros(2)}, tmp_path / f"{number}.safetensors")
     with http_files(tmp_path, Behaviour(latency_s=0.05)) as how:
         checkpoint = OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))
-        began = time.monotonic()
         headers = checkpoint.read_headers([f"{how.address}/{number}.safetensors" for number in range(163)])
-        seconds = time.monotonic() - began
     assert len(headers) == len(how.requests) == 163
-    assert seconds < 2, "one after the other takes 8 s"
+    assert how.most_at_once >= 16, "one after the other takes 8 s"

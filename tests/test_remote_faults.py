@@ -20,7 +20,7 @@ from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources import remote
-from tests.cluster import run_ranks_expecting_errors
+from tests.cluster import SOON_S, run_ranks_expecting_errors
 from tests.http_files import Behaviour, http_files
 from tests.parity import ds_config
 from tests.zoo import make_checkpoint
@@ -188,4 +188,4 @@ def test_all_ranks_alike(cluster: None, tmp_path: Path) -> None:
         how.fault = lambda path, number: "403" if values(path, number) else ""
         for outcome in run_ranks_expecting_errors(2, load_remote, how.address, 4):
             assert outcome.error_type in ("ReadError", "PeerError"), outcome.error_message
-            assert "access is denied (403)" in str(outcome.error_message) and outcome.seconds < 15
+            assert "access is denied (403)" in str(outcome.error_message) and outcome.seconds < SOON_S

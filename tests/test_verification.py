@@ -18,7 +18,7 @@ from hf_zero_stream.checkpoint.nodes import HostTensor
 from hf_zero_stream.engine.lookup import Lookup
 from hf_zero_stream.engine.verification import BLOCK, digest_of
 from hf_zero_stream.sources.local import LocalFiles
-from tests.cluster import Outcome, run_ranks, run_ranks_expecting_errors
+from tests.cluster import SOON_S, Outcome, run_ranks, run_ranks_expecting_errors
 from tests.homes import make_even_llama
 from tests.parity import ds_config
 from tests.quantised_checkpoints import fp8, mxfp4
@@ -128,7 +128,7 @@ def test_one_wrong_element_is_found(cluster: None, zoo_checkpoint: Callable[...,
         message = str(outcome.error_message)
         assert "verify: model." in message or "verify: lm_head" in message
         assert "on rank 1" in message and "elements" in message
-        assert outcome.seconds < 10
+        assert outcome.seconds < SOON_S
 
 
 def test_without_verification_it_goes_unnoticed(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
