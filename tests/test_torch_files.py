@@ -114,6 +114,21 @@ def rewritten(path: Path, change: Callable[[dict[str, bytes]], None], compressio
     return path
 
 
+def test_a_folder_for_a_storage(tmp_path: Path) -> None:
+    """By its attributes; torch says nothing, and gives whatever was in the memory."""
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.arange(6.0)}, path)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            member = zipfile.ZipInfo(name)
+            member.external_attr = 0x10 if name.endswith("data/0") else 0
+            archive.writestr(member, data)
+    with pytest.raises(CheckpointError, match="found a folder"):
+        read_header(LocalFiles(), str(path))
+
+
 def shorter_storage(members: dict[str, bytes]) -> None:
     name = next(name for name in members if name.endswith("data/0"))
     members[name] = members[name][:-4]

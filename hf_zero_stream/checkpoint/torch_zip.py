@@ -26,6 +26,9 @@ _LOCAL_HEADER = 30  # bytes, and then the name and an extra field, whose lengths
 _FLAGS = 0x080E
 """Of a member: how it was compressed, sizes behind it, a name in UTF-8. All others are of encryption and patches."""
 
+_IS_FOLDER = 0x10
+"""Of a member's attributes, those of MS-DOS."""
+
 _NOTES = ("byteorder", ".data/version", "version", ".storage_alignment", ".data/serialization_id")
 _VERSIONS = {b"%d" % number for number in range(1, 11)}
 """Of the archive's format, as torch's reader has them."""
@@ -186,6 +189,8 @@ def _places(file: ReadableFile, path: str, members: Sequence[zipfile.ZipInfo]) -
         is_plain = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & ~_FLAGS and not member.volume
         if not is_plain or size != member.compress_size:
             raise CheckpointError(f"{path}: {name!r}: expected bytes as they are, found compressed or encrypted ones.")
+        if member.external_attr & _IS_FOLDER or member.is_dir():  # torch would leave its memory as it is
+            raise CheckpointError(f"{path}: {name!r}: expected a file in the archive, found a folder.")
         if not end <= member.header_offset < file.size_bytes:
             raise CheckpointError(f"{path}: {name!r}: it overlaps another member, or lies beyond the end of the file.")
         header = file.read(member.header_offset, _LOCAL_HEADER)
