@@ -28,10 +28,9 @@ from tests.zoo import make_checkpoint  # noqa: E402
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark rows of tests that start ranks as slow, so that ``make test`` runs a sample and ``make test-all`` all rows.
+    """Mark rows of tests that start ranks as slow, so that ``make test`` runs one row and ``make test-all`` all rows.
 
-    Of several ``parametrize`` decorators so many rows run that each value of each occurs. The marker ``sample(n)``
-    leaves n rows.
+    The marker ``sample(n)`` leaves n rows, as different as can be: each has a value that no row before it had.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
@@ -41,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for rows in tests.values():
         random.Random(0).shuffle(rows)  # else the first value of one parameter would meet all values of the others
         marker = rows[0].get_closest_marker("sample")
-        most = marker.args[0] if marker else len(rows)
+        most = marker.args[0] if marker else 1
         occurred: set[tuple[Any, ...]] = set()
         for row in rows:
             values = _values(row)

@@ -209,6 +209,7 @@ def losses_with_transformers_own(folder: Path, loader: str, enabled: bool) -> li
     return three_losses(initialise(load(folder, config, loader, **kwargs), config, loader), ZOO["qwen3_moe"].inputs)
 
 
+@pytest.mark.slow
 def test_transformers_own_means_nothing_under_zero3(cluster: None, checkpoint: Callable[..., Path]) -> None:
     """It wants a device mesh, and ZeRO-3 has none: stock loads and trains as if it were not asked for; so do we."""
     folder = checkpoint("qwen3_moe", torch.float32)
@@ -217,6 +218,7 @@ def test_transformers_own_means_nothing_under_zero3(cluster: None, checkpoint: C
     assert run_ranks(2, losses_with_transformers_own, folder, "streaming", True) == without
 
 
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 def test_with_offload(cluster: None, checkpoint: Callable[..., Path], tmp_path: Path, home: str) -> None:
@@ -299,6 +301,7 @@ def test_no_fused_expert_tensor_is_allocated(cluster: None, tmp_path: Path) -> N
         assert largest < fused
 
 
+@pytest.mark.slow
 def test_checkpoints_of_the_engine_are_saved_and_loaded(
     cluster: None, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -309,6 +312,7 @@ def test_checkpoints_of_the_engine_are_saved_and_loaded(
     assert restored == continued
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_saved_as_the_model_that_it_was(

@@ -25,6 +25,7 @@ from tests.zoo import ZOO
 # ------------------------------------------------------------------------------------------------------- host memory
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_offload_to_pinned_memory(cluster: None, zoo_checkpoint: Checkpoint, world_size: int) -> None:
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
@@ -62,6 +63,7 @@ def test_pinned_memory_is_filled_in_place(cluster: None, zoo_checkpoint: Checkpo
 # --------------------------------------------------------------------------------------------------------------- hpZ
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world_size", "size"), [(4, 2), (3, 3), (2, 8)])
 def test_hpz(cluster: None, zoo_checkpoint: Checkpoint, world_size: int, size: int) -> None:
     """Each rank reads 1/N of the checkpoint; DeepSpeed makes the second copies at the first gather."""
@@ -111,6 +113,7 @@ def add_lora(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("prepare", [freeze_half, add_lora])
 @pytest.mark.parametrize(("world_size", "zero"), [(3, OFFLOAD), (4, HPZ)], ids=["offload", "hpz"])
 def test_frozen(
@@ -140,6 +143,7 @@ def test_frozen_partitions_stay(cluster: None, zoo_checkpoint: Checkpoint) -> No
         assert len(stayed) > 5 and all(stayed)
 
 
+@pytest.mark.slow
 def test_torch_autocast(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Mixed dtypes: partitions in fp32, of which those of linear layers are gathered in bf16."""
     config = {**ds_config(), "torch_autocast": {"enabled": True, "dtype": "bfloat16"}}

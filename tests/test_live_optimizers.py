@@ -115,6 +115,7 @@ def weights_and_masters(folders: Folders, out: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_stay_after_a_step(cluster: None, folders: Folders, tmp_path: Path) -> None:
     """A checkpoint of fp32 values comes back out of the optimizer, too, without having been rounded."""
     for found in run_ranks(2, weights_and_masters, folders, tmp_path):

@@ -133,6 +133,7 @@ class SubModelsInitialised(Initialised, odd_models.SubModels):
     pass
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("model_class", list(MISSING), ids=lambda value: value.__name__)
 def test_missing_ones_are_initialised_as_in_plain_loading(
@@ -218,6 +219,7 @@ class Square(Odd):
         self.second = nn.Linear(WIDTH, WIDTH)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_registered_concatenation(cluster: None, tmp_path: Path, world_size: int) -> None:
     folder = split_qkv(save(odd_models.Fused, tmp_path))
@@ -227,6 +229,7 @@ def test_registered_concatenation(cluster: None, tmp_path: Path, world_size: int
     assert all(not rank["materialised"] for rank in results[0]["report"]["ranks"])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_registered_chunks_and_renames(cluster: None, tmp_path: Path, world_size: int) -> None:
     folder = save(Square, tmp_path)

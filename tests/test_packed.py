@@ -85,6 +85,7 @@ def plain(cluster: None, folders: dict[str, Path]) -> dict[str, list[float]]:
 TOLERANCES = {"mxfp4": 3e-4}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_losses(folders: dict[str, Path], plain: dict[str, list[float]], world_size: int) -> None:
     for of_rank in run_ranks(world_size, losses_of_formats, folders, timeout=600):
@@ -106,6 +107,7 @@ def losses_of_homes(folder: Path) -> dict[str, list[float]]:
     return {name: trained(folder, ds_config(torch.bfloat16, **zero), True)[1] for name, zero in HOMES.items()}
 
 
+@pytest.mark.slow
 def test_homes(cluster: None, folders: dict[str, Path]) -> None:
     expected = run_ranks(2, losses_of_formats, {"fp8": folders["fp8"]}, timeout=300)[0]["fp8"]["packed"]
     for of_rank in run_ranks(2, losses_of_homes, folders["fp8"], timeout=300):

@@ -265,6 +265,7 @@ def recorded(original: Callable[..., Any], sizes: list[int]) -> Callable[..., An
     return gather
 
 
+@pytest.mark.slow
 def test_memory_of_training_is_as_announced(
     cluster: None, zoo_checkpoint: Checkpoint, medium_checkpoint: Path
 ) -> None:

@@ -121,6 +121,7 @@ print(f"rank {torch.distributed.get_rank()} of {model.streaming_report.world_siz
 """
 
 
+@pytest.mark.slow
 def test_under_the_deepspeed_launcher(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """It announces how many ranks a host has in a variable of its own."""
     (tmp_path / "script.py").write_text(SCRIPT)

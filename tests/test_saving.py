@@ -183,6 +183,7 @@ def inputs() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_from_swap_files_after_training(cluster: None, tmp_path: Path) -> None:
     checkpoint = make_moe_checkpoint(tmp_path / "moe", 4e7, num_layers=4, num_experts=32)

@@ -73,6 +73,7 @@ def train_on_own_disks(checkpoint: Path, folder: Path, name: str) -> dict[str, A
     return with_trainer(checkpoint, folder, name)
 
 
+@pytest.mark.slow
 def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     for name in ("stock", "ours"):
         folder = tmp_path / name

@@ -96,6 +96,7 @@ def with_accelerate(checkpoint: Path, folder: Path) -> dict[str, dict[str, int]]
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["qwen3_moe", "qwen3"])
 def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
     for found in run_ranks(2, with_accelerate, zoo_checkpoint(name), tmp_path):
@@ -213,6 +214,7 @@ def with_trainer(checkpoint: Path, folder: Path, sizes: Sizes | None, fsdp_confi
     return found
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", [None, {"fsdp_size": 2}], ids=["fsdp2", "distributed_config"])
 def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, sizes: Sizes | None) -> None:
     for gathers in run_ranks(2, with_trainer, zoo_checkpoint("qwen3_moe"), tmp_path, sizes, {"version": 2}):

@@ -136,6 +136,7 @@ def train(checkpoint: Path, folder: Path, model_class: Any, trainer_class: Any, 
     return {"gathers": len(gathers)}
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("model_class", "trainer_class", "gathers"),
     [
@@ -286,6 +287,7 @@ def each_node(checkpoint: Path, folder: Path, stage: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_save_on_each_node(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     assert run_ranks(2, each_node, zoo_checkpoint("qwen3_moe"), tmp_path, 2) == ["", ""]
     assert safetensors.torch.load_file(tmp_path / "0" / "model.safetensors")

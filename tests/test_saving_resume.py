@@ -48,6 +48,7 @@ def go_on(how: str, checkpoint: Path, saved: Path, config: dict[str, Any]) -> li
     return three_losses(engine, ZOO[NAME].inputs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["16_bit", "fp32_masters"])
 def test_at_another_world_size(
     cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, dtype: torch.dtype | None

@@ -46,6 +46,7 @@ def assert_whole(folder: Path, ways: list[live.Way]) -> None:
     assert found == {way.__name__: [] for way in ways}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("world_size", "ways"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2", "4"])
 def test_live_models(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, world_size: int, ways: list[live.Way]

@@ -94,6 +94,7 @@ def test_remote_code(cluster: None, tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- quantised
 
 
+@pytest.mark.slow
 def test_dequantising(cluster: None, tmp_path: Path, gguf_files: Path) -> None:  # noqa: F811
     formats: dict[str, tuple[Callable[..., Any], Any]] = {
         "fp8": (fp8, transformers.FineGrainedFP8Config),

@@ -83,6 +83,7 @@ def test_without_an_engine(
 SIZES = (1, 2, 3, 4)
 
 
+@pytest.mark.slow
 def test_every_number_of_ranks(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Masters, moments and steps that M ranks load are those that N ranks saved: saving them again gives the same."""
     folder, stages = zoo_checkpoint("llama"), {1: [3], 2: [3, 2], 3: [3, 1], 4: [3]}

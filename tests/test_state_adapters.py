@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -82,6 +83,7 @@ def assert_same_adapter(first: Path, second: Path, what: str) -> None:
     assert [name for name, value in tensors[0].items() if not torch.equal(value, tensors[1][name])] == [], what
 
 
+@pytest.mark.slow
 def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("llama", torch.bfloat16)
     for continued, resumed in run_ranks(2, train_and_save, folder, tmp_path):

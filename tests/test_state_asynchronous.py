@@ -222,6 +222,7 @@ def resume_by_trainer(folder: Path, output: Path) -> list[float]:
     return losses_of(trainer)
 
 
+@pytest.mark.slow
 def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """What stays, the best model, and what a resume finds are those of saves that the Trainer waits for."""
     found = {}

@@ -141,6 +141,7 @@ def test_folders_of_the_trainer(trained: tuple[Path, Path, list[dict[str, Any]]]
     assert names == EXPECTED | {f"global_step{kept[0].removeprefix('checkpoint-')}"}
 
 
+@pytest.mark.slow
 def test_trainer(trained: tuple[Path, Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     """With the same global batch, 3 ranks go on with the samples and the learning rates that 2 would have had."""
     folder, _, _ = trained
@@ -202,6 +203,7 @@ def accelerated(folder: Path, target: Path, source: Path | None, streams: bool) 
     return {"losses": losses[-4:], "rates": rates[-4:]}
 
 
+@pytest.mark.slow
 def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """Rates too: accelerate steps a scheduler once for each rank. Its own folders load as before."""
     folder = zoo_checkpoint("llama")

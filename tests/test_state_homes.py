@@ -29,6 +29,7 @@ def nvme_config(swap: Path, *, parameters: bool) -> dict[str, Any]:
     return state_config(3, sub_group_size=10**6, **offload)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize("parameters", [False, True], ids=["optimizer", "both"])
 def test_nvme(cluster: None, tmp_path: Path, parameters: bool) -> None:
@@ -50,6 +51,7 @@ def no_groups(model: Any) -> None:
     """DeepSpeed makes them: it needs experts apart."""
 
 
+@pytest.mark.slow
 def test_expert_parallelism(cluster: None, moe_checkpoint: Checkpoint, tmp_path: Path) -> None:  # noqa: F811
     """States have the experts of all ranks, as the model has them: other numbers of parts, and none, go on."""
     folder = moe_checkpoint("qwen3_moe", torch.bfloat16)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
@@ -70,6 +71,7 @@ def train_by_trainer(folder: Path, output: Path, resume_from: Path | None, cls: 
     return losses_of(trainer)
 
 
+@pytest.mark.slow
 def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, middle = zoo_checkpoint("llama"), tmp_path / "first" / "checkpoint-2"
     losses = run_ranks(2, train_by_trainer, folder, tmp_path / "first", None)

@@ -40,7 +40,7 @@ def losses(name: str, folder: Path, dtype: torch.dtype, loader: str, zero: dict[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", list(ZOO))
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], name: str, dtype: torch.dtype) -> None:
     folder = zoo_checkpoint(name, dtype)
     reference = "plain" if name in STOCK_FAILS else "stock"
@@ -49,6 +49,7 @@ def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], 
     assert len(set(streamed[0])) == 3, "three steps must change the loss"
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_losses_equal_stock_at_other_world_sizes(
     cluster: None, zoo_checkpoint: Callable[..., Path], world_size: int
@@ -61,6 +62,7 @@ def test_losses_equal_stock_at_other_world_sizes(
     assert runs[0] == runs[1]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "zero",
     [

@@ -291,6 +291,7 @@ def weights_of_config(auto_class: str, config: PreTrainedConfig, name: str, fold
     }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("auto_class", ["AutoModelForCausalLM", "AutoModelForImageTextToText"])
 def test_from_config_is_left_to_stock(cluster: None, gpt2: Path, tmp_path: Path, auto_class: str) -> None:
     """`test_from_config_zero3_weight_init`: partitioned and initialised as without `streaming()`, to the last bit.
