@@ -356,13 +356,6 @@ def test_plan_with_settings_that_deepspeed_refuses(tiny_moe: str, tmp_path: Path
     assert "sub_group_size" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_pickles_are_not_opened(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"not even a pickle")
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    for command in (["plan", "--world-size", "2"], ["inspect"]):
-        assert "nor any safetensors file" in run(*command, str(tmp_path), code=1).stderr
-
-
 def test_plan_of_what_transformers_does_not_know(tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')

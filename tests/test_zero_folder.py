@@ -27,6 +27,7 @@ from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.local import LocalFiles
 from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.test_cli import run, run_json
 from tests.test_state import different_states
 from tests.training_state import (
     Prepare,
@@ -141,7 +142,7 @@ def resume_kinds(folders: list[Path], sources: list[Path], names: list[str]) -> 
     return {name: resume(folder, source, *KINDS[name][2:]) for name, folder, source in cases}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_losses_at_the_same_size_are_those_of_going_on(trained: Trained, world_size: int) -> None:
     names = [name for name, kind in KINDS.items() if kind[0] == world_size]
     sources, models = ([of(name) for name in names] for of in (trained.stock, trained.models.get))
@@ -169,7 +170,7 @@ OTHERS: list[tuple[str, int, dict[str, Any], Prepare]] = [
 """A kind, and where it goes on: ranks, config, groups."""
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 3, 4))])
 def test_other_numbers_of_ranks(trained: Trained, tmp_path: Path, world_size: int) -> None:
     """Saved again, what was loaded is what we saved when DeepSpeed did: values, moments, steps, options."""
     here = [(name, config, prepare) for name, size, config, prepare in OTHERS if size == world_size]
@@ -209,6 +210,7 @@ def resume_in_all_ways(folder: Path, source: Path, universal: Path) -> dict[str,
     return found
 
 
+@pytest.mark.slow
 def test_losses_at_another_size_are_those_of_deepspeeds_universal_resume(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,6 +223,7 @@ def test_losses_at_another_size_are_those_of_deepspeeds_universal_resume(
     assert found["load_state"] == found["engine"] == found["universal"]
 
 
+@pytest.mark.slow
 def test_into_fsdp2(trained: Trained, tmp_path: Path) -> None:
     """As from a state of ours."""
     folder, sizes = trained.models["two groups"], {"fsdp_size": 2}
@@ -298,6 +301,20 @@ def test_command(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     with pytest.raises(ConfigError, match="config=FOLDER"):
         convert(folder, tmp_path / "none", layout="hub")
+
+
+def test_inspect_verify_and_plan(trained: Trained, tmp_path: Path) -> None:
+    folder = trained.stock("one group")
+    found, expected = run_json("inspect", str(folder)), run_json("inspect", str(trained.models["one group"]))
+    assert found["format"] == "ZeRO" and found["count"] == expected["count"] and list(found["dtypes"]) == ["F32"]
+    verified = run_json("verify", str(folder))
+    assert verified["sound"] and verified["shards"] == len(found["shards"]) and verified["tensors"] == found["count"]
+    assert "convert" in run("plan", str(folder), "--world-size", "2", code=1).stderr
+    copied = Path(shutil.copytree(folder, tmp_path / "copied"))
+    lost = sorted(copied.rglob("*_optim_states.pt"))[-1]
+    lost.unlink()
+    (fault,) = run_json("verify", str(copied), code=1)["faults"]
+    assert fault["kind"] == "map" and lost.name in fault["message"]
 
 
 # -------------------------------------------------------------------------------------------------------------- faults

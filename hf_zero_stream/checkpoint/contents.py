@@ -6,27 +6,23 @@ To add a format of folders, write a function that returns :class:`Contents`, and
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UnsupportedError
+from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.local import LocalFiles
 from . import distcp
 from .format import Shard
 from .index import CheckpointIndex, view_of
-from .index_file import check_files, read_index_file
 from .nodes import View
-from .soundness import INDEX, SINGLE, shards_of
+from .soundness import WEIGHTS, Soundness, check_soundness, check_sums, shards_of
 from .torch_files import NotAMap
 from .untrusted_json import excerpt
 from .zero_folder import is_zero_folder, read_zero_folder
 
 
-__all__ = ["Contents", "contents_of", "is_distributed", "torch_files_of", "zero_folder_of"]
-
-TORCH_SINGLE = "pytorch_model.bin"
-TORCH_INDEX = "pytorch_model.bin.index.json"
+__all__ = ["Contents", "contents_of", "format_of", "is_distributed", "soundness_of", "zero_folder_of"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,7 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
     if is_distributed(path):
         found = distcp.parse_map(os.fspath(path), distcp.read_map(LocalFiles(), os.fspath(path)))
         return Contents("torch.distributed.checkpoint", found.shards, found.views, found.notes, {"format": "pt"})
-    pickled = torch_files_of(Path(path))
-    files, weight_map = pickled or shards_of(path)
+    files, weight_map = shards_of(path)
     try:
         index = CheckpointIndex.from_files(files, weight_map)
     except NotAMap as reason:
@@ -80,13 +75,31 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
         ) from reason
     index.refuse_absent(index.absent)  # who copies the others would not even say that they are lost
     views = {name: view_of(entry) for name, entry in index.tensors.items()}
-    metadata = {"format": "pt"} if pickled or not index.shards else index.shards[0].metadata
-    return Contents("torch.save" if pickled else "safetensors", index.shards, views, index.notes, metadata)
+    format_name = _format_of_files(files)
+    metadata = index.shards[0].metadata if index.shards and format_name == "safetensors" else {"format": "pt"}
+    return Contents(format_name, index.shards, views, index.notes, metadata)
+
+
+def format_of(path: str | os.PathLike[str]) -> str:
+    """The :attr:`Contents.format` of a checkpoint, by the names of its files.
+
+    Raises:
+        CheckpointError: a folder holds none, or its index is not sound.
+    """
+    if zero_folder_of(Path(path)) is not None:
+        return "ZeRO"
+    if is_distributed(path):
+        return "torch.distributed.checkpoint"
+    return _format_of_files(shards_of(path)[0])
+
+
+def _format_of_files(files: Sequence[str]) -> str:
+    return "torch.save" if any(file.endswith((".bin", ".pt", ".pth")) for file in files) else "safetensors"
 
 
 def zero_folder_of(path: Path) -> Path | None:
     """The folder of the ZeRO checkpoint in `path`, or `path` itself; None if it is or holds another kind."""
-    if not path.is_dir() or any(os.path.lexists(path / name) for name in (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)):
+    if not path.is_dir() or _has_weights(path):
         return None
     if is_zero_folder(path):
         return path
@@ -110,28 +123,37 @@ def _contents_of_zero(folder: Path) -> Contents:
 
 def is_distributed(folder: str | os.PathLike[str]) -> bool:
     """Whether what a folder holds is a distributed checkpoint; files that transformers would load go first."""
-    others = (SINGLE, INDEX, TORCH_SINGLE, TORCH_INDEX)
-    return distcp.is_folder(folder) and not any(os.path.lexists(Path(folder) / name) for name in others)
+    return distcp.is_folder(folder) and not _has_weights(Path(folder))
 
 
-def torch_files_of(path: Path) -> tuple[list[str], dict[str, str] | None] | None:
-    """(files of ``torch.save`` that a load would read, their index's weight map); None if it reads others.
+def _has_weights(folder: Path) -> bool:
+    return any(os.path.lexists(folder / name) for names in WEIGHTS for name in names)
 
-    Raises:
-        CheckpointError: the index is not sound, or one of them is no regular file.
+
+def soundness_of(
+    path: str | os.PathLike[str],
+    *,
+    sha256: bool = False,
+    sums: Mapping[str, str] | None = None,
+    on_bytes: Callable[[int], None] = lambda nbytes: None,
+) -> Soundness:
+    """As :func:`.soundness.check_soundness`, whatever the format.
+
+    Of a ZeRO checkpoint and of a distributed one the first fault is found, since no file says what is in another.
     """
-    if path.is_file():
-        return ([str(path)], None) if path.suffix in (".bin", ".pt", ".pth") else None
-    if os.path.lexists(path / SINGLE) or os.path.lexists(path / INDEX):
-        return None
-    weight_map: dict[str, str] | None = None
-    if os.path.lexists(path / TORCH_SINGLE):
-        names = [TORCH_SINGLE]
-    elif os.path.lexists(path / TORCH_INDEX):
-        weight_map = read_index_file(path / TORCH_INDEX)["weight_map"]
-        names = sorted(set(weight_map.values()))
-    else:
-        return None
-    files = [str(path / name) for name in names]
-    check_files(files)
-    return files, weight_map
+    folder = Path(path)
+    zero = zero_folder_of(folder)
+    if zero is None and not is_distributed(folder):
+        return check_soundness(folder, sha256=sha256, sums=sums, on_bytes=on_bytes)
+    found = Soundness()
+    try:
+        contents = contents_of(folder)
+    except (ReadError, CheckpointError) as error:
+        found.fault(folder.name, "unreadable" if isinstance(error, ReadError) else "map", str(error))
+        return found
+    found.shards = [os.path.relpath(shard.path, folder) for shard in contents.shards]
+    found.tensors, found.notes = len(contents.views), list(contents.notes)
+    found.nbytes = sum(shard.size_bytes for shard in contents.shards)
+    if sha256 or sums is not None:
+        check_sums(folder, sums, found, on_bytes)
+    return found

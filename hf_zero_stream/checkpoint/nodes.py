@@ -8,7 +8,7 @@ elements, as in torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain
@@ -34,6 +34,7 @@ __all__ = [
     "Pointwise",
     "Stored",
     "View",
+    "entries_of",
     "row_major_strides",
 ]
 
@@ -204,3 +205,17 @@ class Opaque(Computed):
 
 Leaf = FileTensor | Stored | HostTensor | Computed
 """Nodes that give elements of their own; the others only pass on those of their inputs."""
+
+
+def entries_of(views: Iterable[View]) -> Iterator[TensorEntry]:
+    """The tensors of shards that `views` come from, each once."""
+    seen: set[int] = set()
+    nodes = [view.node for view in views]
+    while nodes:
+        node = nodes.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, FileTensor):
+            yield node.entry
+        nodes.extend(view.node for view in node.inputs())

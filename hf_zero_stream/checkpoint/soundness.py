@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole and sound: every fault that can be found, not only the first.
+"""Whether a checkpoint of safetensors or ``torch.save`` files is whole and sound: all faults, not only the first.
 
 For the structure only headers are read. Contents can only be compared with checksums that somebody else wrote down:
 the Hub names what it stores by SHA-256, and its downloads keep that (see :func:`_known_sum`).
@@ -17,15 +17,18 @@ from ..errors import CheckpointError, ReadError
 from ..sources.local import open_nonblocking
 from .index import CheckpointIndex
 from .index_file import check_files, fault_of_name, faults_of_index, read_index_text
+from .torch_files import NotAMap
 from .untrusted_json import excerpt, parse_object
 
 
 __all__ = [
     "INDEX",
     "SINGLE",
+    "WEIGHTS",
     "Fault",
     "Soundness",
     "check_soundness",
+    "check_sums",
     "check_tensors",
     "read_sums",
     "read_weight_map",
@@ -34,6 +37,11 @@ __all__ = [
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
+"""Where the weights are, or what names their files; transformers takes the first that is there."""
+
 _CHUNK_BYTES = 8 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHARD_OF_SET = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -45,7 +53,8 @@ class Fault:
 
     The kinds: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (not valid, or the file
     is truncated), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in another shard than
-    promised), "link" (to something that is no regular file), "sha256" (contents that differ, or no checksum).
+    promised), "link" (to something that is no regular file), "sha256" (contents that differ, or no checksum), "map"
+    (files of a ZeRO or distributed checkpoint do not fit together).
     """
 
     file: str
@@ -79,7 +88,7 @@ def check_soundness(
     sums: Mapping[str, str] | None = None,
     on_bytes: Callable[[int], None] = lambda nbytes: None,
 ) -> Soundness:
-    """Check all of a checkpoint: a folder, or one safetensors file.
+    """Check all of a checkpoint: a folder, or one file.
 
     With `sha256`, or with `sums` (file name -> SHA-256 in hexadecimal digits), the SHA-256 of every shard is compared
     with `sums`, or else with what the Hub's download noted. `on_bytes` gets the length of each piece that was hashed.
@@ -97,14 +106,15 @@ def check_soundness(
         found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}.")
     _note_links(folder, found)
     if sha256 or sums is not None:
-        _check_contents(folder, sums, found, on_bytes)
+        check_sums(folder, sums, found, on_bytes)
     return found
 
 
 def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] | None]:
     """(paths of the shards that a load would read, the index's weight map if there is an index).
 
-    As in transformers, a ``model.safetensors`` goes before an index. Without either, all safetensors files count.
+    As in transformers, a ``model.safetensors`` goes before an index, and both before files of ``torch.save``. Without
+    any of them, all safetensors files count.
 
     Raises:
         CheckpointError: there are none, the index is not sound, or a shard is no regular file.
@@ -123,12 +133,14 @@ def shards_of(path: str | os.PathLike[str]) -> tuple[list[str], dict[str, str] |
 
 def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str, str] | None]:
     # A link to nowhere counts: its file is missing.
-    if os.path.lexists(folder / SINGLE):
-        return [SINGLE], None
-    if os.path.lexists(folder / INDEX):
-        weight_map = read_weight_map(folder / INDEX, found)
-        if weight_map is not None:
-            return sorted(set(weight_map.values())), weight_map
+    for single, index in WEIGHTS:
+        if os.path.lexists(folder / single):
+            return [single], None
+        if os.path.lexists(folder / index):
+            weight_map = read_weight_map(folder / index, found)
+            if weight_map is not None:
+                return sorted(set(weight_map.values())), weight_map
+            break
     names = sorted(entry.name for entry in folder.glob("*.safetensors"))
     of_a_set = next((name for name in names if _SHARD_OF_SET.fullmatch(name)), None)
     if found.faults:
@@ -146,10 +158,10 @@ def read_weight_map(path: Path, found: Soundness) -> dict[str, str] | None:
     try:
         fields = parse_object(read_index_text(path), str(path))
     except (ReadError, CheckpointError) as error:
-        found.fault(INDEX, "unreadable" if isinstance(error, ReadError) else "index", _without_path(error, path))
+        found.fault(path.name, "unreadable" if isinstance(error, ReadError) else "index", _without_path(error, path))
         return None
     for fault in faults_of_index(str(path), fields):
-        found.fault(INDEX, "index", fault)
+        found.fault(path.name, "index", fault)
     weight_map = fields.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         return None
@@ -176,6 +188,8 @@ def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]
             indexes[name] = CheckpointIndex.from_files([path])
         except (ReadError, CheckpointError) as error:
             found.fault(name, "unreadable" if isinstance(error, ReadError) else kind, _without_path(error, path))
+        except NotAMap as why:
+            found.notes.append(f"{name}: {_without_path(why, path)}. So it is no map of bytes, and was not checked.")
         else:
             found.tensors += len(indexes[name].tensors)
             found.nbytes += indexes[name].shards[0].size_bytes
@@ -264,9 +278,10 @@ def read_sums(path: str | os.PathLike[str]) -> dict[str, str]:
     return sums
 
 
-def _check_contents(
+def check_sums(
     folder: Path, sums: Mapping[str, str] | None, found: Soundness, on_bytes: Callable[[int], None]
 ) -> None:
+    """Compare the SHA-256 of each file with `sums`, or else with what the Hub's download noted."""
     for name in found.shards:
         if not (folder / name).is_file():
             continue  # a fault already

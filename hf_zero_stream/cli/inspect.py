@@ -41,26 +41,21 @@ def run(
 
 
 def _checkpoint(place: str) -> dict[str, Any]:
-    from ..checkpoint.safetensors import dtype_name
-    from .checkpoints import index_of
+    from .checkpoints import listing_of
 
-    index = index_of(place)
-    entries = index.tensors.values()
-    rows = [(entry.name, dtype_name(entry.dtype), entry.shape, entry.stop - entry.start) for entry in entries]
-    in_shard = Counter(entry.shard for entry in entries)
+    found = listing_of(place)
     dtypes = defaultdict[str, Counter[str]](Counter)
-    for _, dtype, _, nbytes in rows:
+    for _, dtype, _, nbytes in found.tensors:
         dtypes[dtype].update(tensors=1, bytes=nbytes)
     return {
-        "bytes": sum(shard.size_bytes for shard in index.shards),
-        "shards": [
-            {"file": os.path.basename(shard.path), "tensors": in_shard[number], "bytes": shard.size_bytes}
-            for number, shard in enumerate(index.shards)
-        ],
+        "format": found.format,
+        "bytes": sum(nbytes for _, nbytes, _ in found.shards),
+        "shards": [{"file": file, "tensors": count, "bytes": nbytes} for file, nbytes, count in found.shards],
+        "count": len(found.tensors),
         "dtypes": dtypes,
-        "tensors": _folded(rows),
-        "promised_in_vain": folded_names(index.absent),
-        "notes": list(index.notes),
+        "tensors": _folded(found.tensors),
+        "promised_in_vain": folded_names(found.absent),
+        "notes": list(found.notes),
     }
 
 
@@ -71,9 +66,12 @@ def _model(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, A
     if not (has_file(place, "config.json") if is_url(place) else os.path.isfile(os.path.join(place, "config.json"))):
         return "there is no config.json"
     from ..errors import CheckpointError, UnsupportedError
+    from .checkpoints import refuse_unloadable
     from .models import lazy_model, load_arguments, transformers_errors
 
     try:
+        if not is_url(place):
+            refuse_unloadable(place)
         with transformers_errors(place):
             model, missing, tied = lazy_model(place, load_arguments(place, trust_remote_code, dequantize))
     except (CheckpointError, UnsupportedError) as error:
@@ -102,10 +100,10 @@ def _folded(rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[dict[
 
 def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     shards, model = data["shards"], data["model"]
-    count = sum(shard["tensors"] for shard in shards)
     dtypes = ", ".join(f"{name} {bytes_text(found['bytes'])}" for name, found in data["dtypes"].items())
-    held = f"{count_text(len(shards), 'shard')}, {count_text(count, 'tensor')}, {bytes_text(data['bytes'])}"
-    yield f"{data['path']}: {held}; {dtypes}"
+    kind = "" if data["format"] == "safetensors" else f"{data['format']}, "
+    held = f"{count_text(len(shards), 'shard')}, {count_text(data['count'], 'tensor')}, {bytes_text(data['bytes'])}"
+    yield f"{data['path']}: {kind}{held}; {dtypes}"
     rows = [(shard["file"], f"{shard['tensors']:,}", bytes_text(shard["bytes"])) for shard in shards]
     yield frame.table(("Shard", "Tensors", "Size"), rows)
     yield _families("Tensor", data["tensors"])

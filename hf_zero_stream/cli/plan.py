@@ -92,14 +92,13 @@ def run(
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     ranks = [rank] if plot is None else ranks_to_draw(world_size, rank)
     with frame.quiet():
-        from ..checkpoint.soundness import shards_of
         from ..loading.dry_load import plan
-        from .checkpoints import place_of
+        from .checkpoints import place_of, refuse_unloadable
         from .models import load_arguments, stock_load, transformers_errors
 
         with place_of(path, revision) as place, transformers_errors(path):
             if not is_url(place):
-                shards_of(place)  # raises if there are no safetensors files: plan must not open pickles
+                refuse_unloadable(place)
             arguments = load_arguments(place, trust_remote_code, dequantize)
             how = {"world_size": world_size, "ds_config": config or None, "device": device, **arguments}
             if sharding:

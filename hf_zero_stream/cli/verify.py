@@ -15,6 +15,8 @@ from ..sources.urls import is_url
 from . import frame
 
 
+_OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
+
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B --sha256"
 
 
@@ -34,11 +36,13 @@ def run(
 ) -> None:
     """Name every fault of a checkpoint; exit code 1 if there is any.
 
-    Checked are sizes, offsets, the index and that no shard is missing. That reads headers only; with --sha256 or
-    --sums all shards are read. A repository's id means what the Hub's cache holds of it, and hf://... the Hub's own.
+    Checked are sizes, offsets, the index and that no shard is missing, of safetensors files and of other formats. That
+    reads headers only; with --sha256 or --sums all shards are read. A repository's id means what the Hub's cache holds
+    of it, and hf://... the Hub's own.
     """
     from ..checkpoint.at_url import check_soundness_at
-    from ..checkpoint.soundness import check_soundness, read_sums
+    from ..checkpoint.contents import soundness_of
+    from ..checkpoint.soundness import read_sums
     from ..reports.progress import progress_bar
     from .checkpoints import cached_folder, place_of
 
@@ -50,7 +54,7 @@ def run(
             if isinstance(place, str):
                 found = check_soundness_at(place, on_bytes=advance, **how)
             else:
-                found = check_soundness(place, on_bytes=advance, **how)
+                found = soundness_of(place, on_bytes=advance, **how)
 
     data = {
         "path": path,
@@ -66,10 +70,10 @@ def run(
 
 
 def _size_of(place: Path | str) -> int:
-    """Bytes of all safetensors files; 0 if that is not known, as behind a URL."""
+    """Bytes of all files of weights, more or less; 0 if that is not known, as behind a URL."""
     if isinstance(place, str):
         return 0
-    files = [place] if place.is_file() else place.glob("*.safetensors")
+    files = [place] if place.is_file() else (file for file in place.rglob("*") if file.suffix in _OF_WEIGHTS)
     return sum(file.stat().st_size for file in files if file.is_file())
 
 

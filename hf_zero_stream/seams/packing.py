@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
-from ..checkpoint.nodes import FileTensor, Node, View
+from ..checkpoint.nodes import View, entries_of
 from ..errors import UnsupportedError
 from ..packed.modules import PackedLinear, grouped_product, packed_weights
 from ..packed.programs import NotPackable, NotQuantised
@@ -217,16 +217,7 @@ def _named_once(model: nn.Module) -> set[int]:
 
 def _entries_of(*tensors: torch.Tensor) -> Iterator[TensorEntry]:
     """The tensors of the checkpoint that lazy `tensors` come from."""
-    seen: set[int] = set()
-    nodes: list[Node] = [tensor.view_of_node.node for tensor in tensors if isinstance(tensor, LazyTensor)]
-    while nodes:
-        node = nodes.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, FileTensor):
-            yield node.entry
-        nodes.extend(view.node for view in node.inputs())
+    return entries_of(tensor.view_of_node for tensor in tensors if isinstance(tensor, LazyTensor))
 
 
 def _is_packed_dtype(entry: TensorEntry) -> bool:
