@@ -129,6 +129,13 @@ def test_a_folder_for_a_storage(tmp_path: Path) -> None:
         read_header(LocalFiles(), str(path))
 
 
+def test_a_member_without_a_name(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w") as archive:
+        archive.open(zipfile.ZipInfo(""), "w").close()
+    with pytest.raises(CheckpointError, match="in one folder"):
+        read_header(LocalFiles(), str(tmp_path / "pytorch_model.bin"))
+
+
 def shorter_storage(members: dict[str, bytes]) -> None:
     name = next(name for name in members if name.endswith("data/0"))
     members[name] = members[name][:-4]

@@ -189,7 +189,7 @@ def _places(file: ReadableFile, path: str, members: Sequence[zipfile.ZipInfo]) -
         is_plain = member.compress_type == zipfile.ZIP_STORED and not member.flag_bits & ~_FLAGS and not member.volume
         if not is_plain or size != member.compress_size:
             raise CheckpointError(f"{path}: {name!r}: expected bytes as they are, found compressed or encrypted ones.")
-        if member.external_attr & _IS_FOLDER or member.is_dir():  # torch would leave its memory as it is
+        if member.external_attr & _IS_FOLDER or name.endswith("/"):  # torch would leave its memory as it is
             raise CheckpointError(f"{path}: {name!r}: expected a file in the archive, found a folder.")
         if not end <= member.header_offset < file.size_bytes:
             raise CheckpointError(f"{path}: {name!r}: it overlaps another member, or lies beyond the end of the file.")
