@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +37,8 @@ __all__ = ["METADATA", "DistributedMap", "is_folder", "parse_map", "read_map"]
 METADATA = ".metadata"
 _EDGE_BYTES = 4096
 """Of the beginning and of the end of an archive, each read at once: all of it but the elements, mostly."""
+_THREADS = 16
+"""They look into one file each, and wait for a file system more than they compute."""
 _MOST_CUTS = 64
 """Levels of boxes in boxes; a mesh has as many as it has dimensions."""
 
@@ -173,23 +177,34 @@ def _fields(
     source: ByteSource, folder: str, items: Iterable[Item]
 ) -> tuple[dict[Item, dict[str, Any]], dict[str, tuple[int, str]]]:
     """(item -> dtype, shape and place of its elements, file -> its size and tag)."""
-    fields: dict[Item, dict[str, Any]] = {}
-    files: dict[str, tuple[int, str]] = {}
+    names, groups = [], []
     for name, group in groupby(sorted(items), key=lambda item: item.file):
-        path = os.path.join(folder, name)
-        try:
-            with source.open_file(path) as file:
-                files[name], end = (file.size_bytes, file.tag), 0
-                for item in group:
-                    if item.offset < end or item.offset + item.length > file.size_bytes:
-                        raise CheckpointError(
-                            f"{_where(folder, item)}: it overlaps another one, or lies beyond the end of the file."
-                        )
-                    end = item.offset + item.length
-                    fields[item] = _field(file, folder, item)
-        except OSError as error:
-            raise _unreadable(path, error) from error
-    return fields, files
+        names.append(name)
+        groups.append(list(group))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        found = list(threads.map(partial(_fields_of_file, source, folder), names, groups))
+    fields = {item: field for of_file, _, _ in found for item, field in of_file.items()}
+    return fields, {name: (size_bytes, tag) for name, (_, size_bytes, tag) in zip(names, found, strict=True)}
+
+
+def _fields_of_file(
+    source: ByteSource, folder: str, name: str, items: Iterable[Item]
+) -> tuple[dict[Item, dict[str, Any]], int, str]:
+    """(item -> dtype, shape and place of its elements, the file's size and tag), for items in order of offset."""
+    path, end = os.path.join(folder, name), 0
+    fields: dict[Item, dict[str, Any]] = {}
+    try:
+        with source.open_file(path) as file:
+            for item in items:
+                if item.offset < end or item.offset + item.length > file.size_bytes:
+                    raise CheckpointError(
+                        f"{_where(folder, item)}: it overlaps another one, or lies beyond the end of the file."
+                    )
+                end = item.offset + item.length
+                fields[item] = _field(file, folder, item)
+            return fields, file.size_bytes, file.tag
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 def _field(file: ReadableFile, folder: str, item: Item) -> dict[str, Any]:
