@@ -109,6 +109,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.save
 	$(BIN)/python -m benchmarks.sharded
 	$(BIN)/python -m benchmarks.state
+	$(BIN)/python -m benchmarks.convert
 	$(BIN)/python -m benchmarks.one_parameter
 
 scale: $(STAMP)

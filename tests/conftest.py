@@ -87,6 +87,13 @@ def async_io(compiler: None) -> None:
 
 
 @pytest.fixture(scope="session")
+def fused_adam(compiler: None) -> None:
+    """DeepSpeed's FusedAdam, compiled: that may take longer than a test may."""
+    build = "from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load(verbose=False)"
+    subprocess.run([sys.executable, "-c", build], check=True, timeout=900)
+
+
+@pytest.fixture(scope="session")
 def zoo_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`zoo_checkpoint(name, dtype=torch.float32)` gives a zoo model's folder, written once per session."""
     made: dict[tuple[str, torch.dtype], Path] = {}

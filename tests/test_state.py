@@ -63,6 +63,29 @@ def test_losses_equal_deepspeeds_own_resume(cluster: None, zoo_checkpoint: Check
         assert found == {"ours": losses, "stock": losses}, name
 
 
+FUSED = {
+    "stage 3": (state_config(3, sub_group_size=2000) | optimizer("Adam"), two_groups),
+    "stage 2": (state_config(2) | optimizer("Adam"), two_groups),
+}
+
+
+@pytest.mark.slow
+def test_fused_adam(cluster: None, fused_adam: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """DeepSpeed's FusedAdam, as it compiles it for a CPU; its states go on in torch's AdamW, and at other sizes."""
+    folder = zoo_checkpoint("llama")
+    configs, prepares = map(list, zip(*FUSED.values(), strict=True))
+    continued = run_ranks(2, train_and_save, folder, tmp_path, configs, prepares)[0]
+    resumed = run_ranks(2, resume_all, folder, tmp_path, configs, prepares, ("ours", "stock"))[0]
+    assert resumed == [{"ours": losses, "stock": losses} for losses in continued]
+    configs = [state_config(3) | optimizer("Adam"), state_config(3)]
+    for number in range(len(FUSED)):
+        source, again = tmp_path / f"ours {number}", tmp_path / f"again {number}"
+        run_ranks(3, resume_and_save_all, folder, [source], configs, two_groups, again)
+        found = [different_states(source, again / f"{each} {tmp_path.name}") for each in range(2)]
+        # Options are those of another class; and FusedAdam itself adds one, of no meaning, at its first step.
+        assert found == [["groups"], ["groups"]]
+
+
 def different_states(first: Path, second: Path) -> list[str]:
     """What differs between two folders of ``save_state``: files of weights and elementwise states; steps, options."""
     files = [name for name in different(first, second) if name.endswith(".safetensors") and "rng" not in name]
