@@ -43,6 +43,7 @@ def load_by_engine(folder: Path, source: Path, config: dict[str, Any]) -> tuple[
     return train(engine, (3, 4)), client_state.get("epoch")
 
 
+@pytest.mark.slow
 def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder, config = zoo_checkpoint("llama"), state_config(3)
     continued = run_ranks(2, save_by_engine, folder, tmp_path, config)[0]
@@ -62,8 +63,10 @@ class OwnSave(transformers.Trainer):
             Path(output_dir, "model.safetensors").write_text("my own")
 
 
-def train_by_trainer(folder: Path, output: Path, resume_from: Path | None, cls: Any = None) -> list[float]:
-    with hf_zero_stream.streaming():
+def train_by_trainer(
+    folder: Path, output: Path, resume_from: Path | None, cls: Any = None, ours: bool = True
+) -> list[float]:
+    with hf_zero_stream.streaming(StreamingConfig(training_state=ours)):
         trainer = make_trainer(folder, output, True, **STEPS)
         trainer.__class__ = cls or trainer.__class__
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
@@ -86,21 +89,47 @@ def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> N
     assert run_ranks(2, train_by_trainer, folder, tmp_path / "again", own) == losses
 
 
-def save_by_accelerate(folder: Path, target: Path, config: dict[str, Any]) -> dict[str, list[float]]:
+@pytest.mark.slow
+def test_trainer_from_deepspeeds_own_folders(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """At the same number of ranks, where DeepSpeed loads them, and at another one, where it cannot."""
+    folder, middles = zoo_checkpoint("llama"), {}
+    for name, ours in (("ours", True), ("stock", False)):
+        losses = run_ranks(2, train_by_trainer, folder, tmp_path / name, None, None, ours)
+        middles[name] = tmp_path / name / "checkpoint-2"
+    assert list(middles["stock"].rglob("*_optim_states.pt")) and not list(middles["ours"].rglob("*_optim_states.pt"))
+    assert run_ranks(2, train_by_trainer, folder, tmp_path / "two", middles["stock"]) == losses
+    three = [run_ranks(3, train_by_trainer, folder, tmp_path / f"3 {name}", middles[name]) for name in middles]
+    assert three[0] == three[1]
+
+
+def prepared(folder: Path, config: dict[str, Any]) -> tuple[Any, Any]:
+    """An accelerator and its engine; called inside ``streaming()``."""
     from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin
 
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     PartialState(backend="gloo")
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config}))
+    return accelerator, accelerator.prepare(hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder))
+
+
+def save_by_accelerate(folder: Path, target: Path, config: dict[str, Any]) -> dict[str, list[float]]:
     with hf_zero_stream.streaming():
-        model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder)
-        engine = accelerator.prepare(model)
+        accelerator, engine = prepared(folder, config)
         train(engine, range(3))
         accelerator.save_state(str(target))
+        with hf_zero_stream.streaming(StreamingConfig(training_state=False)):
+            accelerator.save_state(str(target.with_name("stock")))
         continued = train(engine, (3, 4))
         accelerator.load_state(str(target))
         return {"continued": continued, "resumed": train(engine, (3, 4))}
+
+
+def load_by_accelerate(folder: Path, target: Path, config: dict[str, Any]) -> list[float]:
+    with hf_zero_stream.streaming():
+        accelerator, engine = prepared(folder, config)
+        accelerator.load_state(str(target))
+        return train(engine, (3, 4))
 
 
 def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -108,3 +137,8 @@ def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -
     for found in run_ranks(2, save_by_accelerate, zoo_checkpoint("llama"), tmp_path / "state", config):
         assert found["resumed"] == found["continued"]
     assert (tmp_path / "state" / "pytorch_model" / "model.safetensors").exists()
+    at_three = [
+        run_ranks(3, load_by_accelerate, zoo_checkpoint("llama"), tmp_path / name, config)[0]
+        for name in ("state", "stock")
+    ]
+    assert at_three[0] == at_three[1], "DeepSpeed's own folder, which it cannot load at another size"
