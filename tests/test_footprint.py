@@ -6,6 +6,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
+from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.footprint.memory import EngineSettings, ParameterShape, memory_footprint
 from hf_zero_stream.reports.memory import AnonymousMemory
 from tests.cluster import run_ranks
@@ -52,6 +54,9 @@ def test_training_in_bf16_on_a_gpu() -> None:
     assert found.gradients == {"cuda": 8 * 2}
     assert found.reduce_bucket == {"cuda": 10 * 2}
     assert found.held == {"cuda": 16 + 5 + 32 + 64 + 16 + 20}
+    # A step: gradients in fp32, and two temporary tensors of that size.
+    assert found.step_peak == {"cuda": 153 + 32 + 2 * 32}
+    assert found.step_cures == {"a fused optimizer": {"cuda": 153 + 16 + 32}}
     # Casting takes twice the copies; later gradients, the bucket and the largest parameter are there as well. All
     # partitions pass through the host while they are put in a row.
     assert found.start_peak == {"cuda": 21 + max(2 * 32, 32 + 20 + 16 + 16), "cpu": 8 * 2}
@@ -93,6 +98,11 @@ def test_optimizer_on_the_host() -> None:
     assert found.held == {"cuda": 16 + 2, "cpu": 32 + 64 + 48}
     # Zeros become page-locked gradients while as many are still to be freed; the cast runs on the device.
     assert found.start_peak == {"cuda": 16 + 32, "cpu": 32 + 3 * 32}
+    # Its gradients are there already.
+    assert found.step_peak == {"cuda": 18, "cpu": 144 + 2 * 32}
+    fused = memory_footprint(shapes(8, 8), replace(settings, step_copies=0))
+    assert fused.step_peak == {"cuda": 18, "cpu": 144 + 16}, "new values are cast before they go to the device"
+    assert fused.step_cures == {}
 
 
 def test_part_of_the_optimizer_on_the_host() -> None:
@@ -130,6 +140,26 @@ def test_small_sub_groups_lower_the_peak() -> None:
     # All copies, the gradients, and the largest parameter.
     assert one_by_one.start_peak["cpu"] == 16000 + 32000 + 16000 + 4000
     assert at_once.held == one_by_one.held
+    held = at_once.held["cpu"]
+    assert at_once.step_peak["cpu"] == held + 3 * 32000
+    assert one_by_one.step_peak["cpu"] == held + 3 * 4000
+
+
+def test_what_lowers_the_peak_of_a_step() -> None:
+    parameters, settings = shapes(*[10**8] * 6), EngineSettings(reduce_bucket_bytes=0)
+    found = memory_footprint(parameters, settings)
+    assert found.step_peak["cpu"] == found.held["cpu"] + 3 * 12 * 10**8
+    assert found.step_cures == {
+        '"sub_group_size": 100000000': {"cpu": found.held["cpu"] + 3 * 4 * 10**8},
+        "a fused optimizer": {"cpu": found.held["cpu"] + 18 * 10**8},
+    }
+    small = memory_footprint(parameters, replace(settings, sub_group_size=10**8))
+    assert small.step_peak == found.step_cures['"sub_group_size": 100000000']
+
+
+def test_norms_are_taken_in_fp64() -> None:
+    found = memory_footprint(shapes(8, 2), EngineSettings(step_copies=0, reduce_bucket_bytes=0, sub_group_size=1))
+    assert found.step_peak["cpu"] == found.held["cpu"] + 8 * 4
 
 
 def test_second_partitions_of_hpz() -> None:
@@ -138,6 +168,51 @@ def test_second_partitions_of_hpz() -> None:
 
 
 # ------------------------------------------------------------------------------------------------- from a config
+
+
+TORCH = {"torch_adam": True}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "adamw", "device", "copies"),
+    [
+        (None, {}, None, "cuda", 1),
+        (None, {}, None, "cpu", 2),
+        (None, {}, "fused", "cuda", 0),
+        (None, {"offload_optimizer": {"device": "cpu"}}, "single", "cuda", 0),
+        ({"type": "AdamW", "params": TORCH}, {"offload_optimizer": {"device": "cpu"}}, None, "cuda", 2),
+        ({"type": "AdamW"}, {}, "single", "cuda", 0),
+        ({"type": "AdamW", "params": {**TORCH, "foreach": False}}, {}, "fused", "cuda", 2),
+        ({"type": "AdamW", "params": {**TORCH, "foreach": True}}, {}, None, "cpu", 1),
+        ({"type": "AdamW", "params": {**TORCH, "fused": True}}, {}, None, "cpu", 0),
+        ({"type": "SGD", "params": {"weight_decay": 0.1}}, {}, None, "cuda", 1),
+    ],
+)
+def test_temporary_tensors_of_a_step(
+    zoo_checkpoint: Callable[..., Path],
+    optimizer: dict[str, Any] | None,
+    zero: dict[str, Any],
+    adamw: Any,
+    device: str,
+    copies: int,
+) -> None:
+    """In sub-groups of a single parameter: the gradient in fp32 is as large as a temporary tensor."""
+    zero = {"stage": 3, "sub_group_size": 1, **zero}
+    config = {"bf16": {"enabled": True}, "zero_optimization": zero, **({"optimizer": optimizer} if optimizer else {})}
+    folder = str(zoo_checkpoint("llama"))
+    found = hf_zero_stream.plan(folder, world_size=2, ds_config=config, device=device, adamw=adamw)
+    place = "cpu" if "offload_optimizer" in zero else device
+    largest = max(target.stop - target.start for target in found.load.targets)
+    on_top = found.memory.step_peak[place] - found.memory.held[place]
+    # At least: the norm in fp64 on the device, the cast of new values on the host.
+    least = 2 * largest if place != device else 8 * largest
+    gradient = 0 if place != device else 4 * largest
+    assert on_top == max(least, gradient + copies * 4 * largest)
+
+
+def test_unknown_way_to_step(zoo_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(ConfigError, match="adamw: expected one of single, foreach, fused; got 'quick'"):
+        hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=2, adamw="quick")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -274,10 +349,13 @@ def start_and_step(folder: Path, tiny: Path, config: dict[str, Any]) -> dict[str
     def initialise(model: Any) -> Any:
         return deepspeed.initialize(model=model, config=config)[0]
 
-    def step(engine: Any) -> None:
+    def step(engine: Any) -> int:
+        """Returns how much memory the optimizer's step took at most, over what was there before it."""
         tokens = torch.arange(5, 37).view(1, -1)
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
+        with AnonymousMemory() as stepping:
+            engine.step()
+        return stepping.growth_peak
 
     def load(path: Path) -> Any:
         return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(path, ds_config=config)
@@ -292,36 +370,50 @@ def start_and_step(folder: Path, tiny: Path, config: dict[str, Any]) -> dict[str
         started = memory.sample()
         sizes.clear()
         step(engine)
-        stepped = memory.sample()
+        stepped, gather = memory.sample(), max(sizes)
+        step_peak = stepped + step(engine)
     return {
         "loaded": loaded,
         "load_peak": load_peak,
         "started": started,
         "start_peak": start_peak,
         "stepped": stepped,
-        "gather": max(sizes),
+        "step_peak": step_peak,
+        "gather": gather,
         "partition": sum(param.ds_tensor.nbytes for param in model.parameters()),
         "announced": model.streaming_report.ranks[torch.distributed.get_rank()].footprint,
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "zero"),
+    ("dtype", "optimizer", "zero"),
     [
-        (BF16, {}),
-        (BF16, {"sub_group_size": 4_000_000}),
-        (BF16, {"offload_optimizer": {"device": "cpu"}}),
-        (BF16, {"offload_param": {"device": "cpu"}}),
-        (FP32, {}),
+        (BF16, TORCH, {}),
+        (BF16, {**TORCH, "foreach": True}, {}),
+        (BF16, TORCH, {"sub_group_size": 4_000_000}),
+        (BF16, {}, {}),
+        (BF16, TORCH, {"offload_optimizer": {"device": "cpu"}}),
+        (BF16, {}, {"offload_optimizer": {"device": "cpu"}}),
+        (BF16, TORCH, {"offload_param": {"device": "cpu"}}),
+        (FP32, TORCH, {}),
     ],
-    ids=["bf16", "small_sub_groups", "offload_optimizer", "offload_param", "fp32"],
+    ids=[
+        "bf16",
+        "foreach",
+        "small_sub_groups",
+        "fused_adam",
+        "offload_optimizer",
+        "cpu_adam",
+        "offload_param",
+        "fp32",
+    ],
 )
 def test_memory_of_training_is_as_announced(
     cluster: None,
     zoo_checkpoint: Callable[..., Path],
     medium_checkpoint: Path,
     dtype: torch.dtype,
+    optimizer: dict[str, Any],
     zero: dict[str, Any],
 ) -> None:
     """Anonymous memory of real processes, within 5 % and 32 MiB of what was announced.
@@ -330,6 +422,7 @@ def test_memory_of_training_is_as_announced(
     """
     # As large as what one backward pass puts into it, since a bucket's memory counts on a host when it is written.
     config = {**ds_config(dtype, reduce_bucket_size=20_000_000, **zero), "zero_force_ds_cpu_optimizer": False}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3, **optimizer}}
     ranks = run_ranks(2, start_and_step, medium_checkpoint, zoo_checkpoint("qwen3_moe", dtype), config, timeout=240)
     for found in ranks:
         announced = found["announced"]
@@ -341,6 +434,7 @@ def test_memory_of_training_is_as_announced(
         assert_close(found["started"], started["cpu"])
         assert_close(found["start_peak"], announced.start_peak["cpu"])
         assert_close(found["stepped"], announced.held["cpu"])
+        assert_close(found["step_peak"], announced.step_peak["cpu"])
 
 
 def assert_close(measured: int, announced: int) -> None:

@@ -195,6 +195,23 @@ def test_memory_by_hand() -> None:
     assert found.held == {"cuda": 415, "cpu": 32}
     assert (found.largest_gather, found.largest_gather_of) == (9, "b")
     assert found.started == {} and found.start_peak == {"cuda": 115, "cpu": 8}
+    # torch steps over lists of tensors on a GPU, tensor by tensor on a CPU.
+    assert found.step_peak == {"cuda": 415 + 100, "cpu": 32 + 2 * 8}
+    assert found.step_cures == {"a fused optimizer": {"cuda": 415, "cpu": 32}}
+
+
+def test_peak_of_a_step_by_hand() -> None:
+    shards = [HeldShard(100, "cuda", True), HeldShard(60, "cuda", True), HeldShard(800, "cuda", False)]
+
+    def on_top(adamw: Any) -> int:
+        found = sharded_footprint(shards, [], device="cuda", adamw=adamw)
+        return found.step_peak["cuda"] - found.held["cuda"]
+
+    assert {adamw: on_top(adamw) for adamw in ("foreach", "single", "fused")} == {
+        "foreach": 160,
+        "single": 200,
+        "fused": 0,
+    }
 
 
 def test_offload_and_mixed_precision(zoo_checkpoint: Checkpoint) -> None:
@@ -218,8 +235,8 @@ def medium_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_moe_checkpoint(tmp_path_factory.mktemp("medium"), 1.6e8, num_layers=4, num_experts=16)
 
 
-def train_one_step(folder: Path, tiny: Path, sizes: Sizes) -> dict[str, Any]:
-    """Load and take one step of AdamW; memory is counted from before the load."""
+def train_two_steps(folder: Path, tiny: Path, sizes: Sizes, adamw: str) -> dict[str, Any]:
+    """Load and take steps of AdamW; memory is counted from before the load."""
     give_back_what_is_freed()
     gathers: list[int] = []
     # FSDP2 calls the one or the other, depending on the version of torch.
@@ -230,8 +247,7 @@ def train_one_step(folder: Path, tiny: Path, sizes: Sizes) -> dict[str, Any]:
     def step(model: Any) -> Any:
         tokens = torch.arange(5, 37).view(1, -1)
         model(input_ids=tokens, labels=tokens).loss.backward()
-        # Without foreach: the temporary values of one parameter, not of all.
-        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=adamw == "foreach", fused=adamw == "fused")
         optimizer.step()
         return optimizer
 
@@ -245,12 +261,15 @@ def train_one_step(folder: Path, tiny: Path, sizes: Sizes) -> dict[str, Any]:
         loaded, load_peak = memory.sample(), memory.growth_peak
         optimizer = step(model)
         stepped = memory.sample()
+        with AnonymousMemory() as stepping:
+            optimizer.step()
     assert optimizer.state
     return {
         "announced": model.streaming_report.ranks[dist.get_rank()].footprint,
         "loaded": loaded,
         "load_peak": load_peak,
         "stepped": stepped,
+        "step_peak": stepped + stepping.growth_peak,
         "gather": max(gathers),
     }
 
@@ -266,15 +285,18 @@ def recorded(original: Callable[..., Any], sizes: list[int]) -> Callable[..., An
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("adamw", ["single", "foreach", "fused"])
 def test_memory_of_training_is_as_announced(
-    cluster: None, zoo_checkpoint: Checkpoint, medium_checkpoint: Path
+    cluster: None, zoo_checkpoint: Checkpoint, medium_checkpoint: Path, adamw: Any
 ) -> None:
     sizes = {"fsdp_size": 2}
-    arguments = medium_checkpoint, zoo_checkpoint("qwen3_moe", torch.bfloat16), sizes
-    for rank, found in enumerate(run_ranks(2, train_one_step, *arguments, timeout=240)):
+    arguments = medium_checkpoint, zoo_checkpoint("qwen3_moe", torch.bfloat16), sizes, adamw
+    for rank, found in enumerate(run_ranks(2, train_two_steps, *arguments, timeout=240)):
         announced = found["announced"]
         assert asdict(announced) == asdict(plan_of(medium_checkpoint, sizes, rank, device="cpu").memory)
         assert found["gather"] == announced.largest_gather
         assert_close(found["loaded"], sum(announced.partitions.values()) + sum(announced.buffers.values()))
         assert found["load_peak"] <= announced.load_peak["cpu"] + 32 * 2**20
         assert_close(found["stepped"], announced.held["cpu"])
+        planned = plan_of(medium_checkpoint, sizes, rank, device="cpu", adamw=adamw).memory
+        assert_close(found["step_peak"], planned.step_peak["cpu"])

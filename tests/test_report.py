@@ -179,7 +179,7 @@ def test_footprint_is_shown_and_survives_json():
     footprint = memory_footprint(shapes, EngineSettings(reduce_bucket_bytes=2**11), staging_bytes=2**26)
     report = load_report(2, footprint=footprint)
     assert report.to_dict()["ranks"][1]["footprint"] == dataclasses.asdict(footprint)
-    lines = report.table()[report.table().index("Memory of a rank") :].splitlines()[1:8]
+    lines = report.table()[report.table().index("Memory of a rank") :].splitlines()[1:10]
     shown = dict(line.strip().split("  ", 1) for line in lines)
     assert {title: text.strip() for title, text in shown.items()} == {
         "partitions": "3.0 MiB cpu",
@@ -189,6 +189,8 @@ def test_footprint_is_shown_and_survives_json():
         "and peaks at": "18.0 MiB cpu",
         "the first step adds": "optimizer states 12.0 MiB cpu",
         "held in training": "24.0 MiB cpu, activations and gathers not counted",
+        "a step peaks at": "42.0 MiB cpu",
+        "with a fused optimizer": "36.0 MiB cpu",
     }
     assert max(map(len, lines)) <= 110
     assert "Memory of a rank" not in load_report(2).table()

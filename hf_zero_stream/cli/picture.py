@@ -71,7 +71,8 @@ def _draw_memory(axes: Any, footprint: MemoryFootprint, device: str) -> None:
     peaks = {"load": footprint.load_peak}
     if footprint.engine == "deepspeed":
         peaks["deepspeed.\ninitialize"] = footprint.start_peak
-    phases = [*peaks, "training"]
+    phases = [*peaks, "training", "step"]
+    peaks["step"] = footprint.step_peak
     parts: dict[str, Mapping[str, Mapping[str, int]]] = {
         "peak": peaks,
         "partitions": {"training": footprint.partitions},

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -62,6 +62,10 @@ def run(
     replicate: Annotated[int | None, _size_option("that hold the same shards (HSDP)")] = None,
     rank: Annotated[int, typer.Option(min=0, help="The rank to plan for; rank 0 has as much as any.")] = 0,
     device: Annotated[str, typer.Option(help="Type of the device that will train: cuda, cpu, ...")] = "cuda",
+    adamw: Annotated[
+        Literal["single", "foreach", "fused"] | None,
+        typer.Option(help="How torch's AdamW steps, if the config leaves it open; default: torch's choice."),
+    ] = None,
     device_memory: Annotated[int | None, _memory_option("device")] = None,
     host_memory: Annotated[int | None, _memory_option("node")] = None,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node's memory.")] = 8,
@@ -100,7 +104,13 @@ def run(
             if not is_url(place):
                 refuse_unloadable(place)
             arguments = load_arguments(place, trust_remote_code, dequantize)
-            how = {"world_size": world_size, "ds_config": config or None, "device": device, **arguments}
+            how = {
+                "world_size": world_size,
+                "ds_config": config or None,
+                "device": device,
+                "adamw": adamw,
+                **arguments,
+            }
             if sharding:
                 how |= {"distributed_config": sharding, "dtype": frame.torch_dtype(dtype)}
             forecasts = {number: plan(place, rank=number, **how) for number in ranks}
@@ -152,8 +162,8 @@ def ranks_to_draw(world_size: int, rank: int) -> list[int]:
 
 def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
     """The memory that a device and the host of a node with `ranks_per_node` ranks need, without activations."""
-    training = Counter(footprint.held) + Counter({device: footprint.largest_gather})
-    phases = (footprint.load_peak, footprint.start_peak, training)
+    passes = Counter(footprint.held) + Counter({device: footprint.largest_gather})
+    phases = (footprint.load_peak, footprint.start_peak, passes, footprint.step_peak)
     most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, HOST}}
     return {
         "device": 0 if device == HOST else most[device],
@@ -231,6 +241,8 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         ["held between steps", _places(memory.held)],
         ["largest gather of the forward pass", bytes_text(memory.largest_gather)],
         ["gathered for", memory.largest_gather_of or "nothing"],
+        ["a step of the optimizer peaks at", _places(memory.step_peak)],
+        *([f"... with {cure}", _places(places)] for cure, places in memory.step_cures.items()),
     ]
     is_both = stock is not None or data["sharding"]
     yield frame.table(("Training", "streaming and stock" if is_both else "streaming"), rows)

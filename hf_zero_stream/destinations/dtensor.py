@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.lazy import LazyTensor
 from ..footprint.memory import MemoryFootprint
+from ..footprint.optimizers import AdamW
 from ..footprint.sharded import HeldShard, sharded_footprint
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import partition_range
@@ -37,12 +38,21 @@ class DTensors(Destination):
 
     Args:
         trains_on: the type of the device that training will use, for :meth:`footprint`; default: that of `device`.
+        adamw: how AdamW will step, likewise; default: as torch chooses.
     """
 
     takes_dtensors = fills_missing = True
 
-    def __init__(self, coordinator: Coordinator, device: torch.device, *, trains_on: str | None = None) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        device: torch.device,
+        *,
+        trains_on: str | None = None,
+        adamw: AdamW | None = None,
+    ) -> None:
         self.device = device
+        self._adamw = adamw
         self._trains_on = trains_on or device.type
         self._coordinator = coordinator
         self._sharded: dict[str, DTensor] = {}
@@ -113,6 +123,7 @@ class DTensors(Destination):
             device=self._trains_on,
             buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
             staging_bytes=staging_bytes,
+            adamw=self._adamw,
         )
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:

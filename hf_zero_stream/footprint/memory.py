@@ -2,24 +2,30 @@
 
 The arithmetic follows DeepSpeed 0.19.8 (`runtime/zero/stage3.py`, `partition_parameters.py`, `parameter_offload.py`):
 with P trainable elements, N ranks and an optimizer of K states, ``deepspeed.initialize`` and the first step add
-O(P (K + 1) / N) elements in fp32, and gradients. Not counted: activations, the allocator's own rounding, and sources
-that a conversion reads whole (``LoadPlan.materialised``).
+O(P (K + 1) / N) elements in fp32, and gradients. A step adds temporary tensors as large as the largest sub-group. Not
+counted: activations, the allocator's own rounding, and sources that a conversion reads whole
+(``LoadPlan.materialised``).
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from .optimizers import ADAMW_COPIES, is_lower
+
 
 __all__ = ["DISK", "HOST", "EngineSettings", "MemoryFootprint", "ParameterShape", "memory_footprint"]
 
 HOST, DISK = "cpu", "nvme"
+
+_SMALL_SUB_GROUP = 10**8
+_FP64_BYTES = 8
 _PARTS = ("partitions", "buffers", "master", "gradients", "reduce_bucket", "secondary", "optimizer_states")
 
 
@@ -71,6 +77,7 @@ class EngineSettings:
         sub_group_size: elements of this rank after which a new sub-group begins; they are cast and stepped one by one.
         reduce_bucket_bytes: size of the buffer in which gradients are reduced.
         state_bytes: size of the states that the optimizer keeps for an element; Adam keeps two.
+        step_copies: temporary tensors of the size of a sub-group that the optimizer makes in a step.
         secondary_ranks: ranks that share hpZ's second copy of the parameters; 1: there is none.
     """
 
@@ -87,6 +94,7 @@ class EngineSettings:
     gradient_itemsize: int = 2
     master_itemsize: int = 4
     state_bytes: int = 8
+    step_copies: int = ADAMW_COPIES["single"]
     secondary_ranks: int = 1
 
     @property
@@ -130,6 +138,8 @@ class MemoryFootprint:
         load_peak: most memory during the load: partitions, buffers, staging and swap buffers; "nvme" is not memory.
         start_peak: most memory during ``deepspeed.initialize``, with everything that was there before.
         held: what is there between steps, from the first on: everything but staging and gathered parameters.
+        step_peak: most memory during a step of the optimizer, with everything that is held. Nothing is gathered then.
+        step_cures: what would lower `step_peak`, and to what; empty if nothing would by a tenth.
     """
 
     partitions: Mapping[str, int]
@@ -146,6 +156,8 @@ class MemoryFootprint:
     load_peak: Mapping[str, int]
     start_peak: Mapping[str, int]
     held: Mapping[str, int]
+    step_peak: Mapping[str, int] = field(default_factory=dict)
+    step_cures: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     engine: Literal["deepspeed", "torch"] = "deepspeed"
 
     @property
@@ -169,13 +181,15 @@ def memory_footprint(
     buffer_bytes: int = 0,
     staging_bytes: int = 0,
     leaf_modules: Collection[str] = (),
+    with_cures: bool = True,
 ) -> MemoryFootprint:
-    """Follow one rank's memory from the load to the first step.
+    """Follow one rank's memory from the load through the first steps.
 
     Args:
         parameters: all of the model's, in the order of the optimizer; one group of optimizer parameters is assumed
             (several only make sub-groups smaller).
         leaf_modules: names of the modules that ZeRO-3 gathers whole, with all modules in them.
+        with_cures: whether to look for what would lower the peak of a step.
     """
     ledger, device = _Ledger(), settings.device
     own = [param for param in parameters if not param.tied]
@@ -195,6 +209,9 @@ def memory_footprint(
         ledger.hold("reduce_bucket", HOST, settings.reduce_bucket_bytes)
     for group in groups:
         ledger.hold("optimizer_states", group.place, group.numel * settings.state_bytes)
+    ledger.end_stage()
+    _follow_step(ledger, groups, settings)
+    step_peak = ledger.end_stage()
     gather, gather_of = _largest_gather(parameters, leaf_modules)
     parts: dict[str, Any] = {part: ledger.taken[part] for part in _PARTS}
     return MemoryFootprint(
@@ -206,7 +223,29 @@ def memory_footprint(
         load_peak=load_peak,
         start_peak=start_peak,
         held={place: ledger.held[place] for place in sorted(ledger.held, key=HOST.__ne__)},
+        step_peak=step_peak,
+        step_cures=dict(_step_cures(parameters, groups, settings, buffer_bytes, step_peak)) if with_cures else {},
     )
+
+
+def _step_cures(
+    parameters: Sequence[ParameterShape],
+    groups: Sequence[_SubGroup],
+    settings: EngineSettings,
+    buffer_bytes: int,
+    peak: Mapping[str, int],
+) -> Iterable[tuple[str, Mapping[str, int]]]:
+    changes: dict[str, dict[str, Any]] = {}
+    if max((group.numel for group in groups), default=0) > _SMALL_SUB_GROUP:
+        changes[f'"sub_group_size": {_SMALL_SUB_GROUP}'] = {"sub_group_size": _SMALL_SUB_GROUP}
+    if settings.step_copies:
+        changes["a fused optimizer"] = {"step_copies": 0}
+    for name, change in changes.items():
+        changed = memory_footprint(
+            parameters, replace(settings, **change), buffer_bytes=buffer_bytes, with_cures=False
+        ).step_peak
+        if is_lower(changed, peak):
+            yield name, changed
 
 
 class _Ledger:
@@ -280,12 +319,36 @@ def _initialize_engine(
     ledger.pass_through(device, max((param.gathered_bytes for param in trained), default=0))
 
 
-class _SubGroup(NamedTuple):
-    """Partitions that are cast and stepped together: their elements, their bytes each, and where their states live."""
+def _follow_step(ledger: _Ledger, groups: Sequence[_SubGroup], settings: EngineSettings) -> None:
+    """Follows DeepSpeedZeroOptimizer_Stage3.step, which takes one sub-group after the other."""
+    device, master, offloaded = settings.device, settings.master_itemsize, settings.offload_optimizer != "none"
+    for group in groups:
+        gradients = 0
+        if not offloaded:
+            # The norm of each partition's gradient is taken of a copy in fp64 (get_grad_norm_direct).
+            ledger.pass_through(device, max(group.numels) * _FP64_BYTES)
+            # _prepare_fp32_grad_for_sub_group puts the gradients in a row and casts that.
+            flat = group.numel * settings.gradient_itemsize if len(group.numels) > 1 else 0
+            cast = group.numel * master if settings.gradient_itemsize != master else 0
+            ledger.pass_through(device, flat + cast)
+            gradients = cast or flat
+        place = HOST if group.place == DISK else group.place
+        ledger.pass_through(place, gradients + settings.step_copies * group.numel * master)
+        if place == HOST and settings.partition_place != HOST:
+            # A copy from the host to a device casts on the host first.
+            ledger.pass_through(HOST, group.numel * group.itemsize)
 
-    numel: int
+
+class _SubGroup(NamedTuple):
+    """Partitions that are cast and stepped together: elements of each, bytes of one, and where their states live."""
+
+    numels: tuple[int, ...]
     itemsize: int
     place: str
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
 
 
 def _sub_groups(trained: Sequence[ParameterShape], settings: EngineSettings) -> list[_SubGroup]:
@@ -302,11 +365,11 @@ def _sub_groups(trained: Sequence[ParameterShape], settings: EngineSettings) -> 
     on_device = int(share_on_device * len(members))
     groups = []
     for number, params in enumerate(members):
-        numel = sum(param.partition_numel for param in params)
+        numels = tuple(param.partition_numel for param in params)
         place = settings.device if number < on_device else HOST
-        if settings.offload_optimizer == DISK and numel * settings.master_itemsize >= settings.swap_from_bytes:
+        if settings.offload_optimizer == DISK and sum(numels) * settings.master_itemsize >= settings.swap_from_bytes:
             place = DISK
-        groups.append(_SubGroup(numel, params[0].dtype.itemsize, place))
+        groups.append(_SubGroup(numels, params[0].dtype.itemsize, place))
     return groups
 
 

@@ -2,8 +2,9 @@
 
 The arithmetic follows torch's FSDP2 (`torch/distributed/fsdp/_fully_shard/_fsdp_param.py`, `_fsdp_collectives.py`):
 parameters, their gradients and AdamW's two states are shards of one size, in the parameters' own dtype. What a group
-of parameters gathers is in the dtype of its mixed precision. Not counted: activations, reduce-scatter's buffers,
-temporary values of the optimizer's step, and that FSDP2 gathers the next group while it still holds the last one.
+of parameters gathers is in the dtype of its mixed precision. A step of AdamW adds temporary tensors: of one shard at a
+time, or of all. Not counted: activations, reduce-scatter's buffers, and that FSDP2 gathers the next group while it
+still holds the last one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from .memory import HOST, MemoryFootprint
+from .optimizers import AdamW, adamw_copies, is_lower
 
 
 __all__ = ["HeldShard", "sharded_footprint"]
@@ -35,21 +37,33 @@ def sharded_footprint(
     device: str,
     buffer_bytes: int = 0,
     staging_bytes: int = 0,
+    adamw: AdamW | None = None,
 ) -> MemoryFootprint:
-    """Follow one rank's memory from the load to the first step of AdamW.
+    """Follow one rank's memory from the load through the steps of AdamW.
 
     Args:
         shards: of all parameters, each once.
         gathers: name and bytes of each group of parameters that FSDP2 gathers together.
         device: the type of the device that trains: "cpu", "cuda", ...
+        adamw: how AdamW steps; default: as torch chooses for the place of the shards.
     """
-    partitions, trained = Counter[str](), Counter[str]()
+    partitions, trained, largest = Counter[str](), Counter[str](), Counter[str]()
     for nbytes, place, requires_grad in shards:
         partitions[place] += nbytes
         trained[place] += nbytes if requires_grad else 0
+        largest[place] = max(largest[place], nbytes if requires_grad else 0)
     buffers = Counter({device: buffer_bytes})
     gradients, states = +trained, Counter({place: _ADAM_STATES * nbytes for place, nbytes in trained.items()})
     loaded = partitions + buffers
+    held = loaded + gradients + states
+
+    def step_peak(adamw: AdamW | None) -> dict[str, int]:
+        copies = {place: adamw_copies(adamw, place) for place in trained}
+        # "foreach" makes its copy of all shards at once, the others go from shard to shard.
+        at_once = {place: trained[place] if copies[place] == 1 else largest[place] for place in trained}
+        return dict(held + Counter({place: copies[place] * at_once[place] for place in trained}))
+
+    peak, fused = step_peak(adamw), step_peak("fused")
     gather_of, gather = max(gathers, key=lambda group: group[1], default=("", 0))
     return MemoryFootprint(
         engine="torch",
@@ -66,5 +80,7 @@ def sharded_footprint(
         optimizer_states=dict(+states),
         load_peak=dict(loaded + Counter({HOST: staging_bytes})),
         start_peak=dict(loaded),
-        held=dict(loaded + gradients + states),
+        held=dict(held),
+        step_peak=peak,
+        step_cures={"a fused optimizer": fused} if is_lower(fused, peak) else {},
     )

@@ -17,6 +17,7 @@ from ..destinations.base import Batch, Destination
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..footprint.memory import MemoryFootprint
+from ..footprint.optimizers import ADAMW_COPIES, AdamW
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
@@ -47,6 +48,7 @@ def plan(
     distributed_config: Any = None,
     dtype: torch.dtype | str | None = None,
     device: str | None = None,
+    adamw: AdamW | None = None,
     **kwargs: Any,
 ) -> Forecast:
     """The load plan and the memory of one rank of a world of any size; needs no process group and reads no weights.
@@ -66,11 +68,14 @@ def plan(
             "auto"}``, which accelerate and the Trainer fill in); default: the checkpoint's own, and where `ds_config`
             leaves it open fp32, with a warning.
         device: type of the device that will train ("cuda", "cpu"), for ``memory``; default: this machine's.
+        adamw: how torch's AdamW steps, for ``memory.step_peak``, where `ds_config` does not say it: "single" (tensor
+            by tensor), "foreach", or "fused" (the Trainer's default). Default: what torch chooses, which is "foreach"
+            on a GPU and "single" on a CPU.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
-        ConfigError: `rank` is not below `world_size`, the stage of `ds_config` is not 3, or the sizes in
-            `distributed_config` do not make up `world_size`.
+        ConfigError: `rank` is not below `world_size`, the stage of `ds_config` is not 3, the sizes in
+            `distributed_config` do not make up `world_size`, or `adamw` is none of the three.
         HfZeroStreamError: the checkpoint is not sound.
         RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
 
@@ -83,6 +88,8 @@ def plan(
     """
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
+    if adamw is not None and adamw not in ADAMW_COPIES:
+        raise ConfigError(f"adamw: expected one of {', '.join(ADAMW_COPIES)}; got {adamw!r}")
     coordinator = Coordinator(rank, world_size, alone=True)
     if distributed_config is not None:
         kwargs["distributed_config"] = distributed_config
@@ -92,7 +99,8 @@ def plan(
         _check_world(sharding, world_size)
         if ds_config is not None:
             raise ConfigError("plan(): expected ds_config or distributed_config; got both")
-        return _plan_of_shards(path, coordinator, device, {"dtype": "auto" if dtype is None else dtype, **kwargs})
+        training = {"trains_on": device or device_type(), "adamw": adamw}
+        return _plan_of_shards(path, coordinator, training, {"dtype": "auto" if dtype is None else dtype, **kwargs})
     refuse_sharding(path, kwargs)
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
@@ -100,7 +108,7 @@ def plan(
     if (stage := (found.get("zero_optimization") or {}).get("stage", 3)) != 3:
         raise ConfigError(f"plan(ds_config=...): expected zero_optimization.stage 3; got {stage!r}")
     config = completed(found) if found else {}
-    destination = Partitioned(config, coordinator, trains_on=device)
+    destination = Partitioned(config, coordinator, trains_on=device, adamw=adamw)
     load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
     return _forecast(path, load, {"dtype": "auto" if dtype is None else dtype, **kwargs})
 
@@ -112,11 +120,13 @@ def _forecast(path: str, load: Load, arguments: Mapping[str, Any]) -> Forecast:
     return Forecast(load.plan, load.footprint)
 
 
-def _plan_of_shards(path: str, coordinator: Coordinator, device: str | None, arguments: Mapping[str, Any]) -> Forecast:
+def _plan_of_shards(
+    path: str, coordinator: Coordinator, training: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> Forecast:
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
     from ..ranks.stand_in import stand_in_group
 
-    destination = DTensors(coordinator, torch.device("cpu"), trains_on=device or device_type())
+    destination = DTensors(coordinator, torch.device("cpu"), **training)
     load = Load(StreamingConfig.resolve(None, {}), {}, coordinator, destination)
     with stand_in_group(coordinator.rank, coordinator.world_size):
         return _forecast(path, load, arguments)

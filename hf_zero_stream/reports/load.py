@@ -234,6 +234,8 @@ def _footprint_lines(report: LoadReport) -> list[str]:
         *starting,
         ("the first step adds", f"optimizer states {_places_text(most.optimizer_states) or 'none'}"),
         ("held in training", f"{_places_text(most.held)}, activations and gathers not counted"),
+        ("a step peaks at", _places_text(most.step_peak)),
+        *((f"with {cure}", _places_text(places)) for cure, places in most.step_cures.items()),
     ]
     width = max(len(title) for title, _ in rows)
     return ["Memory of a rank, computed:", *(f"  {title:{width}}  {text}" for title, text in rows)]

@@ -14,7 +14,8 @@ from torch import nn
 
 from ...config import CHUNK_ALIAS
 from ...errors import refuse_unknown_version
-from ...footprint.memory import EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
+from ...footprint.memory import HOST, EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
+from ...footprint.optimizers import AdamW, adamw_copies
 from . import nvme, zero3
 
 
@@ -40,12 +41,28 @@ _STATES: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
+# Temporary tensors of the others in a step, and settings that each add one; from torch 2.13's ``torch/optim``.
+_STEP_COPIES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "adagrad": (1, ("weight_decay",)),
+    "lion": (0, ()),
+    "rmsprop": (1, ("weight_decay",)),
+    "sgd": (0, ("weight_decay", "nesterov")),
+}
+
+
 def model_footprint(
-    model: nn.Module, ds_config: Mapping[str, Any], tied: set[str], world_size: int, staging_bytes: int, device: str
+    model: nn.Module,
+    ds_config: Mapping[str, Any],
+    tied: set[str],
+    world_size: int,
+    staging_bytes: int,
+    device: str,
+    adamw: AdamW | None,
 ) -> MemoryFootprint:
     """The memory that each rank needs for `model` under ZeRO-3, of placeholders (see ``zero3.py``) and real buffers.
 
     An empty `ds_config` means DeepSpeed's defaults; `world_size` ranks share a parameter without a group of its own.
+    `adamw` says how torch's AdamW steps, where the config leaves that open.
     """
     zero = _zero_config(ds_config, model)
     named = list(model.named_parameters(remove_duplicate=False))
@@ -61,7 +78,7 @@ def model_footprint(
         parameters.append(ParameterShape(name, param.numel(), own_dtype, param.requires_grad, ranks, is_tied))
     return memory_footprint(
         parameters,
-        _engine_settings(ds_config, zero, dtype, device),
+        _engine_settings(ds_config, zero, dtype, device, adamw),
         buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
         staging_bytes=staging_bytes,
         leaf_modules=_leaf_modules(model, zero),
@@ -69,7 +86,7 @@ def model_footprint(
 
 
 def _engine_settings(
-    ds_config: Mapping[str, Any], zero: DeepSpeedZeroConfig, dtype: torch.dtype, device: str
+    ds_config: Mapping[str, Any], zero: DeepSpeedZeroConfig, dtype: torch.dtype, device: str, adamw: AdamW | None
 ) -> EngineSettings:
     """What a config means for memory; the optimizer is AdamW if the config has none, as accelerate's and Trainer's."""
     half = {**(ds_config.get("fp16") or {}), **(ds_config.get("bf16") or ds_config.get("bfloat16") or {})}
@@ -94,6 +111,7 @@ def _engine_settings(
         gradient_itemsize=_itemsize(gradient, dtype),
         master_itemsize=master,
         state_bytes=_state_bytes(ds_config, _device(optimizer) != "none", half, master),
+        step_copies=_step_copies(ds_config, device if _device(optimizer) == "none" else HOST, optimizer, adamw),
         secondary_ranks=zero.zero_hpz_partition_size,
     )
 
@@ -150,3 +168,22 @@ def _state_bytes(
     if on_cpu and not half.get("bf16_optimizer_states") and params.get("fp32_optimizer_states", True):
         return states * torch.float32.itemsize
     return states * master_itemsize
+
+
+def _step_copies(ds_config: Mapping[str, Any], place: str, optimizer: Any, adamw: AdamW | None) -> int:
+    """Temporary tensors that the optimizer makes in a step, each of the size of what it steps at once."""
+    section, on_host = ds_config.get("optimizer"), _device(optimizer) != "none"
+    name, params = str((section or {}).get("type", "AdamW")).lower(), (section or {}).get("params") or {}
+    if name in _STEP_COPIES:
+        copies, extras = _STEP_COPIES[name]
+        return 0 if on_host and name == "adagrad" else copies + sum(bool(params.get(extra)) for extra in extras)
+    if name in ("adam", "adamw"):
+        # DeepSpeed's own are fused. It insists on them, and accelerate takes them, for an optimizer on the host.
+        forced = on_host and ds_config.get("zero_force_ds_cpu_optimizer", True)
+        if not params.get("torch_adam") and (section is not None or forced):
+            return 0
+        if params.get("fused"):
+            return adamw_copies("fused", place)
+        if params.get("foreach") is not None:
+            return adamw_copies("foreach" if params["foreach"] else "single", place)
+    return adamw_copies(adamw, place)

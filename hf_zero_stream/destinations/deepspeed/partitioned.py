@@ -12,6 +12,7 @@ from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
 from ...footprint.memory import MemoryFootprint
+from ...footprint.optimizers import AdamW
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Destination, Holding, Item, flat_items, replace_lazy
@@ -30,8 +31,15 @@ class Partitioned(Destination):
     takes_packed = True
     fills_missing = True
 
-    def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, trains_on: str | None = None) -> None:
+    def __init__(
+        self,
+        ds_config: Mapping[str, Any],
+        coordinator: Coordinator,
+        trains_on: str | None = None,
+        adamw: AdamW | None = None,
+    ) -> None:
         self.device = zero3.local_device()
+        self._adamw = adamw
         self._ds_config = ds_config
         self._coordinator = coordinator
         self._trains_on = trains_on or self.device.type
@@ -92,7 +100,9 @@ class Partitioned(Destination):
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
         world_size = self._coordinator.world_size
-        return engine_memory.model_footprint(model, self._ds_config, tied, world_size, staging_bytes, self._trains_on)
+        return engine_memory.model_footprint(
+            model, self._ds_config, tied, world_size, staging_bytes, self._trains_on, self._adamw
+        )
 
     def check(self, targets: Sequence[Target]) -> None:
         nvme.refuse_wrong_settings(self._ds_config, targets)
