@@ -6,7 +6,6 @@ come, or through the thread's staging buffer. Positional reads and large copies 
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -15,18 +14,12 @@ import torch
 
 from ..planning.plan import BatchPlan, Read
 from ..sources.base import ByteSource
-from ..sources.madvise import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
+from .huge_pages import HugePages
 from .lanes import lane_class
 from .workers import run_in_threads
 
 
 __all__ = ["execute_reads"]
-
-SMALL_PAGES_BYTES_PER_SECOND = 2e9
-"""What a thread gets when it touches fresh memory page by page (of 4 KiB); with huge pages at hand, over 1e10."""
-
-CREDIT_SECONDS = 0.03
-"""How much longer than small pages huge ones may take before they are given up."""
 
 PHASES = ("read", "convert", "copy")
 """What threads do: wait for the source, copy out of staging buffers with a cast, and without."""
@@ -65,7 +58,11 @@ def execute_reads(
         seconds = dict.fromkeys(PHASES, 0.0)
         for read in reads:
             began = time.perf_counter()
-            pages.populate(read)
+            for piece in read.pieces:
+                if piece.box.numel == piece.box.to_extent:  # without holes
+                    destination = destinations[piece.target]
+                    itemsize = destination.element_size()
+                    pages.populate(destination, piece.box.to * itemsize, piece.box.numel * itemsize)
             buffers = _in_place(read, writable)
             if buffers is not None:
                 source.read_into(read.shard, read.start, buffers)
@@ -108,45 +105,3 @@ def _in_place(read: Read, writable: Sequence[memoryview | None]) -> list[memoryv
         buffers.append(target[begin : begin + piece.stop - piece.start])
         position = piece.stop
     return buffers
-
-
-class HugePages:
-    """Populates destinations in huge pages, just before they are read into, while that is faster than in small ones.
-
-    Most of a load from the page cache is the kernel's work for fresh memory: reading 1.7 GB takes 0.75 s into pages of
-    4 KiB and 0.25 s into huge ones. What was populated just before is still in the processor's cache when it is read
-    into, and while one thread populates another may wait for the disk.
-
-    But where a virtual machine gives its free memory back to its host, the host must first find memory for each huge
-    page, and then the same load took 5 s. So pages are timed: what fast pieces gain pays for slow ones, and once
-    `CREDIT_SECONDS` are lost, huge pages are not asked for any more. Several threads share the credit, inexactly.
-
-    All of it is advice (``madvise(2)``): before Linux 5.14 or on another system nothing changes.
-    """
-
-    def __init__(self, destinations: Sequence[torch.Tensor]) -> None:
-        self._destinations = destinations
-        large = [d for d in destinations if d.device.type == "cpu" and d.nbytes >= 2 * HUGE_PAGE_BYTES]
-        self._large = large if sys.platform == "linux" else []
-        self._credit = CREDIT_SECONDS if self._large else 0.0
-        self._advise_all(MADV_HUGEPAGE)
-
-    def populate(self, read: Read) -> None:
-        """Populate what `read` fills in host memory."""
-        for piece in read.pieces:
-            destination, box = self._destinations[piece.target], piece.box
-            has_holes = box.numel != box.to_extent
-            if self._credit <= 0 or destination.device.type != "cpu" or has_holes:
-                continue
-            itemsize = destination.element_size()
-            nbytes = box.numel * itemsize
-            before = time.thread_time()  # time in which other threads run is not the pages'
-            advise(destination.data_ptr() + box.to * itemsize, nbytes, MADV_POPULATE_WRITE)
-            gained = nbytes / SMALL_PAGES_BYTES_PER_SECOND - (time.thread_time() - before)
-            self._credit = min(CREDIT_SECONDS, self._credit + gained)
-            if self._credit <= 0:
-                self._advise_all(MADV_NOHUGEPAGE)
-
-    def _advise_all(self, advice: int) -> None:
-        for destination in self._large:
-            advise(destination.data_ptr(), destination.nbytes, advice)

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..engine.huge_pages import HugePages
 from ..sources.local import IOV_MAX
 from .write import WRITE_BYTES, bytes_of
 
@@ -27,6 +28,7 @@ class HostMemory:
         # A GPU copies into pages that the system cannot move several times as fast, and need not wait for each piece.
         self.is_pinned = device.type == "cuda"
         self.values = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_pinned)
+        self.pages: HugePages | None = None if self.is_pinned else HugePages([self.values])
 
     @classmethod
     def of_model(cls, model: nn.Module, nbytes: int, device: torch.device) -> HostMemory:
@@ -35,6 +37,8 @@ class HostMemory:
         if memory is None or memory.values.nbytes != nbytes:
             del memory  # before there is another
             memory = cls(nbytes, device)
+        else:
+            memory.pages = None  # they are populated
         _memories[model] = memory
         return memory
 
@@ -43,7 +47,7 @@ class HostCopy:
     """A copy of what one plan writes; takes it in as a file would (:data:`.write.Put`), and gives it to files."""
 
     def __init__(self, memory: HostMemory, start: int, stop: int) -> None:
-        self._values, self._is_pinned = memory.values[start:stop], memory.is_pinned
+        self._values, self._is_pinned, self._pages = memory.values[start:stop], memory.is_pinned, memory.pages
         self._used = 0
         self._pieces: list[tuple[int, int, int, int]] = []  # shard, position there, first byte and last in memory
         self._lock = threading.Lock()
@@ -54,6 +58,8 @@ class HostCopy:
             start = self._used
             self._used = stop = start + sum(piece.nbytes for piece in pieces)
             self._pieces.append((shard, position, start, stop))
+        if self._pages is not None:
+            self._pages.populate(self._values, start, stop - start)
         for piece in pieces:
             flat = piece.detach().reshape(-1).view(torch.uint8)
             self._values[start : start + flat.numel()].copy_(flat, non_blocking=self._is_pinned)
