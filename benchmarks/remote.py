@@ -2,9 +2,9 @@
 
 python -m benchmarks.remote --gigabytes 1.7 --worlds 1,2 --rate 400 --latency 50
 
-A server on the loopback gives ranges of a checkpoint's files as S3 does; all connections together get `--rate` bytes
-per second, and each request waits `--latency` first. Run:ai's streamer, where it is installed, reads whole tensors
-from the same server, on one rank.
+A server on the loopback, in a process of its own, gives ranges of a checkpoint's files as S3 does; all connections
+together get `--rate` bytes per second, and each request waits `--latency` first. Run:ai's streamer, where it is
+installed, reads whole tensors from the same server, on one rank.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import ArmFailed, run
+from benchmarks.slow_server import slow_server
 
 
 ARMS = ("ours", "ours, 1 % of 503s", "Run:ai's streamer")
+
+LARGE_BYTES = 200_000
+"""A request for so much is for weights, not for headers or small files."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,6 @@ class Task:
     """One load, as every rank is told."""
 
     arm: str
-    address: str
     folder: str
     """Where the same files are on disk: only their names are looked at."""
 
@@ -53,10 +57,11 @@ def load(task: Task) -> dict[str, Any]:
         loaded = work()
         seconds = time.perf_counter() - began
     figures = {"seconds": seconds, "reading": seconds, "growth_bytes": memory.growth_peak, "retries": 0}
+    figures["began"] = time.monotonic() - seconds
     if hasattr(loaded, "streaming_report"):
         report = loaded.streaming_report.ranks[dist.get_rank()]
         reading = sum(report.seconds.get(phase, 0.0) for phase in ("read", "convert", "copy"))
-        figures |= {"retries": report.retries, "reading": reading}
+        figures |= {"retries": report.retries, "reading": reading, "phases": report.seconds}
         figures["growth_bytes"] -= sum(parameter.ds_tensor.nbytes for parameter in loaded.parameters())
     return figures
 
@@ -102,44 +107,43 @@ def main_of_rank() -> None:
 
 
 def measure(settings: argparse.Namespace) -> list[dict[str, Any]]:
-    from tests.http_files import Behaviour, http_files
-
     checkpoint = cached_checkpoint("moe", settings.gigabytes)
-    how = Behaviour(latency_s=settings.latency / 1e3, bytes_per_second=settings.rate * 1e6)
+    arms = [(arm, world_size) for arm in ARMS[:2] for world_size in settings.worlds]
+    if importlib.util.find_spec("runai_model_streamer"):
+        arms.append((ARMS[2], 1))
     found = []
-    with http_files(Path(checkpoint.folder), how, prefix="/bucket") as server:
-        access = {"AWS_ENDPOINT_URL": server.address, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
-        access |= {"AWS_REGION": "us-east-1", "RUNAI_STREAMER_S3_ENDPOINT": server.address}
-        access |= {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0", "AWS_EC2_METADATA_DISABLED": "true"}
-        for repeat in range(settings.repeats):
-            for arm in ARMS:
-                worlds = (
-                    settings.worlds if arm != ARMS[2] else [1] * bool(importlib.util.find_spec("runai_model_streamer"))
-                )
-                for world_size in worlds:
-                    how.requests.clear()
-                    faulty = arm == ARMS[1]
-                    how.fault = lambda path, number, faulty=faulty: "503" if faulty and number % 100 == 50 else ""
-                    task = Task(arm, server.address, str(checkpoint.folder), checkpoint.auto_class)
-                    entry: dict[str, Any] = {"arm": arm, "world_size": world_size, "repeat": repeat}
-                    try:
-                        ranks = run(
-                            json.dumps(asdict(task)), world_size, settings.timeout, "benchmarks.remote", **access
-                        )
-                    except ArmFailed as error:
-                        entry["error"] = str(error)[-2000:]
-                    else:
-                        entry |= {
-                            "seconds": max(rank["seconds"] for rank in ranks),
-                            "reading": max(rank["reading"] for rank in ranks),
-                            "retries": sum(rank["retries"] for rank in ranks),
-                            "growth_mib": max(rank["growth_bytes"] for rank in ranks) / 2**20,
-                            "requests": len(how.requests),
-                            "bytes": sum(stop - start for _, start, stop in how.requests),
-                        }
-                        entry["of_the_link"] = checkpoint.nbytes / entry["reading"] / (settings.rate * 1e6)
-                    found.append(entry)
-                    print(entry, file=sys.stderr)
+    for repeat, (arm, world_size) in product(range(settings.repeats), arms):
+        task = Task(arm, str(checkpoint.folder), checkpoint.auto_class)
+        entry: dict[str, Any] = {"arm": arm, "world_size": world_size, "repeat": repeat}
+        how = {"rate": settings.rate, "latency": settings.latency, "fault_every": 100 * (arm == ARMS[1])}
+        try:
+            with slow_server(Path(checkpoint.folder), prefix="/bucket", **how) as server:
+                access = {"AWS_ENDPOINT_URL": server.address, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+                access |= {"AWS_REGION": "us-east-1", "RUNAI_STREAMER_S3_ENDPOINT": server.address}
+                access |= {"RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0", "AWS_EC2_METADATA_DISABLED": "true"}
+                text = json.dumps(asdict(task))
+                ranks = run(text, world_size, settings.timeout, "benchmarks.remote", **access)
+        except ArmFailed as error:
+            entry["error"] = str(error)[-2000:]
+        else:
+            began = max(rank["began"] for rank in ranks)
+            large = [seconds - began for seconds, _, start, stop in server.requests if stop - start >= LARGE_BYTES]
+            entry |= {
+                "seconds": max(rank["seconds"] for rank in ranks),
+                "first": min(large),
+                "reading": max(rank["reading"] for rank in ranks),
+                "retries": sum(rank["retries"] for rank in ranks),
+                "growth_mib": max(rank["growth_bytes"] for rank in ranks) / 2**20,
+                "requests": len(server.requests),
+                "bytes": server.nbytes,
+                "phases": [rank.get("phases") for rank in ranks],
+            }
+            entry["of_the_link"] = checkpoint.nbytes / entry["reading"] / (settings.rate * 1e6)
+            entry["of_the_link_in_all"] = checkpoint.nbytes / entry["seconds"] / (settings.rate * 1e6)
+            if settings.requests:
+                entry["asked"] = [(seconds - began, *rest) for seconds, *rest in server.requests]
+        found.append(entry)
+        print({key: value for key, value in entry.items() if key != "asked"}, file=sys.stderr)
     return found
 
 
@@ -152,6 +156,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--requests", action="store_true", help="write each request, with its time, into the JSON")
     settings = parser.parse_args()
     found = measure(settings)
     print("| | ranks | seconds | reading | of the link | tried again | requests | growth over the partition |")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .. import scope
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError
+from ..sources.answers import answers_once
 from ..sources.urls import Repository, is_url
 
 
@@ -63,9 +64,9 @@ def cached_folder(path: str, revision: str | None) -> Path:
 def place_of(path: str, revision: str | None) -> Iterator[str]:
     """Where a checkpoint is: `path` itself, the snapshot in the Hub's cache if that has all shards, or a URL.
 
-    Of what is behind a URL, small files may be fetched inside; they are gone afterwards.
+    Of what is behind a URL, small files may be fetched inside; they are gone afterwards. Nothing is fetched twice.
     """
-    with scope.inside():
+    with scope.inside(), answers_once():
         if is_url(path) or os.path.exists(path):
             yield path
         elif _is_cached_whole(path, revision):

@@ -23,6 +23,7 @@ from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams import LazyModel, Session, Stopped
 from ..seams.ds_config import zero3_hidden
+from ..seams.remote import MODEL_FILES, asked_at_once
 from ..seams.sharding import device_type, distributed_config_of, is_known
 from .choice import refuse_pipelines, refuse_sharding, warn_of_open_dtype
 from .integration import patches
@@ -189,14 +190,14 @@ def lazily_loaded(
     Its class is `model_class`, or the one that the checkpoint was saved from. For `stock_values` and `is_quiet` see
     :class:`..seams.session.Session`. Raises an UnsupportedError if the load would be left to stock.
     """
-    with patches, scope.inside():
-        cls = model_class or model_class_of(path, kwargs)
     session = Session(load, is_dry=True, stock_values=stock_values, strict=load.config.strict, is_quiet=is_quiet)
-    try:
-        with patches, scope.inside(), zero3_hidden(), collector_paused(), session:
-            cls.from_pretrained(path, **{"dtype": "auto", **kwargs})
-    except Stopped as stopped:
-        return stopped.lazy_model
+    with patches, scope.inside(), asked_at_once(path, kwargs, MODEL_FILES):
+        cls = model_class or model_class_of(path, kwargs)
+        try:
+            with zero3_hidden(), collector_paused(), session:
+                cls.from_pretrained(path, **{"dtype": "auto", **kwargs})
+        except Stopped as stopped:
+            return stopped.lazy_model
     reason = session.stock_reason or "transformers loads it in another way"
     raise UnsupportedError(f"{path} cannot be streamed: {reason}.")
 

@@ -25,6 +25,7 @@ from ..reports.memory import collector_paused
 from ..saving.files import finish_interrupted
 from ..saving.pending import finish_pending
 from ..seams import REPLACEMENTS, ModelsConfig, Session, found_config, raise_if_misfit
+from ..seams.remote import MODEL_FILES, asked_at_once
 from ..seams.session import Original
 from .choice import choose, settings_for
 
@@ -42,6 +43,12 @@ def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) ->
     if not scope.active_configs() or (around is not None and not around.building):
         return stock(**kwargs)
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+    with asked_at_once(path, kwargs, MODEL_FILES):
+        return _in_block(around, cls, stock, path, kwargs)
+
+
+def _in_block(around: Session | None, cls: Any, stock: Stock, path: Any, kwargs: dict[str, Any]) -> Any:
+    """A call inside ``streaming()``, perhaps in the ``__init__`` of the model that `around` builds."""
     ds_config, strict = kwargs.pop("ds_config", None), kwargs.pop("strict", None)
     if around is not None:
         return _nested(around, stock, path, kwargs, bool(strict))

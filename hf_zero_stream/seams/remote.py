@@ -6,15 +6,20 @@ indexes, shards. Code of a checkpoint is put into a folder, because that is wher
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from transformers import dynamic_module_utils, modeling_utils
+from transformers import dynamic_module_utils, modeling_utils, tokenization_utils_base
+from transformers.models.auto import auto_factory, processing_auto, tokenization_auto
 from transformers.utils import hub, logging
 
 from .. import scope
 from ..config import StreamingConfig
-from ..errors import ReadError, UnsupportedError, UrlError
+from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
+from ..sources.answers import Answers, answers_once
 from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token
 from ..sources.small_files import SmallFiles
@@ -22,12 +27,26 @@ from ..sources.urls import is_url, joined, repository_of, scheme_of
 from .session import Original, Session, replaces
 
 
-__all__ = ["url_of"]
+__all__ = ["MODEL_FILES", "asked_at_once", "url_of"]
 
 logger = logging.get_logger(__name__)
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _ADAPTER = "adapter_config.json"
+
+_SINGLE = "model.safetensors"
+"""If it is not there, an index names the shards: of this file only the beginning is asked for."""
+
+MODEL_FILES = ("config.json", _ADAPTER, "generation_config.json", _SINGLE, f"{_SINGLE}.index.json")
+_TOKENIZER_FILES = (
+    *("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+)
+_PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *_TOKENIZER_FILES,
+)
+"""What transformers asks for, one file after the other, when it loads these; most are in no checkpoint."""
 
 
 def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
@@ -52,6 +71,38 @@ def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
 def _settings() -> StreamingConfig:
     session = Session.current()
     return StreamingConfig.resolve(scope.current_config()) if session is None else session.load.config
+
+
+@contextmanager
+def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) -> Iterator[None]:
+    """Around a ``from_pretrained`` of a URL: its small files are asked for at once, and each of them once."""
+    try:
+        url = url_of(path, kwargs.get("revision"), kwargs.get("token"))
+    except HfZeroStreamError:
+        url = ""  # the call itself will raise
+    if not url:
+        yield
+        return
+    with answers_once() as answers:
+        places = [joined(url, kwargs.get("subfolder") or "", name) for name in names]
+        small = [place for place in places if not place.endswith(_WEIGHTS)]
+        scope.resource(SmallFiles).ask_ahead(small, set(places) - set(small), answers)
+        yield
+
+
+def _at_once(names: Sequence[str], original: Original, *args: Any, **kwargs: Any) -> Any:
+    path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
+    with asked_at_once(path, kwargs, names):
+        return original(*args, **kwargs)
+
+
+for _owner, _names in (
+    (auto_factory._BaseAutoModelClass, MODEL_FILES),
+    (tokenization_auto.AutoTokenizer, _TOKENIZER_FILES),
+    (tokenization_utils_base.PreTrainedTokenizerBase, _TOKENIZER_FILES),
+    (processing_auto.AutoProcessor, _PROCESSOR_FILES),
+):
+    replaces(_owner, "from_pretrained")(functools.partial(_at_once, _names))
 
 
 @replaces(hub, "cached_files")
@@ -85,7 +136,15 @@ def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *arg
             elif error.status != 404 or is_required:
                 raise ReadError(f"{place}: {error}") from error
             return None
+    answers = Answers.current()
+    if are_shards and answers is not None and _reads_headers():
+        files.ask_ahead([], filter(is_url, found), answers)
     return found
+
+
+def _reads_headers() -> bool:
+    session = Session.current()
+    return session is not None and (session.load.coordinator.is_main or session.load.coordinator.is_alone)
 
 
 @replaces(modeling_utils, "has_file")

@@ -13,9 +13,11 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CheckpointError, ReadError, VersionError
+from .answers import Answers
 from .base import Hints, Retries, SourceFile
 from .failed import PASSING_STATUS, RequestFailed
 from .hub import HubFiles
@@ -42,6 +44,9 @@ CHUNK_BYTES = 256 * 1024
 FIRST_BYTES = 100_000
 """What is read of a file at first: enough for most headers, so that a shard costs one request."""
 
+BEGINNING = "beginning"
+"""Names the first bytes of an object among the answers of a call."""
+
 CONNECT_S, STALL_S, REQUEST_S = 5, 15, 300
 """Seconds after which a connection that is not made, an answer that does not go on, and any request count as lost."""
 
@@ -63,23 +68,29 @@ _WHO_MAY_READ = {
 }
 
 
+class Beginning(NamedTuple):
+    """The first bytes of an object, and which version of it they are of."""
+
+    size_bytes: int
+    tag: str
+    block: bytes
+
+
 class _HeaderFile:
     """An object whose beginning was read; small reads are made large, because many of them are near each other."""
 
     def __init__(self, source: RemoteFiles, path: str) -> None:
-        self._source, self._path = source, path
-        self._start, self._block, self.size_bytes, self.tag = 0, b"", 0, ""
-        self._fetch(0, FIRST_BYTES)
+        self._source, self._path, self._start = source, path, 0
+        self.size_bytes, self.tag, self._block = source.beginning(path)
 
     def read(self, start: int, nbytes: int) -> bytes:
-        stop = min(start + nbytes, self.size_bytes)
-        if not self._start <= start <= stop <= self._start + len(self._block):
-            self._fetch(start, max(nbytes, FIRST_BYTES))
+        stop, end = min(start + nbytes, self.size_bytes), self._start + len(self._block)
+        if not self._start <= start <= stop <= end:
+            is_known = self._start <= start < end  # go on where the block ends
+            more = self._source.read_range(self._path, end if is_known else start, max(stop, start + FIRST_BYTES))
+            self._block = self._block[start - self._start :] + more if is_known else more
+            self._start = start
         return self._block[start - self._start : stop - self._start]
-
-    def _fetch(self, start: int, nbytes: int) -> None:
-        (self.size_bytes, self.tag), pieces = self._source.ask(self._path, start, start + nbytes)
-        self._start, self._block = start, b"".join(pieces)
 
 
 class RemoteFiles:
@@ -87,10 +98,12 @@ class RemoteFiles:
 
     An object is pinned to the version whose header was read: every answer's ETag (generation, or time of the last
     change) and size are compared with that one's, so what has been read is of one version.
+
+    The beginnings of objects, with their headers, are asked for once in a call: that of `answers`, or of each thread.
     """
 
-    def __init__(self, retries: Retries | None = None) -> None:
-        self._retries = retries or Retries()
+    def __init__(self, retries: Retries | None = None, answers: Answers | None = None) -> None:
+        self._retries, self._answers = retries or Retries(), answers
         self._files: list[SourceFile] = []
         self._pins: dict[str, tuple[int, str]] = {}
         self._stores: dict[str, Any] = {}
@@ -108,9 +121,7 @@ class RemoteFiles:
     def add(self, files: Sequence[SourceFile]) -> None:
         self._files += files
         for file in files:
-            pin = (file.size_bytes, file.tag)
-            if self._pins.setdefault(file.path, pin) != pin:
-                raise _changed(file.path)
+            self._pin(file.path, file.size_bytes, file.tag)
 
     def hints(self, paths: Sequence[str]) -> Hints:
         # One stream of S3 gives 50 to 100 MB/s. 1 MiB is what a stream could have read while a request waits 10 ms or
@@ -165,12 +176,36 @@ class RemoteFiles:
             tag = self.hub.tag(path) or meta["e_tag"] or meta["version"] or ""
             if not tag and meta["last_modified"].timestamp() > 0:
                 tag = meta["last_modified"].isoformat()
-            pin = (meta["size"], tag)
-            if self._pins.setdefault(path, pin) != pin:
-                raise _changed(path)
+            pin = self._pin(path, meta["size"], tag)
             if begin != start or end != min(stop, meta["size"]):
                 raise RequestFailed(f"the server sent bytes {begin} to {end} in place of {start} to {stop}.")
             return pin, self._body(path, answer, begin, end)
+
+    def _pin(self, path: str, size_bytes: int, tag: str) -> tuple[int, str]:
+        pin = (size_bytes, tag)
+        if self._pins.setdefault(path, pin) != pin:
+            raise _changed(path)
+        return pin
+
+    def beginning(self, path: str) -> Beginning:
+        """The first bytes of an object; raises as :meth:`ask`."""
+        ask, answers = partial(self._ask_beginning, path), self._answers or Answers.current()
+        found = ask() if answers is None else answers.get((BEGINNING, path), ask)
+        self._pin(path, found.size_bytes, found.tag)  # another source may have asked for it
+        return found
+
+    def beginnings_ahead(self, paths: Iterable[str], answers: Answers) -> None:
+        """Begin to ask for what :meth:`beginning` is going to give."""
+        for path in paths:
+            answers.ask_ahead((BEGINNING, path), partial(self._ask_beginning, path))
+
+    def _ask_beginning(self, path: str) -> Beginning:
+        (size_bytes, tag), pieces = self.ask(path, 0, FIRST_BYTES)
+        return Beginning(size_bytes, tag, b"".join(pieces))
+
+    def read_range(self, path: str, start: int, stop: int) -> bytes:
+        """The bytes ``[start, stop)``, or those up to the object's end; raises as :meth:`ask`."""
+        return b"".join(self.ask(path, start, stop)[1])
 
     def _body(self, path: str, answer: GetResult, begin: int, end: int) -> Iterator[bytes]:
         with self._explaining(path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from .answers import Answers
 from .base import ByteSource, Retries, SourceFile
 from .remote import RemoteFiles
 
@@ -19,11 +21,18 @@ MOST_BYTES = 200_000_000
 
 RETRIES = 4
 
+_WHOLE = "whole"
+"""Names all of a small file among the answers of a call."""
+
+
 T = TypeVar("T")
 
 
 class SmallFiles:
-    """Copies of small files, until it is closed. A file is fetched anew whenever it is asked for: it may change."""
+    """Copies of small files, until it is closed.
+
+    A file may change, so it is fetched anew whenever it is asked for, but once within one call (``answers_once()``).
+    """
 
     def __init__(self) -> None:
         self._retries = Retries(RETRIES)
@@ -36,8 +45,15 @@ class SmallFiles:
         Raises RequestFailed if it is not there (status 404) or cannot be read.
         """
         path = (folder or self.new_folder(url)) / url.rpartition("/")[2]
-        path.write_bytes(self._remote.read_whole(url, MOST_BYTES))
+        read, answers = partial(self._remote.read_whole, url, MOST_BYTES), Answers.current()
+        path.write_bytes(read() if answers is None else answers.get((_WHOLE, url), read))
         return path
+
+    def ask_ahead(self, urls: Iterable[str], beginnings: Iterable[str], answers: Answers) -> None:
+        """Begin to fetch small files, of which some may not be there, and the beginnings of large ones."""
+        for url in urls:
+            answers.ask_ahead((_WHOLE, url), partial(self._remote.read_whole, url, MOST_BYTES))
+        self._remote.beginnings_ahead(beginnings, answers)
 
     def new_folder(self, url: str) -> Path:
         """An empty folder with the last name of `url`."""
@@ -48,8 +64,7 @@ class SmallFiles:
 
     def require(self, url: str) -> None:
         """Raise as :meth:`fetch` if there is no such file; only its beginning is read."""
-        with self._remote.open_file(url):
-            pass
+        self._retries.call(partial(self._remote.beginning, url), self._remote.is_transient, jitter=True)
 
     def header(self, url: str, read: Callable[[ByteSource, str], T]) -> T:
         """What `read` reads of a file, tried again while its error has a passing cause."""
