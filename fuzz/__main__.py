@@ -9,7 +9,9 @@ from pathlib import Path
 import atheris
 
 
-with atheris.instrument_imports(include=["hf_zero_stream.checkpoint"], enable_loader_override=False):
+with atheris.instrument_imports(
+    include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources"], enable_loader_override=False
+):
     import hf_zero_stream.checkpoint.distcp
     import hf_zero_stream.checkpoint.index
     import hf_zero_stream.checkpoint.index_file
@@ -19,7 +21,8 @@ with atheris.instrument_imports(include=["hf_zero_stream.checkpoint"], enable_lo
     import hf_zero_stream.checkpoint.torch_objects
     import hf_zero_stream.checkpoint.torch_zip
     import hf_zero_stream.checkpoint.untrusted_json
-    import hf_zero_stream.checkpoint.zero_folder  # noqa: F401
+    import hf_zero_stream.checkpoint.zero_folder
+    import hf_zero_stream.sources.small_files  # noqa: F401
 
 from .seeds import CORPUS
 from .targets import TARGETS

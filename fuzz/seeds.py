@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from . import distributed
+from . import distributed, server
 
 
 __all__ = ["CORPUS", "files", "indexes", "torch_files", "zero_files"]
@@ -234,6 +234,7 @@ def main() -> None:
         ("pickle", _descriptions()),
         ("zero", _zero_descriptions()),
         ("distcp", distributed.seeds()),
+        ("server", server.seeds()),
     ):
         (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for name, content in seeds.items():

@@ -37,6 +37,7 @@ from hf_zero_stream.sources.local import LocalFiles
 
 from .distributed import read_distributed
 from .seeds import zero_files
+from .server import read_from_server
 
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "build_index",
     "frame",
     "read_file",
+    "read_from_server",
     "read_index",
     "read_torch_file",
     "read_zero",
@@ -355,6 +357,7 @@ TARGETS: dict[str, Callable[[bytes], str]] = {
     "torch": read_torch_file,
     "zero": read_zero,
     "distcp": read_distributed,
+    "server": read_from_server,
     "pickle": lambda description: read_torch_file(around_pickle(description)),
 }
 """A name, of a folder in corpus/ too -> what reads one input, and says in a word what became of it."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
@@ -21,6 +24,8 @@ from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import ConfigError, UnsupportedError
 from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.sources.answers import Answers, answers_once
+from hf_zero_stream.sources.failed import RequestFailed
 from hf_zero_stream.sources.urls import Location, located, repository_of
 from tests.cluster import run_ranks
 from tests.http_files import Behaviour, http_files
@@ -117,6 +122,56 @@ def test_plan_of_a_url(root: Path, web: Behaviour) -> None:
     asked = [os.path.basename(path) for path, _, _ in web.requests if path.endswith(".safetensors")]
     assert sorted(set(asked)) == sorted([*shards, "model.safetensors"])
     assert len(asked) == len(shards) + 1, "headers are read once each"
+
+
+def test_small_files_are_asked_for_at_once_and_once(root: Path) -> None:
+    """What one call needs; a second call asks anew, because files may change."""
+    with http_files(root / "moe", Behaviour(latency_s=0.2)) as slow:
+        for asked_before in (0, 1):
+            hf_zero_stream.plan(slow.address, world_size=2)
+            names = Counter(path for path, _, _ in slow.requests)
+            assert set(names.values()) == {asked_before + 1}, names
+            assert {"/config.json", "/generation_config.json", "/model.safetensors.index.json"} <= set(names)
+        assert slow.most_at_once >= 4, "one after the other would take four times as long"
+
+
+def test_tokenizers_from_a_url(root: Path, tmp_path: Path) -> None:
+    vocabulary = {word: number for number, word in enumerate(["[UNK]", "a", "b"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]").save_pretrained(tmp_path)
+    shutil.copy(root / "single" / "config.json", tmp_path)
+    with http_files(tmp_path, Behaviour(latency_s=0.2)) as slow, hf_zero_stream.streaming():
+        found = transformers.AutoTokenizer.from_pretrained(slow.address)
+        assert found("b a").input_ids == transformers.AutoTokenizer.from_pretrained(tmp_path)("b a").input_ids
+        assert set(Counter(path for path, _, _ in slow.requests).values()) == {1}
+        assert slow.most_at_once >= 4
+
+
+def test_what_is_asked_for_ahead() -> None:
+    """An answer is given to all, an error that may pass to one of them, and nothing is kept beyond the call."""
+    asked: list[str] = []
+
+    def ask(key: str, error: Exception | None = None) -> str:
+        asked.append(key)
+        if error is not None:
+            raise error
+        return key
+
+    with answers_once() as answers, answers_once() as inner:
+        assert inner is answers is Answers.current()
+        answers.ask_ahead(("whole", "a"), partial(ask, "a"))
+        assert [answers.get(("whole", "a"), partial(ask, "a")) for _ in range(2)] == ["a", "a"]
+        for status, times in ((404, 1), (403, 1), (503, 3), (0, 3)):
+            asked.clear()
+            answers.ask_ahead(("whole", str(status)), partial(ask, "x", RequestFailed("no", status)))
+            for _ in range(3):
+                with pytest.raises(RequestFailed):
+                    answers.get(("whole", str(status)), partial(ask, "x", RequestFailed("no", status)))
+            assert len(asked) == times, status
+    assert Answers.current() is None
+    asked.clear()
+    answers.ask_ahead(("whole", "a"), partial(ask, "a"))
+    assert answers.get(("whole", "a"), partial(ask, "a")) == "a" and asked == ["a"]
 
 
 def test_adapters_and_missing_things(root: Path, web: Behaviour, tmp_path: Path) -> None:

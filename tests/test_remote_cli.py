@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -17,6 +18,10 @@ def test_commands_on_a_url(tmp_path: Path) -> None:
     shards = sorted(folder.glob("*.safetensors"))
     sums.write_text("".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in shards))
     with http_files(folder) as how:
+        for command in (["inspect"], ["plan", "--world-size", "4"]):
+            how.requests.clear()
+            run_json(command[0], how.address, *command[1:])
+            assert set(Counter(path for path, _, _ in how.requests).values()) == {1}, f"{command}: asked for once"
         for command in (["inspect"], ["verify"], ["verify", "--sums", str(sums)]):
             here, there = run_json(*command, str(folder)), run_json(*command, how.address)
             assert {**here, "path": how.address} == there, command

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import pytest
 import torch
@@ -22,6 +23,20 @@ def test_each_item_comes_once() -> None:
     run_in_threads(range(1000), done.extend, 4)
     assert sorted(done) == list(range(1000))
     assert helpers() == []
+
+
+def test_all_have_the_callers_context_variables() -> None:
+    variable, found = ContextVar("variable", default=0), []
+    all_here = threading.Barrier(3, timeout=30)
+
+    def work(items: Iterator[int]) -> None:
+        all_here.wait()
+        found.append(variable.get())
+
+    token = variable.set(7)
+    run_in_threads([], work, 3)
+    variable.reset(token)
+    assert found == [7] * 3
 
 
 @pytest.mark.parametrize("with_grad", [True, False])

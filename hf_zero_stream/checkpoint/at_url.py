@@ -34,8 +34,12 @@ _ABSENT = (403, 404)
 def has_file(url: str, name: str) -> bool:
     """Whether there is such a file in the checkpoint at `url`, as far as the server tells."""
     place = joined(url, name)
+    files = scope.resource(SmallFiles)
     try:
-        scope.resource(SmallFiles).require(place)
+        if name.endswith(".safetensors"):
+            files.require(place)
+        else:
+            files.fetch(place)
     except RequestFailed as error:
         if error.status in _ABSENT:
             return False

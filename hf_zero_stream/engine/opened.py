@@ -18,7 +18,6 @@ from ..checkpoint.nodes import View
 from ..config import StreamingConfig
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
-from ..sources.answers import Answers
 from ..sources.base import ByteSource, Hints, Retries
 from ..sources.by_path import FilesByPath
 from ..sources.local import LocalFiles
@@ -66,9 +65,7 @@ class OpenCheckpoint:
         self.shards: tuple[Shard, ...] = ()
         self.retries = Retries(config.read_retries)
         local = partial(LocalFiles, direct_io=config.direct_io, cache_bytes=psutil.virtual_memory().total)
-        self.source = source or FilesByPath(
-            local(retries=self.retries), partial(RemoteFiles, self.retries, Answers.current())
-        )
+        self.source = source or FilesByPath(local(retries=self.retries), partial(RemoteFiles, self.retries))
         """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
 

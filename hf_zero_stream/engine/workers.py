@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import copy_context
 from typing import TypeVar
 
 import torch
@@ -18,7 +19,7 @@ def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None]
     """Run ``work(iterator)`` in `threads` threads, one of them the caller's; each item comes out of one iterator.
 
     Once one has failed, the other iterators end, and the first error is raised. No thread runs on when this returns or
-    raises, also on Ctrl-C. All have the caller's grad mode, which torch keeps for each thread.
+    raises, also on Ctrl-C. All have the caller's context variables and grad mode, which torch keeps for each thread.
     """
     pending, lock, failed = iter(items), threading.Lock(), threading.Event()
     errors: list[BaseException] = []
@@ -47,7 +48,8 @@ def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None]
     try:
         for number in range(1, threads):
             end = threading.Event()
-            helper = threading.Thread(target=run, args=(end,), name=f"hf_zero_stream-{number}")
+            in_context = copy_context().run
+            helper = threading.Thread(target=in_context, args=(run, end), name=f"hf_zero_stream-{number}")
             begun.append((helper, end))
             helper.start()
         run(threading.Event())  # nobody waits for the calling thread

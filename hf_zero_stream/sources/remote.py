@@ -99,11 +99,11 @@ class RemoteFiles:
     An object is pinned to the version whose header was read: every answer's ETag (generation, or time of the last
     change) and size are compared with that one's, so what has been read is of one version.
 
-    The beginnings of objects, with their headers, are asked for once in a call: that of `answers`, or of each thread.
+    The beginnings of objects, with their headers, are asked for once in a call (``answers_once()``).
     """
 
-    def __init__(self, retries: Retries | None = None, answers: Answers | None = None) -> None:
-        self._retries, self._answers = retries or Retries(), answers
+    def __init__(self, retries: Retries | None = None) -> None:
+        self._retries = retries or Retries()
         self._files: list[SourceFile] = []
         self._pins: dict[str, tuple[int, str]] = {}
         self._stores: dict[str, Any] = {}
@@ -189,7 +189,7 @@ class RemoteFiles:
 
     def beginning(self, path: str) -> Beginning:
         """The first bytes of an object; raises as :meth:`ask`."""
-        ask, answers = partial(self._ask_beginning, path), self._answers or Answers.current()
+        ask, answers = partial(self._ask_beginning, path), Answers.current()
         found = ask() if answers is None else answers.get((BEGINNING, path), ask)
         self._pin(path, found.size_bytes, found.tag)  # another source may have asked for it
         return found
