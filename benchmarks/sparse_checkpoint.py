@@ -23,7 +23,9 @@ Entry = tuple[str, tuple[int, ...]]
 """Dtype, as safetensors names it, and shape."""
 
 
-def make_sparse_checkpoint(folder: Path, config: PreTrainedConfig, fp8: bool = False) -> Path:
+def make_sparse_checkpoint(
+    folder: Path, config: PreTrainedConfig, fp8: bool = False, shard_bytes: int = SHARD_BYTES
+) -> Path:
     """Write a checkpoint of `config`'s model into `folder`, unless it is there already; returns the folder.
 
     Args:
@@ -37,7 +39,7 @@ def make_sparse_checkpoint(folder: Path, config: PreTrainedConfig, fp8: bool = F
     if fp8:
         entries = in_fp8(entries)
     sizes = [nbytes(*entry) for entry in entries.values()]
-    shard_of = [before // SHARD_BYTES for before in accumulate(sizes, initial=0)][:-1]
+    shard_of = [before // shard_bytes for before in accumulate(sizes, initial=0)][:-1]
     count = shard_of[-1] + 1
     weight_map: dict[str, str] = {}
     for number in range(count):

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import dynamic_module_utils, modeling_utils, tokenization_utils_base
+from transformers import dynamic_module_utils, modeling_utils, processing_utils, tokenization_utils_base
 from transformers.models.auto import auto_factory, processing_auto, tokenization_auto
 from transformers.utils import hub, logging
 
@@ -145,6 +145,15 @@ def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *arg
 def _reads_headers() -> bool:
     session = Session.current()
     return session is not None and (session.load.coordinator.is_main or session.load.coordinator.is_alone)
+
+
+@replaces(tokenization_utils_base, "list_repo_templates")
+@replaces(processing_utils, "list_repo_templates")
+def _list_repo_templates(original: Original, repo_id: Any, **kwargs: Any) -> Any:
+    """The names of a repository's further chat templates; behind a URL nothing is listed, so there are none."""
+    if url_of(repo_id, kwargs.get("revision"), kwargs.get("token")):
+        return []
+    return original(repo_id, **kwargs)
 
 
 @replaces(modeling_utils, "has_file")
