@@ -112,7 +112,8 @@ class StreamingConfig:
     """Under ZeRO-3, keep a quantised checkpoint's weights as they are in the file: frozen, partitioned, packed bytes.
 
     They are dequantised in the forward pass, and adapters (PEFT) train beside them; see docs/quantised.md for the
-    formats. A `quantization_config` with `dequantize=True` counts more. False dequantises where transformers would.
+    formats. So are those that a `BitsAndBytesConfig` quantises while they are loaded. A `quantization_config` with
+    `dequantize=True` counts more. False dequantises where transformers would, and leaves the rest to stock.
     """
 
     replicas_on: Literal["cpu", "device"] = "cpu"

@@ -80,7 +80,12 @@ def plain_losses(folder: Path, dtype: torch.dtype) -> list[float]:
     """Of one process, without DeepSpeed: dequantised by transformers, on the same adapters and inputs."""
     folder, how = dequantised(folder)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **how)
-    model = with_adapters(base.to(dtype))  # what is not quantised has kept the file's dtype
+    return plain_losses_of(base.to(dtype))  # what is not quantised has kept the file's dtype
+
+
+def plain_losses_of(base: Any) -> list[float]:
+    """Of one process, without DeepSpeed: of a whole model, on the same adapters and inputs."""
+    model = with_adapters(base)
     optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
     losses = []
     for _ in range(3):

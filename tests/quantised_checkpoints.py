@@ -11,7 +11,16 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 
-__all__ = ["bitsandbytes", "SCHEMES", "compressed_tensors", "fp4_experts", "fp8", "fp8_with_a_short_block", "mxfp4"]
+__all__ = [
+    "SCHEMES",
+    "bitsandbytes",
+    "compressed_tensors",
+    "fp4_experts",
+    "fp8",
+    "fp8_with_a_short_block",
+    "mxfp4",
+    "unquantised",
+]
 
 BLOCK = 16
 
@@ -136,7 +145,7 @@ def mxfp4(folder: Path, width: int = 32) -> None:
 # ------------------------------------------------------------------------------------------- compressed-tensors
 
 
-def _qwen3(experts: int, width: int) -> transformers.PreTrainedModel:
+def _qwen3(experts: int, width: int, **changes: int) -> transformers.PreTrainedModel:
     sizes = {
         "vocab_size": 48,
         "hidden_size": 2 * width,
@@ -145,12 +154,16 @@ def _qwen3(experts: int, width: int) -> transformers.PreTrainedModel:
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 16,
+        **changes,
     }
     if not experts:
         return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes))
-    config = transformers.Qwen3MoeConfig(
-        **sizes, moe_intermediate_size=width + 8, num_experts=experts, num_experts_per_tok=2, mlp_only_layers=[1]
-    )
+    of_experts = {
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes["intermediate_size"],
+    }
+    config = transformers.Qwen3MoeConfig(**sizes, **of_experts, mlp_only_layers=[1])
     return transformers.Qwen3MoeForCausalLM(config)
 
 
@@ -222,6 +235,18 @@ def _ranges_of(weight: torch.Tensor, weights: dict[str, Any]) -> tuple[torch.Ten
 
 
 # ------------------------------------------------------------------------------------------------- bitsandbytes
+
+
+def unquantised(folder: Path, experts: int = 0, width: int = 64, kind: str = "qwen3", **changes: int) -> None:
+    """A checkpoint in bf16, to be quantised while it is loaded; weights of the `kind` "gpt2" lie transposed.
+
+    `changes` are those of Qwen3's config.
+    """
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=48, n_embd=2 * width, n_layer=2, n_head=2, n_positions=32)
+        _save(transformers.GPT2LMHeadModel(config), folder)
+    else:
+        _save(_qwen3(experts, width, **changes), folder)
 
 
 def bitsandbytes(folder: Path, kind: str, width: int = 32, dequantised: Path | None = None) -> None:

@@ -32,7 +32,7 @@ class Bytes(NamedTuple):
     stop: int
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class PackedWeight:
     """How a frozen parameter of bytes (uint8) becomes matrices, and which tensors of the checkpoint it holds.
 
@@ -65,6 +65,17 @@ class PackedWeight:
         """The shape of the dequantised weight."""
         sizes = self.program.result.sizes
         return (len(self.rows), *sizes[1:]) if self.is_stack else sizes
+
+    def shorten(self, name: str, nbytes: int) -> None:
+        """Note that the tensor `name` of the checkpoint, flat and of bytes, has only `nbytes` bytes."""
+
+        def shortened(each: Bytes) -> Bytes:
+            if each.entry.name != name:
+                return each
+            entry = each.entry._replace(shape=(nbytes,), stop=each.entry.start + nbytes)
+            return each._replace(entry=entry, stop=each.start + nbytes)
+
+        self.rows = tuple(tuple(map(shortened, row)) for row in self.rows)
 
     def __deepcopy__(self, memo: Any) -> PackedWeight:
         return self
@@ -107,10 +118,13 @@ def _prefix(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def pack(weight: LazyTensor, dtype: torch.dtype, is_stack: bool, taken: Taken) -> tuple[PackedWeight, LazyTensor]:
+def pack(
+    weight: LazyTensor, dtype: torch.dtype, is_stack: bool, taken: Taken, *, always: bool = False
+) -> tuple[PackedWeight, LazyTensor]:
     """A dequantised lazy weight, that is to have `dtype`, as a lazy tensor of packed bytes.
 
-    `is_stack`: the first dimension is that of experts, each of which is dequantised by itself.
+    `is_stack`: the first dimension is that of experts, each of which is dequantised by itself. `always`: also where
+    the bytes are not fewer.
 
     Raises:
         NotQuantised: it is no more than a copy of tensors in the file.
@@ -129,7 +143,7 @@ def pack(weight: LazyTensor, dtype: torch.dtype, is_stack: bool, taken: Taken) -
             raise NotPackable("its matrices are not quantised alike")
         rows.append([_bytes(region, start) for region, (start, _, _) in zip(of_matrix, inputs, strict=True)])
     rows, row_bytes = _with_unused(rows, row_bytes, taken)
-    if row_bytes >= program.result.numel * dtype.itemsize:
+    if row_bytes >= program.result.numel * dtype.itemsize and not always:
         raise NotPackable("its bytes are not fewer than those of its values")
     packed = PackedWeight(program, tuple(inputs), dtype, row_bytes, tuple(map(tuple, rows)), is_stack)
     lines = [_line(row, row_bytes, taken) for row in rows]

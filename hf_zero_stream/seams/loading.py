@@ -70,7 +70,12 @@ def _load_pretrained_model(
 ) -> Any:
     """Run transformers' function on a state dict of lazy tensors."""
     load, is_part = session.load, session.inside is not None
-    if session.model is None and stays_quantised(load_config.hf_quantizer):
+    if session.quantiser is not None and session.has_nested:
+        raise UnsupportedError(
+            f"{load_config.pretrained_model_name_or_path}: a model whose __init__ calls from_pretrained cannot be "
+            "quantised while it is loaded. Load with keep_quantized=False, or without a quantization_config."
+        )
+    if session.model is None and session.quantiser is None and stays_quantised(load_config.hf_quantizer):
         if is_part or session.has_nested:
             raise UnsupportedError(
                 f"{load_config.pretrained_model_name_or_path}: this checkpoint stays quantised, and it belongs to a "

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -26,10 +26,12 @@ from ..checkpoint.nodes import View, entries_of
 from ..errors import UnsupportedError
 from ..packed.modules import PackedLinear, grouped_product, packed_weights
 from ..packed.programs import NotPackable, NotQuantised
+from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
 from .adapters import refuse_for_packed
 from .bitsandbytes import dequantising_quantizer
 from .quantised import COMPRESSED_FORMATS
+from .quantising import QuantisingQuantizer, is_quantisable, sources_of, wanted_config
 from .session import Original, Session, seam
 
 
@@ -73,8 +75,18 @@ def _get_hf_quantizer(
     fields = found if isinstance(found, Mapping) else getattr(found, "to_dict", dict)()
     wishes = [fields.get("dequantize"), getattr(quantization_config, "dequantize", False)]
     load = session.load
-    if _is_known(fields) and not any(wishes) and session.inside is None:
-        if load.config.keep_quantized and load.destination.takes_packed:
+    wanted = None if fields else wanted_config(quantization_config)
+    session.quantiser = None
+    packs = load.config.keep_quantized and load.destination.takes_packed and session.inside is None
+    if packs and wanted is not None and is_quantisable(wanted) and kwargs.get("gguf_file") is None:
+        load.destination.refuse_packed()
+        session.quantiser = QuantisingQuantizer(wanted)
+        session.quantiser.validate_environment()
+        session.kept_config = wanted.to_dict()
+        config.quantization_config = session.kept_config  # ranks compare it
+        return session.quantiser, config, args[0] if args else kwargs.get("device_map")
+    if _is_known(fields) and not any(wishes):
+        if packs:
             load.destination.refuse_packed()
             session.kept_config = dict(fields)
             if fields["quant_method"] == "bitsandbytes":
@@ -129,7 +141,10 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     """
     _refuse_lost(model, loading_info)
     used = {entry.name for entry in _entries_of(*model.parameters(), *model.buffers())}
-    taken = Taken(session.load.tensors.values(), used)
+    made = {} if session.quantiser is None else session.quantiser.made
+    used.update(entry.name for entry in sources_of(made))
+    beside = [entry for each in made.values() for entry in each.entries]
+    taken = Taken([*session.load.tensors.values(), *beside], used)
     once = _named_once(model)
     candidates: _Candidates = []
     refused: dict[str, str] = {}
@@ -139,7 +154,11 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
         if not wanted or not all(isinstance(param, LazyTensor) and id(param) in once for param in params.values()):
             continue
         try:
-            weights = {key: pack(param, dtype or param.dtype, wanted[key], taken) for key, param in params.items()}
+            weights = {}
+            for key, param in params.items():
+                to_make = made.get(f"{name}.{key}")
+                weight, lazy = pack(param, dtype or param.dtype, wanted[key], taken, always=to_make is not None)
+                weights[key] = weight, quantised(to_make.values, weight, to_make.how) if to_make else lazy
         except NotQuantised:
             continue
         except NotPackable as why:
@@ -147,6 +166,7 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
         else:
             candidates.append((name, module, weights))
     _keep_whole(candidates, refused)
+    _refuse_unmade(made, {f"{name}.{key}" for name, _, weights in candidates for key in weights}, refused)
     for _, module, weights in candidates:
         _install(module, weights)
     for name, module in model.named_modules():
@@ -159,14 +179,27 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
         return
     refuse_for_packed()
     model._hf_zero_stream_dequantised = sorted(refused)
-    # Else transformers would quantise embeddings and the like when it reverses its conversions, to save them.
-    conversions = getattr(model, "_weight_conversions", None) or []
-    model._weight_conversions = [
-        each for each in conversions if not any(hasattr(op, "hf_quantizer") for op in getattr(each, "operations", ()))
-    ]
+    model._weight_conversions = list(_without_quantisation(getattr(model, "_weight_conversions", None) or []))
     for param in model.parameters():
         if isinstance(param, LazyTensor):
             param.requires_grad_(False)
+
+
+def _without_quantisation(conversions: Iterable[Any]) -> Iterator[Any]:
+    """`conversions` without the ops of a quantizer, and without what those need beside weights.
+
+    Else transformers would quantise embeddings and the like when it reverses its conversions, to save them.
+    """
+    for each in conversions:
+        operations = getattr(each, "operations", ())
+        rest = [op for op in operations if not hasattr(op, "hf_quantizer")]
+        if len(rest) == len(operations):
+            yield each
+        elif rest and hasattr(each, "copy"):  # before transformers had it, no op came before others
+            (quantizer,) = {op.hf_quantizer for op in operations if op not in rest}
+            names = getattr(quantizer, "serialized_names", {})
+            sources = [name for name in each._original_source_patterns if name.rpartition(".")[2] in names]
+            yield each.copy(sources, each._original_target_patterns, operations=rest)
 
 
 def _refuse_lost(model: PreTrainedModel, loading_info: Any) -> None:
@@ -187,17 +220,30 @@ def _refuse_lost(model: PreTrainedModel, loading_info: Any) -> None:
             )
 
 
+def _refuse_unmade(made: Mapping[str, Any], packed: Set[str], refused: Mapping[str, str]) -> None:
+    """Raise if weights were to be quantised that have no place for their bytes: they have no other values."""
+    if unmade := sorted(made.keys() - packed):
+        why = refused.get(unmade[0].rpartition(".")[0], "it is tied to another parameter")
+        raise UnsupportedError(
+            f"{unmade[0]} cannot be quantised while it is loaded: {why}. Name its module in llm_int8_skip_modules."
+        )
+
+
 def _report(session: Session, candidates: _Candidates, refused: Mapping[str, str]) -> None:
     if not session.load.coordinator.is_main:
         return
     method = (session.kept_config or {}).get("quant_method")
+    method = getattr(method, "value", method)
     if candidates:
         kept = [weight for _, _, weights in candidates for weight, _ in weights.values()]
         nbytes = sum(weight.row_bytes * len(weight.rows) for weight in kept)
+        verb, instead = "keeps", "pass a quantization_config with dequantize=True"
+        if session.quantiser is not None:
+            verb, instead = "quantises while loading, and keeps,", "leave quantization_config out"
         logger.warning(
-            f"hf_zero_stream keeps {len(kept)} weights quantised ({method}, {nbytes / 2**30:.2f} GiB in all), "
+            f"hf_zero_stream {verb} {len(kept)} weights quantised ({method}, {nbytes / 2**30:.2f} GiB in all), "
             "partitioned and frozen, as is the rest of the model: train adapters beside them. To train the weights "
-            "themselves, pass a quantization_config with dequantize=True."
+            f"themselves, {instead}."
         )
     if refused:
         name, why = next(iter(refused.items()))

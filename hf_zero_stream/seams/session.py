@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..engine.load import Load
 from ..patching import Replacement
+from .quantising import QuantisingQuantizer
 
 
 __all__ = ["REPLACEMENTS", "LazyModel", "Original", "Session", "Stopped", "missing_names", "replaces", "seam"]
@@ -80,7 +81,8 @@ class Session:
         is_quiet: transformers shall not report what the checkpoint lacks: the caller looks at it.
         has_nested: whether the model's ``__init__`` called ``from_pretrained``.
         stock_reason: why the load is left to stock; empty while it streams.
-        kept_config: the quantization config of a checkpoint whose weights are to stay quantised; see :mod:`.packing`.
+        kept_config: the quantization config of a model whose weights are to stay quantised; see :mod:`.packing`.
+        quantiser: quantises them while they are loaded; None: they are quantised in the checkpoint.
         model: the lazy model, once transformers loads its weights.
         placing: places the lazy model's values, once transformers knows which of them are missing.
         spares, chains: caches of :mod:`.keys`.
@@ -95,6 +97,7 @@ class Session:
     has_nested: bool = field(default=False, init=False)
     stock_reason: str = field(default="", init=False)
     kept_config: dict[str, Any] | None = field(default=None, init=False)
+    quantiser: QuantisingQuantizer | None = field(default=None, init=False)
     building: bool = field(default=False, init=False)
     model: PreTrainedModel | None = field(default=None, init=False)
     placing: Callable[[], None] | None = field(default=None, init=False)

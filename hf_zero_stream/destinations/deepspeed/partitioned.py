@@ -13,9 +13,11 @@ from torch import nn
 from ...checkpoint.lazy import LazyTensor
 from ...footprint.memory import MemoryFootprint
 from ...footprint.optimizers import AdamW
+from ...packed.together import Quantised
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Destination, Holding, Item, flat_items, replace_lazy
+from ..quantising import ToQuantise, quantising_batches
 from ..replicated import open_flat
 from . import engine_memory, nvme, zero3
 from .gathered import gathered, run_gathering_what_is_touched
@@ -58,7 +60,7 @@ class Partitioned(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Everything at once, but for what passes through buffers on its way to a disk."""
+        """Everything at once, but for what is quantised, or passes through buffers on its way to a disk."""
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
         if (self._ds_config.get("expert_parallel") or {}).get("enabled"):
             from . import experts  # wants a DeepSpeed that has AutoEP
@@ -68,7 +70,11 @@ class Partitioned(Destination):
             model, missing, tied, parameter=self._parameter, buffer=self._buffer
         )
         items: dict[int, Item] = {}
+        to_quantise = []
         for name, (param, view) in parameters.items():
+            if isinstance(view.node, Quantised):
+                to_quantise.append(ToQuantise(name, view.node, partial(_take_own, param)))
+                continue
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
@@ -82,7 +88,11 @@ class Partitioned(Destination):
         ]
         swaps: list[nvme.Swap] = [(param, items.pop(id(param), None)) for param in self._swapped]
         buffers_free = nvme.free_buffers(self._ds_config) if swaps else 0
-        return [Batch([*items.values(), *flat_items(buffers)]), *nvme.swap_batches(swaps, buffers_free)]
+        return [
+            Batch([*items.values(), *flat_items(buffers)]),
+            *quantising_batches(to_quantise, self._coordinator, self.device),
+            *nvme.swap_batches(swaps, buffers_free),
+        ]
 
     def _share(self, param: Any) -> tuple[int, int, int]:
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
@@ -131,3 +141,9 @@ class Partitioned(Destination):
             return Holding(box, param.dtype, start, stop, partial(zero3.open_partition, param), is_swapped=is_swapped)
 
         return {name: holding(param) for name, param in params.items() if is_zero_param(param)}
+
+
+def _take_own(param: Any, row: torch.Tensor) -> None:
+    """Copy this rank's elements of `row`, all of a parameter's, into its partition."""
+    _, start, stop = zero3.own_range(param)
+    param.ds_tensor[: stop - start].copy_(row[start:stop])

@@ -1,0 +1,144 @@
+"""Batches in which the ranks quantise weights together: each reads and quantises 1/N of the values of every weight.
+
+One rank joins what all have made of a weight and sends it to all, each of which takes its own bytes. So a rank has
+1/N of a batch's values, the bytes of those weights that it joins, and the bytes of one weight that is being sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..packed.together import Quantised
+from ..planning.plan import Target
+from ..ranks.coordinator import Coordinator, collective_device
+from .base import Batch, Item, allocating
+
+
+__all__ = ["VALUES_BYTES", "ToQuantise", "quantising_batches"]
+
+VALUES_BYTES = 64 * 2**20
+"""Most bytes of values that a rank has at one time, but for weights whose part alone is larger; equal on all ranks."""
+
+
+class ToQuantise(NamedTuple):
+    """A weight that is quantised while it is loaded; `take` is called with all of its bytes (uint8, flat)."""
+
+    name: str
+    node: Quantised
+    take: Callable[[torch.Tensor], None]
+
+
+def quantising_batches(
+    weights: Sequence[ToQuantise], coordinator: Coordinator, device: torch.device
+) -> Iterator[Batch]:
+    """Batches that fill `weights`; the values are on `device` when they are quantised."""
+    group: list[ToQuantise] = []
+    nbytes = 0
+    for weight in weights:
+        source = weight.node.source
+        part = weight.node.part(0, coordinator.world_size)[0] * source.node.dtype.itemsize
+        if group and nbytes + part > VALUES_BYTES:
+            yield _Group(group, coordinator, device).batch()
+            group, nbytes = [], 0
+        group.append(weight)
+        nbytes += part
+    if group:
+        yield _Group(group, coordinator, device).batch()
+
+
+class _Group:
+    """The weights of one batch."""
+
+    def __init__(self, weights: Sequence[ToQuantise], coordinator: Coordinator, device: torch.device) -> None:
+        self._weights = weights
+        self._coordinator = coordinator
+        self._device = device
+        self._values: list[torch.Tensor] = []
+        self._made: list[torch.Tensor] = []
+        """What this rank has made of its part of each weight, in a buffer for the longest part."""
+        self._gathered: dict[int, list[torch.Tensor]] = {}
+        """What all ranks have made, of the weights that this rank joins."""
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def batch(self) -> Batch:
+        rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        items = []
+        for number, (name, node, _) in enumerate(self._weights):
+            _, start, stop = node.part(rank, world_size)
+            target = Target(name, node.source.node.dtype, stop - start, start, stop)
+            items.append(Item(target, node.source, partial(self._memory, number)))
+        begin = partial(self._begin, [item.target for item in items])
+        return Batch(items, begin, self._finish, is_collective=True, is_temporary=True)
+
+    def _begin(self, targets: Sequence[Target]) -> None:
+        nbytes = sum(target.nbytes for target in targets)
+        names = f"the values of {targets[0].name} and {len(targets) - 1} other weights, to quantise them,"
+        with allocating(names, nbytes, self._device, self._coordinator.rank):
+            self._values = [torch.empty(each.numel, dtype=each.dtype, device=self._device) for each in targets]
+
+    def _memory(self, number: int) -> torch.Tensor:
+        return self._values[number]
+
+    def _joins(self, number: int) -> int:
+        """The rank that joins the weight `number`: each joins some."""
+        return number % self._coordinator.world_size
+
+    def _finish(self) -> None:
+        # Only what cannot fail stands between agreements: a rank that raised would leave others in a collective.
+        coordinator = self._coordinator
+        coordinator.run_on_all(self._quantise)
+        for number in range(len(self._weights)):
+            self._gather(number)
+        self._made = []
+        coordinator.run_on_all(self._join)
+        self._gathered = {}
+        for number, weight in enumerate(self._weights):
+            row = self._sent(number, weight.node)
+            weight.node.settle(row)
+            weight.take(row)
+
+    def _quantise(self) -> None:
+        """Quantise this rank's parts, freeing the values of each before the next."""
+        where = self._device if self._coordinator.is_alone else collective_device()
+        for number, (name, node, _) in enumerate(self._weights):
+            made = node.quantise(self._values[number])
+            self._values[number] = torch.empty(0)
+            longest = node.part_nbytes(self._coordinator.world_size)
+            with allocating(name, longest, where, self._coordinator.rank):
+                buffer = torch.zeros(longest, dtype=torch.uint8, device=where)
+            buffer[: made.numel()] = made
+            self._made.append(buffer)
+
+    def _gather(self, number: int) -> None:
+        made, joins = self._made[number], self._joins(number)
+        if self._coordinator.world_size == 1:
+            self._gathered[number] = [made]
+            return
+        mine = joins == self._coordinator.rank
+        parts = [torch.empty_like(made) for _ in range(self._coordinator.world_size)] if mine else None
+        self._wait(dist.gather(made, parts, dst=joins, async_op=True))
+        if parts is not None:
+            self._gathered[number] = parts
+
+    def _join(self) -> None:
+        for number, parts in self._gathered.items():
+            self._rows[number] = self._weights[number].node.joined(parts)
+            parts.clear()
+
+    def _sent(self, number: int, node: Quantised) -> torch.Tensor:
+        row = self._rows.pop(number, None)
+        if self._coordinator.world_size > 1:
+            if row is None:
+                assert node.weight is not None
+                row = torch.empty(node.weight.row_bytes, dtype=torch.uint8, device=collective_device())
+            self._wait(dist.broadcast(row, self._joins(number), async_op=True))
+        assert row is not None
+        return row
+
+    def _wait(self, work: Any) -> None:
+        self._coordinator.wait(work)
