@@ -111,6 +111,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.state
 	$(BIN)/python -m benchmarks.convert
 	$(BIN)/python -m benchmarks.one_parameter
+	$(BIN)/python -m benchmarks.small
 
 scale: $(STAMP)
 	$(BIN)/python -m benchmarks.scale

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.without_values import refuse_wrapped
 from ..config import WRITERS, StreamingConfig
-from ..destinations.deepspeed.gathered import gathered, not_in_full
+from ..destinations.deepspeed.marks import has_gathered
 from ..destinations.deferred import fill_whole
 from ..destinations.shards import local_of
 from ..errors import ConfigError, UnsupportedError
@@ -355,8 +355,10 @@ def _refuse_fsdp1(model: torch.nn.Module) -> None:
 
 def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasion:
     """How ranks come together to save `model`; in a ``GatheredParameters`` rank 0, often alone, waits briefly."""
-    if coordinator.is_alone or not coordinator.is_main or not gathered(model.parameters()):
+    if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
         return replace(SAVE, patience_s=ARRIVAL_S)
+    from ..destinations.deepspeed.gathered import not_in_full  # imports deepspeed, which takes seconds
+
     missing = not_in_full(model)
     if missing:
         advice = (

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 
-__all__ = ["has_partition", "is_gathered_whole", "keeping_groups"]
+__all__ = ["has_gathered", "has_partition", "is_gathered_whole", "keeping_groups"]
 
 
 def has_partition(param: Any) -> bool:
@@ -17,13 +17,22 @@ def has_partition(param: Any) -> bool:
     return hasattr(param, "ds_tensor")
 
 
-def is_gathered_whole(model: nn.Module) -> bool:
-    """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
+def has_gathered(model: nn.Module) -> bool:
+    """Whether any of the model's ZeRO-3 parameters are inside a ``GatheredParameters`` now."""
     if not any(map(has_partition, model.parameters())):
         return False
-    from .gathered import gathered, not_in_full
+    from .gathered import gathered
 
-    return bool(gathered(model.parameters())) and not not_in_full(model)
+    return bool(gathered(model.parameters()))
+
+
+def is_gathered_whole(model: nn.Module) -> bool:
+    """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
+    if not has_gathered(model):
+        return False
+    from .gathered import not_in_full
+
+    return not not_in_full(model)
 
 
 @contextmanager
