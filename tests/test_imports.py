@@ -38,19 +38,16 @@ def imports_of(module: str) -> Iterator[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------- what is not imported
 
 
-def test_loads_and_saves_without_zero_do_not_import_deepspeed(
-    zoo_checkpoint: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_loads_without_zero_do_not_import_deepspeed(zoo_checkpoint: Callable[..., Path]) -> None:
+    """Nor does stock's; stock's ``save_pretrained`` does."""
     code = (
         "import sys, torch, transformers\n"
         "from hf_zero_stream import streaming\n"
         "with streaming():\n"
-        f"    model = transformers.AutoModelForCausalLM.from_pretrained({str(zoo_checkpoint('llama'))!r})\n"
-        f"    model.save_pretrained({str(tmp_path / 'new')!r})\n"
+        f"    transformers.AutoModelForCausalLM.from_pretrained({str(zoo_checkpoint('llama'))!r})\n"
         "assert 'deepspeed' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-    assert (tmp_path / "new" / "model.safetensors").exists()
 
 
 def test_what_needs_no_deepspeed_does_not_import_it(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
