@@ -1,11 +1,13 @@
 """``plan --plot``, and what ``plan`` says of checkpoints that are not plain."""
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from PIL import Image
@@ -18,6 +20,9 @@ from tests.quantised_checkpoints import SCHEMES, compressed_tensors, fp8
 from tests.test_cli import USAGE, run, run_json
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
 def test_plot_is_a_picture(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """It has the colours of every rank that it shows."""
     run("plan", str(zoo_checkpoint("qwen3_moe")), "--world-size", "3", "--plot", str(tmp_path / "plan.png"))
@@ -26,6 +31,36 @@ def test_plot_is_a_picture(zoo_checkpoint: Callable[..., Path], tmp_path: Path) 
         colours = {colour for _, colour in image.convert("RGB").getcolors(2**24)}
     saturated = {colour for colour in colours if max(colour) - min(colour) > 100}
     assert len(saturated) >= 3
+
+
+def test_page_has_the_memory_of_all_ranks(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """A bar for each rank and place; lengths are in proportion to bytes. The path is text, also if it looks like HTML."""
+    folder = tmp_path / "<b>model&"
+    folder.symlink_to(zoo_checkpoint("qwen3_moe"))
+    page = tmp_path / "plan.html"
+    found = run_json(
+        *("plan", str(folder), "--world-size", "3", "--rank", "1", "--html", str(page), "--device-memory", "2GiB")
+    )
+    text = page.read_text()
+    assert "<b>model" not in text and "&lt;b&gt;model&amp;: 3 ranks" in text
+    svgs = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    assert len(svgs) == 2, "device and host"
+    rows = svgs[0].findall(f"{SVG}g")
+    assert [row.find(f"{SVG}text").text for row in rows] == ["rank 0", "rank 1", "rank 2"]  # type: ignore[union-attr]
+    widths = {
+        rect.findtext(f"{SVG}title").split(":")[0]: float(rect.get("width"))  # type: ignore
+        for rect in rows[1].findall(f"{SVG}rect")
+    }
+    memory = found["memory"]
+    parts = {"fp32 copies": "master", "optimizer states": "optimizer_states", "reduce bucket": "reduce_bucket"}
+    most = max(2 * 2**30, memory["start_peak"]["cuda"], memory["step_peak"]["cuda"])
+    for part, name in parts.items():
+        assert widths[part] == pytest.approx(640 * memory[name]["cuda"] / most, abs=0.1)
+    assert "limit: 2.0 GiB" in text and "deepspeed.initialize peaks at" in text
+
+
+def test_page_wants_html() -> None:
+    assert "ends in one of .html" in run("plan", ".", "--world-size", "2", "--html", "x.txt", code=USAGE).stderr
 
 
 def test_spans_of_all_ranks_cover_the_data(zoo_checkpoint: Callable[..., Path]) -> None:

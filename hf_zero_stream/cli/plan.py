@@ -25,6 +25,7 @@ EXAMPLE = "hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --ds-config ds
 
 HOST = "cpu"
 MOST_RANKS = 8
+MOST_BARS = 64
 _PICTURES = (".png", ".svg", ".pdf")
 _UNEVEN = 2.0
 """Warn of a shard this many times the mean size: storage that is striped by file reads it slower."""
@@ -32,15 +33,23 @@ _MUCH_MORE = 1.5
 """Warn of reading this many times the bytes that are needed."""
 
 
-def _picture(text: str) -> Path:
+def _file(text: str, *endings: str) -> Path:
     path = Path(text)
-    if find_spec("matplotlib") is None:
-        raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
-    if path.suffix not in _PICTURES:
-        raise typer.BadParameter(f"expected a name that ends in one of {', '.join(_PICTURES)}; got {path}")
+    if path.suffix not in endings:
+        raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
     if not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}")
     return path
+
+
+def _page(text: str) -> Path:
+    return _file(text, ".html")
+
+
+def _picture(text: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
+    return _file(text, *_PICTURES)
 
 
 def _memory_option(of: str) -> Any:
@@ -75,6 +84,9 @@ def run(
             metavar="FILE", parser=_picture, help="Draw who reads what, and memory by phase: .png, .svg or .pdf."
         ),
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", parser=_page, help="Write a page with the memory of all ranks.")
+    ] = None,
     revision: frame.RevisionOption = None,
     trust_remote_code: frame.TrustOption = False,
     dequantize: frame.DequantizeOption = False,
@@ -94,7 +106,8 @@ def run(
     if sharding and ds_config is not None:
         raise typer.BadParameter("--ds-config: expected ZeRO-3 alone; got --fsdp, --tp, --ep or --replicate too")
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
-    ranks = [rank] if plot is None else ranks_to_draw(world_size, rank)
+    most = MOST_BARS if html else MOST_RANKS if plot else 1
+    ranks = ranks_to_draw(world_size, rank, most)
     with frame.quiet():
         from ..loading.dry_load import plan
         from .checkpoints import place_of, refuse_unloadable
@@ -119,7 +132,7 @@ def run(
         if plot is not None:
             from .picture import draw
 
-            draw(plot, list(forecasts.values()), device)
+            draw(plot, [forecasts[number] for number in ranks_to_draw(world_size, rank)], device)
     given = {"device": device_memory, "host": host_memory}
     limits = {place: limit for place, limit in given.items() if limit is not None}
     needs = _needs(forecast.memory, device, min(ranks_per_node, world_size))
@@ -139,6 +152,19 @@ def run(
         "limits": limits,
         "fits": fits if limits else None,
     }
+    if html is not None:
+        from .page import write_page
+
+        shown = "" if len(ranks) == world_size else f", {len(ranks)} of them shown"
+        on_rank = {HOST: host_memory and host_memory // min(ranks_per_node, world_size), device: device_memory}
+        write_page(
+            html,
+            f"{path}: {count_text(world_size, 'rank')}{shown}",
+            [forecast, *(forecasts[number] for number in ranks if number != rank)],
+            device,
+            {place: limit for place, limit in on_rank.items() if limit},
+            list(_blocks(data, forecast.memory)),
+        )
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
 
@@ -154,9 +180,9 @@ def _sharding(world_size: int, **sizes: int | None) -> dict[str, int]:
     return given
 
 
-def ranks_to_draw(world_size: int, rank: int) -> list[int]:
-    """`rank` and others, evenly spaced; at most :data:`MOST_RANKS`, because planning for each takes seconds."""
-    count = min(world_size, MOST_RANKS)
+def ranks_to_draw(world_size: int, rank: int, most: int = MOST_RANKS) -> list[int]:
+    """`rank` and others, evenly spaced; at most `most`, because planning for each takes seconds."""
+    count = min(world_size, most)
     return sorted((rank + round(number * world_size / count)) % world_size for number in range(count))
 
 
