@@ -34,7 +34,7 @@ def test_plot_is_a_picture(zoo_checkpoint: Callable[..., Path], tmp_path: Path) 
 
 
 def test_page_has_the_memory_of_all_ranks(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """A bar for each rank and place; lengths are in proportion to bytes. The path is text, also if it looks like HTML."""
+    """A bar for each rank and place, in proportion to bytes. The path is text, also if it looks like HTML."""
     folder = tmp_path / "<b>model&"
     folder.symlink_to(zoo_checkpoint("qwen3_moe"))
     page = tmp_path / "plan.html"

@@ -21,6 +21,9 @@ from . import frame
 EXAMPLE = "hf-zero-stream bench Qwen/Qwen3-0.6B --nproc 2"
 
 ARMS = ("stock", "streaming")
+_BAR = 48
+"""Characters of the longest bar: with its name and its number it fits into 80 columns."""
+
 _ROWS = {
     "bytes_read": "read from files, each rank (stock: pages of mapped files)",
     "anonymous_growth_bytes": "growth of anonymous host memory, each rank",
@@ -113,9 +116,27 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     for key, title in _ROWS.items():
         rows.append((title, *(_all_ranks(found[key]) if key in found else "failed" for found in arms.values())))
     yield frame.table(("", *ARMS), rows)
+    yield from _bars(arms)
     yield from (f"The {arm} load failed: {found['error']}" for arm, found in arms.items() if "error" in found)
     if same is not None:
         yield "Both loaded the same bits." if same else "The two loaded DIFFERENT bits."
+
+
+def _bars(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """Seconds and memory of both loads as bars, in plain characters: a log file shows them too."""
+    if any("error" in found for found in arms.values()):
+        return
+    seconds = {arm: found["seconds"] for arm, found in arms.items()}
+    memory = {arm: max(found["anonymous_growth_bytes"]) for arm, found in arms.items()}
+    pictures = {
+        "seconds": [(arm, value, f"{value:.2f} s") for arm, value in seconds.items()],
+        "growth of host memory": [(arm, value, bytes_text(value)) for arm, value in memory.items()],
+    }
+    for title, rows in pictures.items():
+        most = max(value for _, value, _ in rows) or 1
+        width = max(len(arm) for arm, _, _ in rows)
+        lines = [f"{arm:{width}}  {'#' * round(_BAR * max(value, 0) / most)} {text}" for arm, value, text in rows]
+        yield "\n".join([title, *lines])
 
 
 def _all_ranks(sizes: list[int]) -> str:

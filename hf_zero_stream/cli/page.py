@@ -1,4 +1,4 @@
-"""Writes the page of ``plan --html``: memory of every rank as bars, with the tables and the verdict. One file, no script."""
+"""Writes the page of ``plan --html``: memory of every rank as bars, the tables and the verdict. One file, no script."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ svg { display: block; margin: 0.5em 0; max-width: 100%; }
 </head>
 <body>
 <h1>$title</h1>
-<p>Memory of a rank between steps, computed. A vertical line is a peak: point at it to see of which phase. Activations and
-gathered parameters are not in it.</p>
+<p>Memory of a rank between steps, computed. A vertical line is a peak: point at it to see of which phase. Activations
+and gathered parameters are not in it.</p>
 <ul>$legend</ul>
 $bars
 <h2>Rank $rank</h2>
