@@ -94,7 +94,10 @@ def seeds() -> dict[str, bytes]:
     del plain.state_dict_metadata["model.a"], plain.state_dict_metadata["step"]
     hole = pickle.loads(text)
     del hole.state_dict_metadata["model.a"].chunks[0]
-    return {"nested": text, "plain": pickle.dumps(plain), "hole": pickle.dumps(hole)}
+    no_chunks = pickle.loads(text)
+    no_chunks.state_dict_metadata["model.a"].chunks.clear()
+    found = {"nested": text, "plain": plain, "hole": hole, "no-chunks": no_chunks}
+    return {name: each if isinstance(each, bytes) else pickle.dumps(each) for name, each in found.items()}
 
 
 def read_distributed(text: bytes) -> str:

@@ -152,6 +152,10 @@ def hole(metadata: Metadata) -> None:
     del first_tensor(metadata)[1].chunks[1]
 
 
+def no_chunks(metadata: Metadata) -> None:
+    first_tensor(metadata)[1].chunks.clear()
+
+
 def overlap(metadata: Metadata) -> None:
     key, tensor = first_tensor(metadata)
     chunk = tensor.chunks[1]
@@ -213,6 +217,7 @@ def no_model(metadata: Metadata) -> None:
     ("change", "error", "message"),
     [
         (hole, CheckpointError, "the chunks of tensor .* overlap, or leave holes"),
+        (no_chunks, CheckpointError, "the chunks of tensor .* overlap, or leave holes"),
         (overlap, CheckpointError, "the chunks of tensor .* overlap, or leave holes"),
         (out_of_bounds, CheckpointError, "expected a chunk inside its shape"),
         (no_item, CheckpointError, "its chunk at .* is in no file"),

@@ -252,7 +252,7 @@ def _assembled(whole: Box, pieces: list[Piece], level: int) -> View | None:
     """The elements of `whole`, which `pieces` fill; None if they do not, or do it twice."""
     if len(pieces) == 1:
         return pieces[0][1] if pieces[0][0] == whole else None
-    if level == _MOST_CUTS:
+    if not pieces or level == _MOST_CUTS:
         return None
     for dim in range(len(whole.sizes)):
         groups = _cut(pieces, dim)
