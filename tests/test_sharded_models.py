@@ -72,6 +72,14 @@ class Doubling(Odd):
             module.bias.data.zero_()
 
 
+def test_initialisation_of_what_will_be_tied(cluster: None, tmp_path: Path) -> None:
+    """Funnel's initialisation looks at the sizes of all weights."""
+    sizes = {"d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 16, "block_sizes": [1, 1], "vocab_size": 32}
+    transformers.FunnelForMaskedLM(transformers.FunnelConfig(**sizes)).save_pretrained(tmp_path)
+    cases: dict[str, Case] = {"funnel": ("AutoModelForMaskedLM", tmp_path, {})}
+    assert run_ranks(2, wrong_cases, cases, [{"fsdp_size": 2}]) == [{}] * 2
+
+
 def test_initialisation_of_loaded_values(cluster: None, tmp_path: Path) -> None:
     """Where several ranks hold the same, one of them counts."""
     folder = without(save(Doubling, tmp_path), "first.bias", "second.bias")

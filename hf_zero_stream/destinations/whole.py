@@ -38,6 +38,8 @@ class WholeParameters:
         for name, param in model.named_parameters(remove_duplicate=False):
             if isinstance(param, DTensor):
                 self._names.setdefault(id(param), []).append(name)
+        for names in self._names.values():
+            names.sort(key=lambda name: name not in shards)
         self._rank_0s: Any = None
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
@@ -68,7 +70,7 @@ class WholeParameters:
                 self._put(self._names[id(original)], original)
         for name, original in originals.items():
             values = whole[name].detach()
-            for block, within in self._shards[name].box.blocks():
+            for block, within in self._shards[name].box.blocks() if name in self._shards else ():
                 local_of(original)[_slices(within)].copy_(values[_slices(block)])
             original.requires_grad_(whole[name].requires_grad)  # some models freeze where they initialise
             self._missing.difference_update(self._names[id(original)])
@@ -79,10 +81,11 @@ class WholeParameters:
             self._model.get_submodule(path)._parameters[key] = param
 
     def _made_whole(self, name: str, param: Any) -> nn.Parameter:
-        local, shard = local_of(param), self._shards[name]
-        is_new = name in self._missing
+        local, shard = local_of(param), self._shards.get(name)
+        is_new = shard is None or name in self._missing
+        # What has no shard is going to be tied to another parameter: it stays on the meta device.
         values = torch.zeros(param.shape, dtype=param.dtype, device=local.device if is_new else collective_device())
-        if not is_new:
+        if shard is not None and not is_new:
             boxes = self._coordinator.all_gather(shard.box.intervals)
             if boxes.index(shard.box.intervals) == self._coordinator.rank:  # the first that holds it
                 for block, within in shard.box.blocks():
