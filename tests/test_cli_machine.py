@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,8 @@ def test_bench_shows_one_table(faked_ranks: dict[str, Any], tmp_path: Path) -> N
     faked_ranks |= {"stock": ARM, "streaming": {**ARM, "seconds": 0.5}}
     text = run("bench", str(folder), "--nproc", "3", "--cache", "cold").stdout
     assert "| seconds " in text and " 2.00 |" in text and " 0.50 |" in text and "cold" in text
+    stock, streaming = re.findall(r"^(?:stock|streaming) +(#+) [\d.]+ s$", text, re.MULTILINE)
+    assert len(stock) == 4 * len(streaming) == 48 and max(map(len, text.split("\n\nseconds\n")[1].splitlines())) <= 80
     assert "1.0 MiB to 1.0 MiB" in text and text.endswith("Both loaded the same bits.\n")
 
 

@@ -1,4 +1,4 @@
-"""Writes the page of ``plan --html``: memory of every rank as bars, the tables and the verdict. One file, no script."""
+"""Writes the page of ``plan --html``: memory of every rank as bars, the tables and the verdict, without scripts."""
 
 from __future__ import annotations
 
