@@ -91,7 +91,7 @@ def test_doctor_is_as_shown(as_in_the_documents: None) -> None:
 
 
 def assert_shown(shown: str, text: str) -> None:
-    """Every line of a document's cut output is in `text`, in this order; numbers, bars and widths of tables may differ."""
+    """Every line of a cut output in a document is in `text`, in this order; numbers, bars and widths may differ."""
     lines = iter(map(loosely, text.splitlines()))
     expected = [loosely(line) for line in shown.splitlines() if line != "..."]
     assert len(expected) > 4
