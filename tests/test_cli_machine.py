@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from hf_zero_stream.cli import bench, doctor
+from hf_zero_stream.cli.versions import TRIED
 from hf_zero_stream.errors import VersionError
 from hf_zero_stream.sources.local import kind_of_file_system
 from tests.parity import ds_config
@@ -22,6 +23,7 @@ from tests.zoo import make_moe_checkpoint
 
 
 PROBLEM = "problem"
+ROOT = Path(__file__).parents[1]
 
 
 # ------------------------------------------------------------------------------------------------------- bench
@@ -116,6 +118,34 @@ def statuses(group: list[dict[str, str]]) -> dict[str, str]:
 def no_accelerate(tmp_path: Path) -> list[str]:
     """Options that keep the machine's own config of accelerate out of a test."""
     return ["--accelerate-config", str(tmp_path / "none.yaml")]
+
+
+def test_versions_that_were_tried() -> None:
+    """The table of the documentation and that of doctor are what the constraints of the tests install."""
+    shown = re.findall(
+        r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "docs" / "support.md").read_text(), re.MULTILINE
+    )
+    assert {package: (lowest, newest) for package, lowest, newest in shown} == TRIED
+    for number, name in enumerate(("constraints-oldest.txt", "constraints.txt")):
+        pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / name).read_text(), re.MULTILINE))
+        assert {package: pinned[package] for package in TRIED} == {
+            package: tried[number] for package, tried in TRIED.items()
+        }
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("5.23.0", "ok"), ("5.23.1", "note"), ("6.0.0.dev0", "note"), ("5.0.0", "problem")]
+)
+def test_doctor_says_what_is_newer_than_what_was_tried(
+    no_accelerate: list[str], monkeypatch: pytest.MonkeyPatch, version: str, status: str
+) -> None:
+    installed = doctor.metadata.version
+    monkeypatch.setattr(
+        doctor.metadata, "version", lambda name: version if name == "transformers" else installed(name)
+    )
+    checks = {check.what: check for check in doctor._check_versions()}
+    assert checks["transformers"].status == status and checks["torch"].status == "ok"
+    assert ("newer than 5.23.0" in checks["transformers"].text) == (status == "note")
 
 
 def test_doctor_of_this_machine(no_accelerate: list[str]) -> None:

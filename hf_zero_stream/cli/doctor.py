@@ -22,6 +22,7 @@ from ..reports.text import count_text, folded_names
 from ..sources.base import SourceFile
 from ..sources.local import LocalFiles, is_on_network, kind_of_file_system
 from . import frame
+from .versions import newer_than_tried
 
 
 EXAMPLE = "hf-zero-stream doctor /data/checkpoints --ds-config ds.json"
@@ -118,7 +119,10 @@ def _check_versions() -> Iterator[Check]:
             text = found if fits else f"{found} is installed, but {requirement} is needed"
         except metadata.PackageNotFoundError:
             fits, text = False, f"not installed; {requirement} is needed"
-        yield Check(requirement.name, "ok" if fits else "problem", text)
+        newest = newer_than_tried(requirement.name, found) if fits else ""
+        if newest:
+            text += f": newer than {newest}, the newest that was tried. A load works, or names what it misses"
+        yield Check(requirement.name, "note" if newest else "ok" if fits else "problem", text)
 
 
 def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
