@@ -42,6 +42,9 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS |= {_letter: 1000**_power, f"{_letter}b": 1000**_power, f"{_letter}ib": 1024**_power}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([a-z]*)")
 
+_OR_AUTO = ("keep_quantized",)
+"""Booleans that may also be "auto"."""
+
 _BOOLEANS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
@@ -108,12 +111,13 @@ class StreamingConfig:
     leaves such loads to transformers.
     """
 
-    keep_quantized: bool = True
+    keep_quantized: bool | Literal["auto"] = "auto"
     """Under ZeRO-3, keep a quantised checkpoint's weights as they are in the file: frozen, partitioned, packed bytes.
 
     They are dequantised in the forward pass, and adapters (PEFT) train beside them; see docs/quantised.md for the
     formats. So are those that a `BitsAndBytesConfig` quantises while they are loaded. A `quantization_config` with
-    `dequantize=True` counts more. False dequantises where transformers would, and leaves the rest to stock.
+    `dequantize=True` counts more. False dequantises where transformers would, and leaves the rest to stock. True
+    raises where weights cannot be kept so in a sharded model; `"auto"` warns, and loads as with False.
     """
 
     replicas_on: Literal["cpu", "device"] = "cpu"
@@ -173,6 +177,10 @@ class StreamingConfig:
         hints = get_type_hints(type(self))
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
+            if name in _OR_AUTO:
+                if not isinstance(value, bool) and value != "auto":
+                    raise ConfigError(f"{name}: expected True, False or 'auto'; got {value!r}")
+                continue
             expected: type = type(field.default)
             # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
             if type(value) is not expected:
@@ -248,10 +256,11 @@ def _check_known(name: str, known: Iterable[str], kind: str) -> None:
 
 def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
     """Convert a value of a JSON file or of an environment variable to the type of the field `name`."""
-    if isinstance(default, str):
+    is_boolean = isinstance(default, bool) or (name in _OR_AUTO and value != "auto")
+    if isinstance(default, str) and not is_boolean:
         return value
     parsed: int | None
-    if isinstance(default, bool):
+    if is_boolean:
         parsed, expected = _BOOLEANS.get(str(value).strip().lower()), "a boolean (1, 0, true, false, yes, no)"
     elif name.endswith("_bytes"):
         parsed, expected = parse_size(value), 'a whole number of bytes, or a size such as "64MiB" or "64MB"'

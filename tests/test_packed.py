@@ -18,8 +18,9 @@ from safetensors import safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_zero_stream
+from hf_zero_stream.errors import UnsupportedError
 from tests.cluster import run_ranks, run_ranks_expecting_errors
-from tests.packed_training import inputs, load, packed_names, plain_losses, trained, with_adapters
+from tests.packed_training import CONFIGS, inputs, load, packed_names, plain_losses, trained, with_adapters
 from tests.parity import ds_config
 from tests.quantised_checkpoints import bitsandbytes, compressed_tensors, fp8, mxfp4
 
@@ -104,14 +105,16 @@ HOMES: dict[str, dict[str, Any]] = {
 
 
 def losses_of_homes(folder: Path) -> dict[str, list[float]]:
-    return {name: trained(folder, ds_config(torch.bfloat16, **zero), True)[1] for name, zero in HOMES.items()}
+    homes = {"alone": {}, **HOMES}
+    return {name: trained(folder, ds_config(torch.bfloat16, **zero), True)[1] for name, zero in homes.items()}
 
 
 @pytest.mark.slow
-def test_homes(cluster: None, folders: dict[str, Path]) -> None:
-    expected = run_ranks(2, losses_of_formats, {"fp8": folders["fp8"]}, timeout=300)[0]["fp8"]["packed"]
-    for of_rank in run_ranks(2, losses_of_homes, folders["fp8"], timeout=300):
-        assert of_rank == dict.fromkeys(HOMES, expected)
+@pytest.mark.parametrize("name", FORMATS)
+def test_homes(cluster: None, folders: dict[str, Path], name: str) -> None:
+    for of_rank in run_ranks(2, losses_of_homes, folders[name], timeout=300):
+        assert of_rank["alone"] == of_rank["hpz"] == of_rank["offload"]
+        assert len(set(of_rank["alone"])) == 3, "three steps must change the loss"
 
 
 # ------------------------------------------------------------------------------------------- memory and saving
@@ -302,9 +305,6 @@ def refusals(folder: Path) -> dict[str, str]:
     note("target_parameters", lambda: peft.get_peft_model(base, targets))
     note("load_into", lambda: hf_zero_stream.load_into(base, str(folder)))
     note("train", lambda: base.requires_grad_(True))
-    base = load(folder, ds_config(torch.bfloat16))
-    model = with_adapters(base)
-    note("merge", model.merge_and_unload)
     return found
 
 
@@ -314,7 +314,55 @@ def test_refused(cluster: None, folders: dict[str, Path]) -> None:
         assert expected in found["target_parameters"]
         assert "UnsupportedError: load_into(model): the model's weights are packed" in found["load_into"]
         assert "only Tensors of floating point" in found["train"]
-        assert "dequantize=True" in found["merge"] and "UnsupportedError" in found["merge"]
+
+
+def attempts_to_merge(folders: dict[str, Path], out: Path) -> dict[str, str]:
+    """What `merge_and_unload` answers, and `merge_adapter`; the adapters are saved in `out`."""
+    found = {}
+    for name, folder in folders.items():
+        model = with_adapters(load(folder, ds_config(torch.bfloat16)))
+        for merge in (model.merge_and_unload, model.merge_adapter):
+            with pytest.raises(UnsupportedError) as error:
+                merge()
+        found[name] = str(error.value)
+        with hf_zero_stream.streaming():
+            model.save_pretrained(out / name)
+    return found
+
+
+def merged_as_advised(folders: dict[str, Path], adapters: Path) -> dict[str, float]:
+    """By the words of that answer, in one process; the largest change of logits that merging makes."""
+    found = {}
+    for name, folder in folders.items():
+        config = transformers.AutoConfig.from_pretrained(folder).quantization_config
+        if config["quant_method"] == "bitsandbytes":
+            base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).dequantize()
+        else:
+            how = {"quantization_config": CONFIGS[config["quant_method"]](dequantize=True)}
+            base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how)
+        model = peft.PeftModel.from_pretrained(base.float(), adapters / name)
+        with torch.no_grad():
+            before, bare = model(**inputs()).logits, base_logits(model)
+            after = model.merge_and_unload()(**inputs()).logits
+        assert (before - bare).abs().max() > 0.01, "the adapters do something"
+        found[name] = ((after - before).abs().max() / before.abs().max()).item()
+    return found
+
+
+def base_logits(model: Any) -> torch.Tensor:
+    with model.disable_adapter():
+        logits: torch.Tensor = model(**inputs()).logits
+    return logits
+
+
+def test_merging(cluster: None, folders: dict[str, Path], tmp_path: Path) -> None:
+    """Refused in every format, with advice that works."""
+    for of_rank in run_ranks(2, attempts_to_merge, folders, tmp_path, timeout=300):
+        assert of_rank.keys() == folders.keys()
+        for answer in of_rank.values():
+            assert "dequantize=True" in answer and "PeftModel.from_pretrained" in answer
+    for name, change in run_ranks(1, merged_as_advised, folders, tmp_path, timeout=300)[0].items():
+        assert change < 1e-4, name
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

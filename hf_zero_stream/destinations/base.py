@@ -19,6 +19,7 @@ from ..planning.plan import Target
 
 
 __all__ = [
+    "NO_ROWS",
     "Batch",
     "Destination",
     "Holding",
@@ -32,6 +33,9 @@ __all__ = [
     "replace_lazy",
     "source_of",
 ]
+
+NO_ROWS = "FSDP2, tensor and expert parallelism cut weights by rows and columns, which packed bytes do not have"
+"""Why sharded parameters may not be packed."""
 
 Sourced = tuple[Any, View]
 """A parameter, or a flat buffer, and where its values come from."""
@@ -137,6 +141,12 @@ class Destination(Protocol):
 
     takes_packed: bool = False
     """Whether parameters may be frozen bytes, which the model dequantises in its forward pass (see ``packed/``)."""
+
+    unpacked_because: str = ""
+    """Why they may not, where a model is sharded; "" where each rank has whole parameters."""
+
+    trains_on: str = ""
+    """The type of the device that training will use, in a plan for another machine; "": that of :attr:`device`."""
 
     fills_missing: bool = False
     """Whether parameters that no checkpoint fills get their memory here; if not, transformers makes it."""

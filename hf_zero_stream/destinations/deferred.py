@@ -12,7 +12,7 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Copy, View
 from ..ranks.coordinator import Coordinator
-from .base import Batch, Destination, Sourced, allocating, flat_items, replace_lazy
+from .base import NO_ROWS, Batch, Destination, Sourced, allocating, flat_items, replace_lazy
 from .initialise import run_with_what_is_touched
 
 
@@ -44,6 +44,7 @@ class Deferred(Destination):
     """
 
     leaves_lazy = True
+    unpacked_because = NO_ROWS
 
     def __init__(self, reader: WholeReader, complete: Callable[[nn.Module], None]) -> None:
         self._reader = reader

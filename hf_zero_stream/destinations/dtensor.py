@@ -22,7 +22,7 @@ from ..planning.parameter_box import ParameterBox
 from ..planning.plan import partition_range
 from ..ranks.coordinator import Coordinator
 from . import fsdp
-from .base import Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
+from .base import NO_ROWS, Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
 from .replicated import open_flat
 from .shards import Shard, local_of, shard_of
 from .whole import WholeParameters
@@ -42,6 +42,7 @@ class DTensors(Destination):
     """
 
     takes_dtensors = fills_missing = True
+    unpacked_because = NO_ROWS
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class DTensors(Destination):
     ) -> None:
         self.device = device
         self._adamw = adamw
-        self._trains_on = trains_on or device.type
+        self.trains_on = trains_on or device.type
         self._coordinator = coordinator
         self._sharded: dict[str, DTensor] = {}
         self._managed: dict[str, fsdp.Managed] = {}
@@ -113,14 +114,14 @@ class DTensors(Destination):
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
         def held(name: str, param: nn.Parameter) -> HeldShard:
             if name in self._managed:
-                return fsdp.held_shard(self._managed[name], param, self._trains_on)
-            return HeldShard(local_of(param).nbytes, self._trains_on, param.requires_grad)
+                return fsdp.held_shard(self._managed[name], param, self.trains_on)
+            return HeldShard(local_of(param).nbytes, self.trains_on, param.requires_grad)
 
         named = ((name, param) for name, param in model.named_parameters() if name not in tied)
         return sharded_footprint(
             (held(name, param) for name, param in named),
             fsdp.gathers(model),
-            device=self._trains_on,
+            device=self.trains_on,
             buffer_bytes=sum(buffer.nbytes for buffer in model.buffers()),
             staging_bytes=staging_bytes,
             adamw=self._adamw,

@@ -32,9 +32,9 @@ def refuse_for_packed() -> None:
         if any(packed_weights(module) for module in self.model.modules()):
             raise UnsupportedError(
                 "The base model's weights are quantised and packed (hf_zero_stream's keep_quantized): adapters cannot "
-                "be merged into them. Save the adapters, load the base model dequantised in one process (a "
-                "quantization_config with dequantize=True, outside streaming()), put the adapters on it "
-                "(PeftModel.from_pretrained) and merge there."
+                "be merged into them. Save the adapters, load the base model dequantised in one process, outside "
+                "streaming() (a quantization_config with dequantize=True; with bitsandbytes, model.dequantize()), put "
+                "the adapters on it (PeftModel.from_pretrained) and merge there."
             )
         return check_merge(self, *args, **kwargs)
 

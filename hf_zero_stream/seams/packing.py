@@ -30,7 +30,7 @@ from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
 from .adapters import refuse_for_packed
 from .bitsandbytes import dequantising_quantizer
-from .quantised import COMPRESSED_FORMATS
+from .quantised import COMPRESSED_FORMATS, stays_quantised
 from .quantising import QuantisingQuantizer, is_quantisable, sources_of, wanted_config
 from .session import Original, Session, seam
 
@@ -99,7 +99,39 @@ def _get_hf_quantizer(
     result = original(config, quantization_config, *args, **kwargs)
     if session.kept_config is not None and in_text:
         holder.quantization_config = session.kept_config
+    if session.kept_config is None and result[0] is not None:
+        is_ours = _is_known(fields) or (wanted is not None and is_quantisable(wanted))
+        _explain(session, result[0], is_ours and not any(wishes), config)
     return result
+
+
+def _explain(session: Session, quantizer: Any, could_be_packed: bool, config: Any) -> None:
+    """Say why weights in a format that is kept under ZeRO-3 are not kept here.
+
+    Raises an UnsupportedError if the user asked for it, and in a plan of what would not be streamed: before
+    transformers prepares the model for its own way, for which compressed-tensors needs a true process group.
+    """
+    load, stays = session.load, stays_quantised(quantizer)
+    because, keeps = load.destination.unpacked_because, load.config.keep_quantized
+    if could_be_packed and because and keeps is True:
+        raise UnsupportedError(
+            f"keep_quantized: this checkpoint's weights cannot stay quantised here: {because}. Use ZeRO-3, or leave "
+            "the setting out, and have them dequantised (a quantization_config with dequantize=True)."
+        )
+    place = getattr(config, "name_or_path", "") or "this checkpoint"
+    if session.is_dry and session.stock_values is None:
+        device = load.destination.trains_on
+        if stays or (could_be_packed and device not in ("", "cpu")):
+            on = f" on {device}" if device and not stays else ""
+            raise UnsupportedError(
+                f"{place} cannot be streamed: the model stays quantised{on}, and then transformers loads it. Plan a "
+                "load with dequantize=True, where the format has it (--dequantize)."
+            )
+    elif could_be_packed and because and keeps and load.coordinator.is_main:
+        then = "transformers loads them its own way" if stays else "they are dequantised, as transformers does here"
+        logger.warning(
+            f"hf_zero_stream does not keep the weights of {place} quantised (keep_quantized): {because}. So {then}."
+        )
 
 
 def take_packed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, tuple[TensorEntry, LazyTensor]]:
