@@ -156,6 +156,18 @@ def test_losses(cluster: None, tmp_path: Path, name: str, world_size: int) -> No
                 assert found["fp32"] == pytest.approx(reference, rel=1e-5), (kind, how)
 
 
+def losses_of_homes(folder: Path) -> list[list[float]]:
+    homes: list[dict[str, Any]] = [{}, {"zero_hpz_partition_size": 2}, {"offload_param": {"device": "cpu"}}]
+    arguments = {"quantization_config": bitsandbytes_config("double nf4")}
+    return [trained(folder, ds_config(torch.bfloat16, **zero), True, **arguments)[1] for zero in homes]
+
+
+@pytest.mark.slow
+def test_homes(cluster: None, folders: dict[str, Path]) -> None:
+    for alone, *others in run_ranks(2, losses_of_homes, folders["moe"], timeout=300):
+        assert others == [alone, alone]
+
+
 # ------------------------------------------------------------------------------------------------------- memory
 
 
