@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
-from transformers.distributed import DistributedConfig, utils
+from transformers.distributed import DistributedConfig
 
 from ..ranks.topology import announced_local_rank
 from .session import Original, Session, seam
@@ -45,6 +45,8 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
 
 def init_distributed() -> torch.device:
     """Make the process group that transformers would make later, and return the device that it gives this rank."""
+    from transformers.distributed import utils  # not in versions in which :func:`is_known` is false
+
     utils._ensure_torch_distributed()
     kind = device_type()
     return torch.device("cpu") if kind == "cpu" else torch.device(kind, announced_local_rank())
