@@ -15,7 +15,7 @@ COMPAT_TESTS += --deselect tests/test_streaming.py::test_from_config_is_stock
 # FP8 wants triton in transformers 5.1, which torch for CPUs does not bring.
 COMPAT_TESTS += --deselect tests/test_plan.py::test_a_plan_is_data
 FUZZ_RUNS ?= 1000000
-FUZZ_TARGETS ?= file header built index names torch pickle zero distcp server
+FUZZ_TARGETS ?= file header built index names torch pickle zero distcp server store
 SWEEP_ARGS ?= --destinations zero3x2,zero3x3/5,fsdp2,fsdp3,tp2,fsdp2-ep2,fsdp2-tp2,fsdp2-tp2-ep2,replicate2-fsdp2/5 \
 	--dtypes fp32,bf16,fp32-bf16 --stock --jobs 2 --markdown docs/models.md
 

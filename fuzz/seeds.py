@@ -235,6 +235,7 @@ def main() -> None:
         ("zero", _zero_descriptions()),
         ("distcp", distributed.seeds()),
         ("server", server.seeds()),
+        ("store", server.seeds_of_store()),
     ):
         (CORPUS / target).mkdir(parents=True, exist_ok=True)
         for name, content in seeds.items():

@@ -14,9 +14,12 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 from unittest import mock
 
+import obstore
+import obstore.exceptions
 import tenacity
 import torch
 from safetensors.torch import save
@@ -30,7 +33,7 @@ from hf_zero_stream.sources.failed import RequestFailed
 from hf_zero_stream.sources.remote import RemoteFiles
 
 
-__all__ = ["Disagreement", "read_from_server", "seeds"]
+__all__ = ["Disagreement", "read_from_server", "read_from_store", "seeds", "seeds_of_store"]
 
 CONTENT = save({"a": torch.arange(300.0), "b": torch.arange(7).to(torch.int16)})
 NAME = "organisation/name"
@@ -254,6 +257,109 @@ def _read_as_a_load(files: RemoteFiles, url: str) -> bytes:
         values = bytearray(entry.stop - entry.start)
         files.read_into(entry.shard, entry.start, [memoryview(values)])
         found += values
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- without HTTP
+
+
+class _Answer:
+    """What obstore gives for an answer: `meta`, `range`, and a body in pieces, which may end with an error."""
+
+    def __init__(self, take: Iterator[int], start: int, stop: int) -> None:
+        def choose(*options: Any) -> Any:
+            return options[next(take, 0) % len(options)]
+
+        size = len(CONTENT)
+        error, text = choose(None, None, None, *_ERRORS), choose(*_TEXTS)
+        if error is not None:
+            raise error(text)
+        begin, end = _number(take, start, size), _number(take, stop, size)
+        moments = (datetime(2015, 10, 21, tzinfo=UTC), datetime(1970, 1, 1, tzinfo=UTC), datetime(1, 1, 2, tzinfo=UTC))
+        self.meta = {
+            "size": _number(take, size, size),
+            "e_tag": choose(TAG, TAG, '"v2"', "", None, "v1", "\x00", "v" * 300),
+            "version": choose(None, "1", "2", ""),
+            "last_modified": choose(*moments, datetime(9999, 12, 31, tzinfo=UTC)),
+        }
+        self.range = (begin, end)
+        body = CONTENT[max(0, begin) : max(0, end)]
+        body = choose(body, body, body[:-1], body + b"x", b"", body * 2, body[: len(body) // 2])
+        step = choose(len(body), 1, 7, 1000) or 1
+        self._pieces = [body[at : at + step] for at in range(0, len(body), step)]
+        self._pieces.insert(choose(0, 1, 2), b"")
+        self._error = choose(None, None, *_ERRORS), choose(*_TEXTS)
+
+    def stream(self, min_chunk_size: int) -> Iterator[bytes]:
+        yield from self._pieces
+        error, text = self._error
+        if error is not None:
+            raise error(text)
+
+
+_NAMES = (
+    "Generic NotFound PermissionDenied Unauthenticated NotSupported Precondition NotModified InvalidPath Join Base"
+)
+_ERRORS = [*(getattr(obstore.exceptions, f"{name}Error") for name in _NAMES.split()), FileNotFoundError]
+_TEXTS = (
+    "Generic HTTP error",
+    "error sending request for url (http://h/x?X-Amz-Signature=secret)",
+    "Server returned non-2xx status code: 503 Busy: ",
+    "Server returned non-2xx status code: 404",
+    "Server returned non-2xx status code: 999: \x1b[2J",
+    "error decoding response body?secret",
+    "http://169.254.169.254/latest?secret=1 timed out",
+    "\n\nDebug source:\nsecret",
+    "x" * 100_000,
+    "",
+)
+
+
+def read_from_store(choices: bytes) -> str:
+    """As :func:`read_from_server`, of what obstore says of the answers: one of them, or all, are as `choices` say."""
+    take = iter(choices)
+    way, hostile, first_bytes = (next(take, 0) for _ in range(3))
+    asked, given = 0, list[Any]()
+
+    def get(store: Any, key: str, options: dict[str, tuple[int, int]]) -> _Answer:
+        nonlocal asked
+        number, asked = asked, asked + 1
+        start, stop = options["range"]
+        is_hostile = hostile % 5 in (4, number)
+        answer = _Answer(take if is_hostile else iter(b""), start, min(stop, len(CONTENT)))
+        given.append((answer.meta["size"], answer.meta["e_tag"] or answer.meta["version"]))
+        return answer
+
+    url, files = "https://host/x.safetensors", RemoteFiles(Retries(0 if way & 2 else 3))
+    files._stores = {"https://host": None}
+    with (
+        mock.patch.object(obstore, "get", get),
+        mock.patch.object(remote, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
+        mock.patch.object(tenacity.nap.time, "sleep", lambda seconds: None),
+    ):
+        try:
+            found = files.read_whole(url, 10_000) if way % 2 else _read_as_a_load(files, url)
+        except (HfZeroStreamError, RequestFailed) as error:
+            if "secret" in str(error) or len(str(error)) > 2000:
+                raise Disagreement(f"the error quotes too much: {str(error)[:2000]}") from error
+            if isinstance(error, HfZeroStreamError) and "x.safetensors" not in str(error):
+                raise Disagreement(f"the error names no object: {error}") from error
+            return "refused"
+    if found != CONTENT:
+        raise Disagreement("other bytes than the object's")
+    if len(set(given)) > 1 and not way % 2:
+        raise Disagreement(f"bytes of several versions: {given}")
+    return "same"
+
+
+def seeds_of_store() -> dict[str, bytes]:
+    """A name -> choices: of both ways to read, each answer right, and wrong in each field."""
+    found = {"right": bytes(1), "small": bytes([1])}
+    for way, hostile in ((0, 0), (0, 1), (0, 4), (1, 0), (2, 2)):
+        for field in range(13):
+            choices = bytearray(13)
+            choices[field] = 4
+            found[f"{way}-{hostile}-{field}"] = bytes([way, hostile, hostile % 2]) + bytes(choices)
     return found
 
 
