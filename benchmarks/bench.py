@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import machine
+from benchmarks import fio, machine
 from benchmarks.arms import ARMS, Task, available_arms
 from benchmarks.checkpoints import KINDS, Checkpoint, cached_checkpoint
 from benchmarks.figures import Run, same_bits, seconds_of, summarise
@@ -26,12 +26,15 @@ from benchmarks.tables import print_tables, save_plot
 CACHE_STATES = ("warm", "cold")
 
 
-def run_all(checkpoint: Checkpoint, settings: argparse.Namespace, console: Console) -> list[Run]:
+def run_all(checkpoint: Checkpoint, settings: argparse.Namespace, console: Console) -> tuple[list[Run], list[float]]:
     """Every arm at every world size and cache state, `repeats` times, each time in another order.
 
     An arm finds memory in the state in which the one before has left it, so that must not always be the same one.
+    Returns the runs, and in how many seconds fio reads the files: once for each repeat, where there are cold reads.
     """
     runs: list[Run] = []
+    fio_seconds: list[float] = []
+    with_fio = "cold" in settings.cache and fio.is_installed()
     for repeat in range(settings.repeats):
         for world_size in settings.worlds:
             for cache in settings.cache:
@@ -39,7 +42,9 @@ def run_all(checkpoint: Checkpoint, settings: argparse.Namespace, console: Conso
                 for arm in order.sample(settings.arms, len(settings.arms)):
                     runs.append(_run_one(checkpoint, settings, arm, world_size, cache, repeat))
                     console.print(_progress_line(runs[-1]), style="dim", markup=False, highlight=False)
-    return sorted(runs, key=lambda run: settings.arms.index(run["arm"]))
+        if with_fio:
+            fio_seconds.append(fio.fio_seconds(checkpoint.shards))
+    return sorted(runs, key=lambda run: settings.arms.index(run["arm"])), fio_seconds
 
 
 def _run_one(
@@ -99,10 +104,14 @@ def main(arguments: list[str] | None = None) -> int:
     described = machine.describe(checkpoint.folder)
     console.print(f"{what}\n{machine.in_words(described)}", markup=False, highlight=False)
 
-    runs = run_all(checkpoint, settings, console)
+    runs, fio_seconds = run_all(checkpoint, settings, console)
     summary = summarise(runs)
     equal = same_bits(runs)
     print_tables(summary, console)
+    if fio_seconds:
+        console.print(fio.in_words(fio_seconds, checkpoint.nbytes), markup=False, highlight=False)
+    elif "cold" in settings.cache:
+        console.print(fio.MISSING, markup=False, highlight=False)
     if equal is not None:
         console.print("stock and ours hold the same bits" if equal else "stock and ours hold DIFFERENT bits")
     if settings.json:
@@ -118,6 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
             "repeats": settings.repeats,
             "touches_memory": not settings.untouched,
             "same_bits": equal,
+            "fio_seconds": fio_seconds,
             "summary": summary,
             "runs": runs,
         }

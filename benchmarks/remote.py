@@ -108,8 +108,8 @@ def main_of_rank() -> None:
 
 def measure(settings: argparse.Namespace) -> list[dict[str, Any]]:
     checkpoint = cached_checkpoint("moe", settings.gigabytes)
-    arms = [(arm, world_size) for arm in ARMS[:2] for world_size in settings.worlds]
-    if importlib.util.find_spec("runai_model_streamer"):
+    arms = [(arm, world_size) for arm in ARMS[: 1 if settings.sound else 2] for world_size in settings.worlds]
+    if not settings.sound and importlib.util.find_spec("runai_model_streamer"):
         arms.append((ARMS[2], 1))
     found = []
     for repeat, (arm, world_size) in product(range(settings.repeats), arms):
@@ -154,6 +154,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=400, help="of the link, in units of 10^6 bytes per second")
     parser.add_argument("--latency", type=float, default=50, help="of each request, in milliseconds")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sound", action="store_true", help="without faults, and without other streamers")
     parser.add_argument("--timeout", type=float, default=600)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--requests", action="store_true", help="write each request, with its time, into the JSON")

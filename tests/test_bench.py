@@ -6,13 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import bench, checkpoints, save
+from benchmarks import bench, checkpoints, fio, save
 from benchmarks.figures import same_bits, summarise
 from tests.cluster import run_ranks
 from tests.parity import load_and_compare
 
 
 ARMS = ["stock", "ours", "raw", "slices"]
+
+needs_fio = pytest.mark.skipif(not fio.is_installed(), reason="fio is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +44,24 @@ def test_bench_measures_every_arm(tmp_path: Path) -> None:
     assert sum(rank["report"]["bytes_read"] for rank in ours["ranks"]) == pytest.approx(total, rel=0.05)
     for rank in ours["ranks"]:
         assert rank["rchar_bytes"] >= rank["report"]["bytes_read"]
+
+
+@pytest.mark.parametrize("is_installed", [False, pytest.param(True, marks=needs_fio)])
+def test_the_rate_of_the_disk(
+    is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(fio, "is_installed", lambda: is_installed)
+    monkeypatch.setattr(bench, "_run_one", lambda *args: {"arm": "raw", "world_size": 2, "cache": "cold", "error": ""})
+    results_file = tmp_path / "results.json"
+    arguments = f"--gigabytes 0.02 --repeats 2 --cache cold --arms raw --json {results_file}"
+    bench.main(arguments.split())
+    seconds = json.loads(results_file.read_text())["fio_seconds"]
+    printed = " ".join(capsys.readouterr().out.split())
+    if is_installed:
+        assert len(seconds) == 2 and all(0 < each < 60 for each in seconds)
+        assert "MB/s" in printed and "32 requests of 2 MiB in flight" in printed
+    else:
+        assert seconds == [] and "fio is not installed (Debian and Ubuntu: apt-get install fio)" in printed
 
 
 @pytest.mark.usefixtures("compiler")
