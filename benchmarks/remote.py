@@ -169,7 +169,8 @@ def main() -> int:
         if not alike:
             print(f"| {arm} | {world_size} | does not run | | | | | |")
             continue
-        middle = {key: statistics.median(each[key] for each in alike) for key in alike[0] if key not in ("arm",)}
+        numbers = [key for key, value in alike[0].items() if isinstance(value, (int, float))]
+        middle = {key: statistics.median(each[key] for each in alike) for key in alike[0] if key in numbers}
         times = f"{middle['seconds']:.2f} | {middle['reading']:.2f} | {middle['of_the_link']:.0%}"
         asked = f"{middle['retries']:.0f} | {middle['requests']:.0f}"
         print(f"| {arm} | {world_size} | {times} | {asked} | {middle['growth_mib']:.0f} MiB |")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from transformers import dynamic_module_utils, modeling_utils, processing_utils, tokenization_utils_base
-from transformers.models.auto import auto_factory, processing_auto, tokenization_auto
+from transformers.models.auto import modeling_auto, processing_auto, tokenization_auto
 from transformers.utils import hub, logging
 
 from .. import scope
@@ -96,8 +96,11 @@ def _at_once(names: Sequence[str], original: Original, *args: Any, **kwargs: Any
         return original(*args, **kwargs)
 
 
+# transformers gives each Auto class a copy of this method.
+_AUTO_CLASSES = {getattr(modeling_auto, name) for name in modeling_auto.__all__ if name.startswith("Auto")}
+
 for _owner, _names in (
-    (auto_factory._BaseAutoModelClass, MODEL_FILES),
+    *((auto, MODEL_FILES) for auto in _AUTO_CLASSES if "from_pretrained" in vars(auto)),
     (tokenization_auto.AutoTokenizer, _TOKENIZER_FILES),
     (tokenization_utils_base.PreTrainedTokenizerBase, _TOKENIZER_FILES),
     (processing_auto.AutoProcessor, _PROCESSOR_FILES),
