@@ -70,6 +70,7 @@ def stock(task: Task) -> Work:
 
 def ours(task: Task) -> Work:
     """The streaming Auto class."""
+    import hf_zero_stream.context
     import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.engine.load  # noqa: F401
     import hf_zero_stream.loading.integration  # or the first load would import it, and be timed with it

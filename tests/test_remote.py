@@ -135,6 +135,23 @@ def test_small_files_are_asked_for_at_once_and_once(root: Path) -> None:
         assert slow.most_at_once >= 4, "one after the other would take four times as long"
 
 
+def test_auto_classes_ask_at_once_too(cluster: None, root: Path) -> None:
+    """They look for an adapter and the config before the model's own class comes."""
+    with http_files(root / "moe", Behaviour(latency_s=0.2)) as slow:
+        assert run_ranks(1, load_by_auto_class, slow.address) == [True]
+    first = [path for path, _, _ in slow.requests[:5]]
+    names = {"/config.json", "/adapter_config.json", "/generation_config.json", "/model.safetensors"}
+    assert set(first) == {*names, "/model.safetensors.index.json"} and slow.most_at_once >= 4
+    small = Counter(path for path, _, _ in slow.requests if path.endswith(".json"))
+    assert set(small.values()) == {1}, small
+
+
+def load_by_auto_class(url: str) -> bool:
+    how = {"dtype": torch.bfloat16, "ds_config": ds_config(torch.bfloat16)}
+    with hf_zero_stream.streaming():
+        return transformers.AutoModelForCausalLM.from_pretrained(url, **how).streaming_report is not None
+
+
 def test_tokenizers_from_a_url(root: Path, tmp_path: Path) -> None:
     vocabulary = {word: number for number, word in enumerate(["[UNK]", "a", "b"])}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
