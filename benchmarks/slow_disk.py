@@ -30,11 +30,20 @@ REQUEST_BYTES = 2**20
 """Most that the kernel asks a FUSE file system for at once."""
 
 
+ARMS = (
+    ("a plain loop, 8 MiB at a time", -1, False),
+    ("streamed, 4 threads", 4, False),
+    ("streamed, as it chooses", 0, False),
+    ("streamed, `direct_io`", 0, True),
+)
+
+
 @dataclass(frozen=True)
 class Task:
     """One load: by a plain loop of one thread (`threads` -1), or streamed with so many threads (0: the default)."""
 
     threads: int
+    direct_io: bool
     folder: str
     auto_class: str
 
@@ -67,6 +76,10 @@ def serve(folder: str, place: str, latency: float, rate: float) -> None:
     class Slow(mfusepy.Operations):
         use_ns = True
 
+        def init_with_config(self, connection: Any, config: Any) -> None:
+            connection.max_read = REQUEST_BYTES
+            connection.max_background = connection.congestion_threshold = 64
+
         def getattr(self, path: str, fh: Any = None) -> dict[str, Any]:
             try:
                 status = os.lstat(folder + path)
@@ -91,7 +104,7 @@ def serve(folder: str, place: str, latency: float, rate: float) -> None:
             link.pace(size)
             return os.pread(fh, size, offset)
 
-    options = {"max_read": REQUEST_BYTES, "max_background": 64, "fsname": "slow", "subtype": "slow"}
+    options = {"max_read": REQUEST_BYTES, "fsname": "slow", "subtype": "slow"}
     mfusepy.FUSE(Slow(), place, foreground=True, ro=True, max_threads=64, **options)
 
 
@@ -109,7 +122,9 @@ def load(task: Task) -> dict[str, Any]:
     config = transformers.AutoConfig.from_pretrained(task.folder)
     getattr(transformers, config.architectures[0])
     ds_config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    settings = hf_zero_stream.StreamingConfig(reader_threads=max(0, task.threads), progress=False)
+    settings = hf_zero_stream.StreamingConfig(
+        reader_threads=max(0, task.threads), direct_io=task.direct_io, progress=False
+    )
 
     def stream() -> Any:
         with hf_zero_stream.streaming(settings):
@@ -156,7 +171,6 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1)
     parser.add_argument("--rate", type=float, default=400, help="in units of 10^6 bytes per second")
     parser.add_argument("--latency", type=float, default=10, help="of each request of the kernel, in milliseconds")
-    parser.add_argument("--threads", type=lambda text: [int(part) for part in text.split(",")], default=[-1, 1, 4, 0])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "PLACE"), help=argparse.SUPPRESS)
     settings = parser.parse_args()
@@ -166,17 +180,14 @@ def main() -> None:
     checkpoint = cached_checkpoint("moe", settings.gigabytes)
     print(f"{settings.latency:g} ms, {settings.rate:g} MB/s, {checkpoint.nbytes / 1e9:.2f} GB")
     print("| | reading s | MB/s | of the link | in all s |\n|---|--:|--:|--:|--:|")
-    for threads in settings.threads:
+    for what, threads, direct_io in ARMS:
         found = []
         for _ in range(settings.repeats):
             with slow_folder(checkpoint.folder, settings.latency, settings.rate) as place:
-                task = Task(threads, str(place), checkpoint.auto_class)
+                task = Task(threads, direct_io, str(place), checkpoint.auto_class)
                 found += run(json.dumps(asdict(task)), 1, 600, "benchmarks.slow_disk")
         reading = statistics.median(each["reading"] for each in found)
         speed = checkpoint.nbytes / reading / 1e6
-        what = {-1: "one after the other, 8 MiB", 0: "streamed, as it chooses"}.get(
-            threads, f"streamed, {threads} threads"
-        )
         in_all = statistics.median(each["seconds"] for each in found)
         print(f"| {what} | {reading:.2f} | {speed:.0f} | {speed / settings.rate:.0%} | {in_all:.2f} |", flush=True)
 

@@ -66,13 +66,13 @@ class StreamingConfig:
     request_bytes: int = 0
     """Largest single positional read, in bytes; a longer span is split, so that several threads share it.
 
-    0: 2 MiB from a local disk, 4 MiB over a network, 2 MiB from a URL (`hf://`: 4 MiB), 8 MiB with `direct_io`.
+    0: 2 MiB, 4 MiB from `hf://`, 8 MiB with `direct_io`.
     """
 
     reader_threads: int = 0
     """Threads that read, per rank; each has a staging buffer, so `staging_bytes` bounds their number too.
 
-    0: from a local disk the cores per local rank, 4 to 8; over a network 32 per host, 4 to 16 per rank; from a URL 128
+    0: from a local disk the cores per local rank, 4 to 8; over a network 64 per host, 4 to 32 per rank; from a URL 128
     per host, up to 32 per rank.
     """
 

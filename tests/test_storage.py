@@ -66,13 +66,13 @@ def request_bytes_of(wanted: int, staging_bytes: int, hints: Hints) -> int:
 
 @pytest.mark.parametrize(
     ("cores", "ranks", "on_network", "threads"),
-    [(2, 2, False, 4), (64, 8, False, 8), (32, 8, False, 4), (64, 1, False, 8), (2, 1, True, 16), (64, 8, True, 4)],
+    [(2, 2, False, 4), (64, 8, False, 8), (32, 8, False, 4), (64, 1, False, 8), (2, 1, True, 32), (64, 8, True, 8)],
 )
 def test_threads(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, on_network: bool, threads: int) -> None:
     monkeypatch.setattr(opened.os, "sched_getaffinity", lambda pid: set(range(cores)))
     hints = hints_of(on_network, monkeypatch)
     request_bytes = request_bytes_of(0, 64 * MIB, hints)
-    assert request_bytes == (4 if on_network else 2) * MIB
+    assert request_bytes == 2 * MIB
     assert choose_threads(0, 64 * MIB // request_bytes, ranks, hints) == threads
 
 
