@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,11 @@ def test_the_rate_of_the_disk(
     is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(fio, "is_installed", lambda: is_installed)
-    monkeypatch.setattr(bench, "_run_one", lambda *args: {"arm": "raw", "world_size": 2, "cache": "cold", "error": ""})
+
+    def no_load(*args: Any) -> dict[str, Any]:
+        return {"arm": "raw", "world_size": 2, "cache": "cold", "repeat": args[-1], "error": "left out"}
+
+    monkeypatch.setattr(bench, "_run_one", no_load)
     results_file = tmp_path / "results.json"
     arguments = f"--gigabytes 0.02 --repeats 2 --cache cold --arms raw --json {results_file}"
     bench.main(arguments.split())
