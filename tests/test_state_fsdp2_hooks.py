@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.state.callers import Caller, entered
 from tests.cluster import run_ranks
 from tests.fsdp2 import announce, force_fsdp_on_cpu, load, make_accelerator
 from tests.parity import ds_config
@@ -220,3 +221,10 @@ def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -
     run_ranks(2, accelerated, folder, tmp_path / "theirs", None, False)
     assert not (tmp_path / "theirs" / "pytorch_model").exists()
     assert run_ranks(2, accelerated, folder, tmp_path, tmp_path / "theirs", True)[0] == first
+
+
+def test_a_model_without_its_optimizer_is_saved() -> None:
+    saved: list[str] = []
+    with entered(Caller()) as caller:
+        caller.waiting[0] = lambda: saved.append("model")
+    assert saved == ["model"]

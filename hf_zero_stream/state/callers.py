@@ -59,10 +59,12 @@ def current() -> Caller | None:
 
 @contextmanager
 def entered(caller: Caller) -> Iterator[Caller]:
-    """Inside, `caller` calls."""
+    """Inside, `caller` calls. Models whose optimizer never came are saved at the end, in the stock way."""
     token = _caller.set(caller)
     try:
         yield caller
+        while caller.waiting:
+            caller.waiting.popitem()[1]()
     finally:
         _caller.reset(token)
 
