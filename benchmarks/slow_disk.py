@@ -2,8 +2,8 @@
 
 python -m benchmarks.slow_disk --gigabytes 1 --latency 10 --rate 400
 
-Needs /dev/fuse, libfuse 3 and `pip install mfusepy`. Each request of the kernel waits `--latency`, and all of them
-together get `--rate`. The file system has a process of its own, and each load a new mount, so nothing is cached.
+Needs /dev/fuse, libfuse 3 and mfusepy (of the extra `test`). Each request of the kernel waits `--latency`, and all of
+them together get `--rate`. The file system has a process of its own, and each load a new mount, so nothing is cached.
 """
 
 from __future__ import annotations

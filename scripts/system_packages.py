@@ -23,6 +23,7 @@ from pathlib import Path
 __all__ = [
     "ASYNC_IO",
     "COMPILER",
+    "FUSE",
     "HEADERS",
     "MPICH",
     "NEEDS",
@@ -77,7 +78,8 @@ COMPILER = Need(
 HEADERS = Need(f"{_PYTHON}-dev", "whatever DeepSpeed compiles: the demo and most tests", _has_python_headers)
 ASYNC_IO = Need("libaio-dev", "DeepSpeed's offload to NVMe: its tests", _has_libaio)
 MPICH = Need("mpich", "the test of mpirun", lambda: shutil.which("mpirun.mpich") is not None)
-NEEDS = (VENV, COMPILER, HEADERS, ASYNC_IO, MPICH)
+FUSE = Need("fuse3", "the test of a slow shared disk", lambda: shutil.which("fusermount3") is not None)
+NEEDS = (VENV, COMPILER, HEADERS, ASYNC_IO, MPICH, FUSE)
 
 
 def lacking(*needs: Need) -> list[Need]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -18,16 +16,14 @@ from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.local import is_on_network
+from scripts.system_packages import FUSE
+from tests.conftest import skip_if_lacking
 
 
-can_mount = bool(
-    importlib.util.find_spec("mfusepy") and shutil.which("fusermount3") and os.access("/dev/fuse", os.W_OK)
-)
-
-
-@pytest.mark.skipif(not can_mount, reason="needs /dev/fuse, fusermount3 and mfusepy")
+@pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="this system does not let FUSE be used (/dev/fuse)")
 @pytest.mark.parametrize("direct_io", [False, True])
 def test_a_slow_shared_disk(tmp_path: Path, direct_io: bool) -> None:
+    skip_if_lacking(FUSE)
     tensors = {"a": torch.randn(1000, 1100), "b": torch.arange(7)}
     save_file(tensors, tmp_path / "x.safetensors")
     settings = StreamingConfig(direct_io=direct_io)
