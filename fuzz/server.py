@@ -378,4 +378,13 @@ def seeds() -> dict[str, bytes]:
                     choices = bytearray(9)
                     choices[field] = value
                     found[f"{name}-{hostile}-{field}-{value}"] = bytes([way, hostile, hostile % 2]) + bytes(choices)
+    # What the Hub redirects to.
+    for name, location in (
+        ("scheme-in-capitals", 4),
+        ("no-host", 6),
+        ("user-name", 7),
+        ("half-a-bracket", 9),
+        ("port", 15),
+    ):
+        found[f"hub-{name}"] = bytes([2, 0, 0, 0, location])
     return found

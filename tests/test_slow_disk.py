@@ -21,7 +21,7 @@ from tests.conftest import skip_if_lacking
 
 
 @pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="this system does not let FUSE be used (/dev/fuse)")
-@pytest.mark.parametrize("direct_io", [False, True])
+@pytest.mark.parametrize("direct_io", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_slow_shared_disk(tmp_path: Path, direct_io: bool) -> None:
     skip_if_lacking(FUSE)
     tensors = {"a": torch.randn(1000, 1100), "b": torch.arange(7)}

@@ -273,7 +273,10 @@ class RemoteFiles:
     def _store(self, url: str, headers: tuple[tuple[str, str], ...] = ()) -> Any:
         with self._lock:
             if url not in self._stores:
-                self._stores[url] = _open_store(url, dict(headers))
+                try:
+                    self._stores[url] = _open_store(url, dict(headers))
+                except ValueError as error:  # such as a port of six digits
+                    raise RequestFailed(f"the address is not valid: {error}. Check the host and its port.") from error
             return self._stores[url]
 
 
