@@ -61,7 +61,8 @@ class streaming:  # noqa: N801 - used like a function
             patches.__exit__()
 
     def __call__(self, function: Function) -> Function:
-        return scope.decorated(function, lambda: streaming(self.config), "streaming()")
+        inside: Function = scope.decorated(function, lambda: streaming(self.config), "streaming()")
+        return inside
 
 
 def enter_for_process() -> None:

@@ -53,7 +53,7 @@ class ParameterShape:
 
     @property
     def partition_bytes(self) -> int:
-        return self.partition_numel * self.dtype.itemsize
+        return self.partition_numel * int(self.dtype.itemsize)
 
     @property
     def gathered_bytes(self) -> int:

@@ -51,7 +51,7 @@ class Target:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return self.numel * int(self.dtype.itemsize)
 
     @classmethod
     def whole(cls, name: str, dtype: torch.dtype, numel: int, box: ParameterBox | None = None) -> Target:
@@ -75,7 +75,7 @@ class Piece(NamedTuple):
 
     @property
     def payload_bytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+        return self.box.numel * int(self.dtype.itemsize)
 
     @property
     def is_run(self) -> bool:
@@ -324,5 +324,5 @@ def _file_bytes(view: View) -> int:
     if isinstance(view.node, FileTensor):
         # A dimension of stride 0 repeats the same bytes.
         sizes = (size for size, stride in zip(view.sizes, view.strides, strict=True) if stride)
-        return prod(sizes) * view.node.dtype.itemsize
+        return prod(sizes) * int(view.node.dtype.itemsize)
     return sum(_file_bytes(inner) for inner in view.node.inputs())

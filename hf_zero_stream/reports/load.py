@@ -82,7 +82,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """:meth:`to_json`, parsed: dicts, lists, numbers and strings, by the names of the fields."""
-        return json.loads(self.to_json())
+        found: dict[str, Any] = json.loads(self.to_json())
+        return found
 
     def to_json(self, indent: int | None = None) -> str:
         """The report as JSON, with `indent` as in `json.dumps`; times are in seconds, sizes in bytes."""
