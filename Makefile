@@ -24,7 +24,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all compat sweep fuzz quality style demo docs package bench scale clean
+.PHONY: help system venv test test-all compat sweep fuzz quality style demo docs package bench scale ecosystem gpu clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -41,6 +41,8 @@ help:
 	@echo "make package  build wheel and sdist, check them, and try the wheel alone in a clean environment"
 	@echo "make bench    run the benchmarks"
 	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
+	@echo "make ecosystem train with LLaMA-Factory and ms-swift, each in a venv of its own, with and without hf_zero_stream"
+	@echo "make gpu      on a machine with CUDA: run the tests marked gpu and benchmarks/gpu.py"
 	@echo "make clean    remove $(VENV) and caches"
 
 # Before every target that runs something: a package may have gone since $(VENV) was made.
@@ -117,6 +119,13 @@ scale: $(STAMP)
 	$(BIN)/python -m benchmarks.scale
 	$(BIN)/python -m benchmarks.scale --growth
 
+ecosystem: $(STAMP)
+	$(BIN)/python -m benchmarks.ecosystem
+
+# The torch in constraints.txt comes as a build for CUDA where pip finds one.
+gpu: $(STAMP)
+	$(BIN)/python -m scripts.gpu
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLDEST) .ecosystem build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
