@@ -69,6 +69,7 @@ class Slot:
         members: parts of parameters that lie in it; on each rank the same parameters, some without elements.
         is_apart: `values` are masters of parameters in 16 bit.
         is_swapped: the tensors are in memory inside :attr:`opened` only.
+        is_frozen: it is not trained now, and has not been before.
     """
 
     group: int
@@ -77,6 +78,7 @@ class Slot:
     members: Sequence[Member]
     is_apart: bool = False
     is_swapped: bool = False
+    is_frozen: bool = False
     opened: Callable[[], AbstractContextManager[object]] = field(default=nullcontext)
 
     def flat(self, key: str) -> torch.Tensor:
@@ -100,15 +102,15 @@ def slots_of_parameters(
                     f"The optimizer's group {number} trains a parameter of shape {tuple(param.shape)} that is none of "
                     f"the {type(model).__name__}'s. Give the model that it trains."
                 )
-            if not param.requires_grad:
-                continue
             if isinstance(param, DTensor):
                 box, copy, copies, _ = shard_of(name, param, records.get(name))
             else:
                 box, copy, copies = ParameterBox.whole(param.shape), rank, world_size
             _, start, stop = partition_range(box.numel, copy, copies)
             members = [Member(name, box, 0, start, stop, is_whole=copies > 1)]
-            slots.append(Slot(number, param, optimizer.state[param], members))
+            # What is frozen for a while keeps the moments that it has.
+            is_frozen = not (param.requires_grad or optimizer.state[param])
+            slots.append(Slot(number, param, optimizer.state[param], members, is_frozen=is_frozen))
     return slots
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -56,6 +57,11 @@ class Training:
     device: torch.device = torch.device("cpu")
     copy_masters: Callable[[], object] = lambda: None
     prepare_lazy: Callable[[nn.Module, set[str]], object] = lambda model, missing: None
+
+    def of_trained(self, names: AbstractSet[str] = frozenset()) -> Training:
+        """This training without slots that are frozen, but for parameters of these `names`."""
+        slots = [slot for slot in self.slots if not slot.is_frozen or any(it.name in names for it in slot.members)]
+        return replace(self, slots=slots)
 
 
 def training_of_model(

@@ -161,15 +161,15 @@ class Publication:
         if not (self.temporary / _LIST).exists():
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def commit(self, weights_name: str, index_name: str, last_name: str = "") -> None:
+    def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
         """Give all files their final names, and remove the shards of an earlier save that are not replaced.
 
-        The index comes after all others, and after it the file `last_name`, if there is one. Without a `weights_name`
-        no weights are among them.
+        The index comes after all others, and after it the file `last_name`, if there is one. Then the folders
+        `replaced` are removed. Without a `weights_name` no weights are among the files.
         """
         try:
             names = sorted(entry.name for entry in self.temporary.iterdir())
-            outdated = self._outdated(weights_name, index_name, set(names))
+            outdated = [*self._outdated(weights_name, index_name, set(names)), *replaced]
             # The index is what makes shards a checkpoint: the old one goes first, the new one comes last.
             order = {
                 "removes_first": sorted({index_name} & {*names, *outdated}),
@@ -220,10 +220,10 @@ def finish_interrupted(folder: Path) -> list[str]:
 
 def _carry_out(folder: Path, temporary: Path) -> list[str]:
     """Do what the list in `temporary` says and has not been done, then remove it."""
-    order = json.loads((temporary / _LIST).read_bytes())
+    order = _read_list(temporary / _LIST)
     pending = [name for name in order["renames"] if (temporary / name).exists()]
     if pending:
-        for name in order.get("removes_first", ()):
+        for name in order["removes_first"]:
             if name in pending or name not in order["renames"]:  # else it is the new one
                 (folder / name).unlink(missing_ok=True)
         _sync(folder)
@@ -235,11 +235,31 @@ def _carry_out(folder: Path, temporary: Path) -> list[str]:
         else:
             os.replace(temporary / name, target)
     for name in order["removes"]:
-        (folder / name).unlink(missing_ok=True)
+        if (folder / name).is_dir() and not (folder / name).is_symlink():
+            shutil.rmtree(folder / name)
+        else:
+            (folder / name).unlink(missing_ok=True)
     _sync(folder)
     (temporary / _LIST).unlink()
     shutil.rmtree(temporary)
     return pending
+
+
+def _read_list(path: Path) -> dict[str, list[str]]:
+    """The list at `path`. It may come with a folder from anywhere: it must not reach beyond that folder.
+
+    Raises:
+        SaveError: it is not one of :meth:`Publication.commit`.
+    """
+    try:
+        order = json.loads(path.read_bytes())
+        names = [*order["renames"], *order["removes"], *order.setdefault("removes_first", [])]
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        raise SaveError(f"{path}: expected the list of an interrupted save: {error!r}. Remove its folder.") from error
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise SaveError(f"{path}: expected names of files in {path.parent.parent}; found {name!r}. Remove it.")
+    return order
 
 
 def _sync(path: Path) -> None:

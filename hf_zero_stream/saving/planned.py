@@ -18,7 +18,7 @@ from .parameters import NewParameters, Parameters
 from .plan import SavePlan
 
 
-__all__ = ["Alike", "Content", "LayOut", "Planned", "Prepared"]
+__all__ = ["Alike", "Content", "Ending", "LayOut", "Planned", "Prepared"]
 
 LayOut = Callable[[Path, NewParameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
@@ -96,6 +96,21 @@ class Planned(NamedTuple):
         return Planned(parameters, shards, self.plan, self.folder)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """What rank 0 does when all shards of a save are complete.
+
+    Attributes:
+        beside: writes what is neither weights nor laid out with them into the folder that is going to be published.
+        last_name: the file that gets its name after all others; may be empty.
+        replaced: folders that are removed then.
+    """
+
+    beside: Callable[[Path], None] | None = None
+    last_name: str = ""
+    replaced: Sequence[str] = ()
+
+
 Writer = TypeVar("Writer", bound=ShardWriter)
 
 
@@ -105,14 +120,14 @@ class Prepared:
 
     Attributes:
         index_name: the file name of the weights' index; empty without weights.
-        last_name: the file that gets its name last; may be empty.
+        ending: what follows when they are complete.
         single_writer: rank 0 writes everything.
     """
 
     publication: Publication
     planned: Sequence[Planned]
     index_name: str
-    last_name: str
+    ending: Ending
     single_writer: bool
 
     def files(self, kind: type[Writer]) -> list[Writer]:
@@ -121,6 +136,8 @@ class Prepared:
 
     def publish(self) -> None:
         """Give the files their final names (rank 0)."""
+        if self.ending.beside is not None:
+            self.ending.beside(self.publication.temporary)
         first = next((each for each in self.planned if not each.folder), None)
         weights = "" if first is None else _SUFFIX.sub("", first.shards[0].name)
-        self.publication.commit(weights, self.index_name, self.last_name)
+        self.publication.commit(weights, self.index_name, self.ending.last_name, self.ending.replaced)

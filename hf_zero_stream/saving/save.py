@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import Finished, PendingSave, finish_pending
 from .plan import CHUNK_BYTES
-from .planned import Content, Planned, Prepared
+from .planned import Content, Ending, Planned, Prepared
 from .preparation import Preparation
 from .write import bytes_of, execute_save, write_alone, write_exchanged
 
@@ -56,8 +56,7 @@ OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``Gathered
 # Arguments of transformers' ``save_pretrained``.
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
 
-Beside = Callable[[Path], None]
-"""Writes what is neither weights nor laid out with them into the folder that is going to be published."""
+_NO_MORE = Ending()
 
 
 class Save:
@@ -150,23 +149,19 @@ class Save:
                 del given["state_dict"]
         self.model.save_pretrained(self._folder, **given)
 
-    def run(self, *contents: Content, beside: Beside | None = None, last_name: str = "") -> SaveReport:
-        """Save `contents` and publish them together (all ranks).
-
-        What is `beside` all that is written by rank 0. The file `last_name`, if there is one, gets its name after all
-        others.
-        """
+    def run(self, *contents: Content, ending: Ending = _NO_MORE) -> SaveReport:
+        """Save `contents` and publish them together (all ranks); rank 0 gives the `ending`."""
         finish_pending()
         with self._together():
-            with self._measured(), self._prepared(contents, beside, last_name) as prepared:
+            with self._measured(), self._prepared(contents, ending) as prepared:
                 self._write(prepared)
             return self._report(prepared.planned)
 
-    def start(self, *contents: Content, beside: Beside | None = None, last_name: str = "") -> PendingSave:
+    def start(self, *contents: Content, ending: Ending = _NO_MORE) -> PendingSave:
         """As :meth:`run`, but return when the values are copied; they are written in the background."""
         finish_pending()
         with self._together():
-            with self._measured(), self._prepared(contents, beside, last_name) as prepared:
+            with self._measured(), self._prepared(contents, ending) as prepared:
                 if not self._must_wait(prepared):
                     with self._clock("copy"):
                         copies = self._copied(prepared.planned)
@@ -249,7 +244,7 @@ class Save:
             yield
 
     @contextmanager
-    def _prepared(self, contents: Sequence[Content], beside: Beside | None, last_name: str) -> Iterator[Prepared]:
+    def _prepared(self, contents: Sequence[Content], ending: Ending) -> Iterator[Prepared]:
         """Inside, files of their final sizes wait for what is planned; an error removes them."""
         coordinator = self._coordinator
         publication: Publication | None = None
@@ -265,12 +260,10 @@ class Save:
                 def reserve_all() -> None:
                     for each in everything:
                         reserve(folder / each.folder, each.shards)
-                    if beside is not None:
-                        beside(folder)
 
                 coordinator.run_on_main(reserve_all)
             index = next((content.index_name for content in contents if not content.folder), "")
-            yield Prepared(publication, everything, index, last_name, write_from == "rank0")
+            yield Prepared(publication, everything, index, ending, write_from == "rank0")
         except BaseException:
             if publication is not None and coordinator.is_main:
                 publication.abandon()

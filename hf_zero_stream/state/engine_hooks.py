@@ -13,11 +13,10 @@ from typing import Any
 from transformers.utils import logging
 
 from ..errors import ConfigError, UnsupportedError
-from ..loading.into import load_into
 from ..ranks.coordinator import Coordinator
 from ..scope import active_configs
 from .callers import Caller, current, in_background, is_on, name_state, other_zero_in, state_in
-from .load import load_state
+from .load import load_state, load_without_optimizer
 from .save import save_state
 from .zero_source import CLIENT
 
@@ -54,6 +53,7 @@ def _save_checkpoint(
                 scheduler=caller.scheduler_of(self.optimizer),
                 data={CLIENT: client_state or {}},
                 with_weights=not caller.has_weights,
+                keep_older=tag is None and current() is None,  # what has a place of its own is replaced
                 asynchronous=in_background(),
             )
         except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written
@@ -86,11 +86,19 @@ def _load_checkpoint(
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         return original(self, load_dir, tag, *flags)
     folder, name = found
-    if name is not None and (load_module_only or not load_optimizer_states):
-        load_into(self, str(folder), strict=load_module_strict)
-        return str(folder / name), {}
     caller = current() or Caller()
     scheduler = caller.scheduler_of(self.optimizer)
+    if name is not None and (load_module_only or not load_optimizer_states):
+        data = load_without_optimizer(
+            self,
+            folder,
+            name,
+            strict=load_module_strict,
+            only_weights=load_module_only,
+            scheduler=scheduler,
+            with_scheduler=load_lr_scheduler_states,
+        )
+        return str(folder / name), (data or {}).get(CLIENT, {})
     # Random numbers are the caller's: the Trainer and accelerate restore them at their own time, and engines never do.
     resumed = load_state(
         self, folder, scheduler=scheduler, tag=name, with_scheduler=load_lr_scheduler_states, with_rng=False

@@ -67,6 +67,7 @@ def _save_optimizer(
                 scheduler=caller.scheduler_of(optimizer),
                 batch_size=caller.batch_size,
                 with_weights=not caller.has_weights,
+                keep_older=False,
                 asynchronous=in_background(),
             )
         except (ConfigError, UnsupportedError) as error:  # on all ranks, before anything is written

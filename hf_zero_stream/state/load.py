@@ -15,13 +15,14 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..checkpoint.untrusted_json import excerpt
 from ..checkpoint.zero_folder import ZeroFolder, is_zero_folder, read_zero_folder
 from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_partition
-from ..destinations.slots import MASTER, Slot, SlotMemory, make_entries
+from ..destinations.slots import MASTER, SlotMemory, make_entries
 from ..destinations.training import Training
 from ..engine.load import Load
-from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 from ..loading.dry_load import lazily_loaded
 from ..loading.integration import finish_saves_into
 from ..loading.into import load_some_into
@@ -30,17 +31,25 @@ from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
 from ..saving.pending import finish_pending
 from ..seams.adapted import is_adapted
+from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
 from . import adapters, schedules
-from .record import FILE, LATEST, GroupRecord, StateRecord, restored, shard_of_key
-from .refusals import refuse_missing_files, refuse_optimizer, refuse_other_training
+from .groups import drop_entries, set_group, set_option
+from .record import FILE, LATEST, StateRecord, dtype_of, is_tag, restored, shard_of_key
+from .refusals import (
+    has_its_weights,
+    refuse_missing_files,
+    refuse_optimizer,
+    refuse_other_training,
+    refuse_other_weights,
+)
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
 from .trained import training_of
 from .zero_source import load_zero, record_of, swapped_masters
 
 
-__all__ = ["Resumed", "load_state"]
+__all__ = ["Resumed", "load_state", "load_without_optimizer"]
 
 logger = logging.get_logger(__name__)
 
@@ -108,14 +117,20 @@ def load_state(
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     with coordinator.watched(LOAD), coordinator.reporting():
         finish_saves_into(folder, settings.read_from, coordinator)
-        place, found = coordinator.broadcast(partial(_found, folder, tag))
+        place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
         if isinstance(found, ZeroFolder) and is_adapted(training.model):
             raise UnsupportedError(
                 f"{place}: a ZeRO checkpoint of adapters. Load it by engine.load_checkpoint, at that number of ranks."
             )
         record = coordinator.run_on_all(partial(_record_of, found, training, with_scheduler))
         coordinator.run_on_all(partial(refuse_other_training, training, record, place))
+        training = training.of_trained({name for group in record.groups for name in group.parameters})
+        swapped, values = swapped_masters(training), _values_in(record)
+        if isinstance(found, StateRecord) and _has_more(training.model, values - swapped):
+            needs_all = not values or bool(swapped)
+            coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
     with training.changing():
+        drop_entries(training.slots, record)
         make_entries(training.slots, [key for key in record.keys if key != MASTER])
         if isinstance(found, ZeroFolder):
             load_zero(training, found, settings, coordinator)
@@ -129,9 +144,9 @@ def load_state(
         rates = _set_rest(training, record)
         for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the learning rate
             of_group = [slot for slot in training.slots if slot.group == number]
-            _set_group(training.optimizer, number, recorded, of_group)
+            set_group(training.optimizer, number, recorded, of_group)
             if rates is not None:
-                _set_option(training.optimizer.param_groups[number], "lr", rates[number])
+                set_option(training.optimizer.param_groups[number], "lr", rates[number])
     if with_rng and isinstance(found, ZeroFolder):
         logger.warning_once(f"{place}: DeepSpeed saves no random numbers, so those of all ranks are new.")
     elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):
@@ -139,11 +154,43 @@ def load_state(
             f"{place}: rank {coordinator.rank} was not there when the state was saved ({record.world_size} ranks), so "
             "its random numbers are new."
         )
-    _say_what_follows(training, record, coordinator)
+    if coordinator.is_main:
+        _say_what_follows(training, record, place)
+        if isinstance(found, StateRecord):
+            _say_what_is_not_there(training, found, with_scheduler, place)
     return Resumed(place.name, restored(record.data), dict(record.counters), record.world_size)
 
 
-def _found(folder: Path, tag: str | None) -> tuple[Path, StateRecord | ZeroFolder]:
+def load_without_optimizer(
+    engine: Any, folder: Path, tag: str, *, strict: bool, only_weights: bool, scheduler: Any, with_scheduler: bool
+) -> Any:
+    """Load the weights of a state into an engine (all ranks); returns the `data` that were saved with it.
+
+    Unless it is to be `only_weights`, counters, loss scaler and, `with_scheduler`, the scheduler go on.
+
+    Raises:
+        CheckpointError: the weights in `folder` are those of another state, and this one has none of its own.
+    """
+    finish_pending()
+    coordinator = Coordinator.of_default_group()
+    place = folder / tag
+    with coordinator.watched(LOAD), coordinator.reporting():
+        record = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
+        has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder))
+        values = set() if has_its_own else _values_in(record)
+        if _has_more(unwrapped(engine), values):
+            coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=not values))
+    if _has_more(unwrapped(engine), values):
+        load_some_into(engine, str(folder), values, config=None, strict=strict)
+    if values:
+        load_some_into(engine, str(place), set(), config=None, strict=False, needed=values, variant=MASTER)
+    if not only_weights and engine.optimizer is not None:
+        training = training_of(engine, None, scheduler, None, None, coordinator)
+        _set_rest(training, record if with_scheduler else replace(record, scheduler=None))
+    return restored(record.data)
+
+
+def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ZeroFolder]:
     """The folder of the state, and what is in it."""
     if tag is None and is_zero_folder(folder):
         return folder, read_zero_folder(LocalFiles(), folder)
@@ -155,13 +202,13 @@ def _found(folder: Path, tag: str | None) -> tuple[Path, StateRecord | ZeroFolde
                 f"{folder / LATEST}: expected the name of a training state; it cannot be read: {error}. Give a folder "
                 "that save_state or DeepSpeed wrote, or a tag."
             ) from error
-    if not tag or Path(tag).name != tag:
-        raise CheckpointError(f"{folder / LATEST}: expected the name of a folder; found {tag!r}")
+    if not is_tag(tag):
+        raise CheckpointError(f"{folder / LATEST}: expected the name of a folder; found {excerpt(tag)}")
     place = folder / tag
     if not (place / FILE).exists() and is_zero_folder(place):
         return place, read_zero_folder(LocalFiles(), place)
     record = StateRecord.read(place / FILE)
-    refuse_missing_files(place, record.keys)
+    refuse_missing_files(place, record.keys, [RNG_FILE] if with_rng else [])
     return place, record
 
 
@@ -176,10 +223,8 @@ def _load_weights(
 ) -> None:
     """Masters in memory, and weights; from the weights' own files what has no master, or one in a swap file."""
     swapped = swapped_masters(training)
-    is_apart = MASTER in record.keys
-    in_memory = {name for group in record.groups for name in group.parameters if name not in swapped and is_apart}
-    model = training.model
-    if any(name not in in_memory for name, _ in model.named_parameters()) or _has_saved_buffers(model):
+    in_memory = _values_in(record) - swapped
+    if _has_more(training.model, in_memory):
         load_some_into(training.live, str(folder), in_memory, config=config, with_masters=not swapped)
     if in_memory:
         load_some_into(
@@ -187,8 +232,16 @@ def _load_weights(
         )
 
 
-def _has_saved_buffers(model: nn.Module) -> bool:
-    return any(set(module._buffers) - module._non_persistent_buffers_set for module in model.modules())
+def _values_in(record: StateRecord) -> set[str]:
+    """The parameters whose values are in the state, and not only in the weights beside it."""
+    return {name for group in record.groups for name in group.parameters} if MASTER in record.keys else set()
+
+
+def _has_more(model: nn.Module, names: set[str]) -> bool:
+    """Whether a checkpoint of `model` has anything but parameters of these `names`."""
+    return any(name not in names for name, _ in model.named_parameters()) or any(
+        set(module._buffers) - module._non_persistent_buffers_set for module in model.modules()
+    )
 
 
 @collector_paused()
@@ -232,60 +285,46 @@ def _exist(files: Sequence[str]) -> bool:
     return all(map(os.path.exists, files))
 
 
-def _set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequence[Slot]) -> None:
-    group = optimizer.param_groups[number]
-    for name, value in restored(recorded.options).items():
-        if name not in group:
-            continue
-        _set_option(group, name, value)
-    positions = {name: position for position, name in enumerate(recorded.parameters)}
-    for slot in slots:
-        for key, values in recorded.numbers.items():
-            of_slot = [values[positions[it.name]] if isinstance(values, list) else values for it in slot.members]
-            if any(value != of_slot[0] for value in of_slot):
-                raise ConfigError(
-                    f"group {number} of the optimizer: {key} differs between {slot.members[0].name} and others, which "
-                    "are trained as one tensor now. Go on in the kind of training that saved the state."
-                )
-            if of_slot[0] is None:  # it had never been trained
-                slot.entries.clear()
-                break
-            slot.entries[key] = _number_like(slot.entries.get(key), of_slot[0], optimizer, group, slot)
-
-
-def _set_option(group: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(group[name], torch.Tensor):
-        group[name].fill_(value)
-    else:
-        group[name] = tuple(value) if isinstance(group[name], tuple) else value
-
-
-def _number_like(old: Any, value: Any, optimizer: Any, group: Any, slot: Slot) -> Any:
-    """`value` as the optimizer keeps such a number; a new tensor for each slot."""
-    if isinstance(old, torch.Tensor):
-        return torch.full_like(old, value)
-    if old is not None or not type(optimizer).__module__.startswith("torch.optim"):
-        return type(value)(value) if old is None else type(old)(value)
-    on_device = group.get("capturable") or group.get("fused")
-    return torch.tensor(float(value), dtype=torch.float32, device=slot.values.device if on_device else None)
-
-
 def _set_rest(training: Training, record: StateRecord) -> list[float] | None:
     """Returns the learning rates of the groups, if they are not those that were saved."""
     rates = None
     if training.scheduler is not None and record.scheduler is not None:
         rates = schedules.restore(training.scheduler, record.scheduler, record.batch_size, training.batch_size)
-    if training.scaler_state is not None and record.scaler is not None:
+    if _is_same_scaler(training, record):
         training.set_scaler_state(restored(record.scaler))
     training.set_counters(record.counters)
     return rates
 
 
-def _say_what_follows(training: Training, record: StateRecord, coordinator: Coordinator) -> None:
-    if not coordinator.is_main or record.batch_size in (None, training.batch_size) or training.batch_size is None:
-        return
-    logger.warning(
-        f"load_state: a step had {record.batch_size} samples on {record.world_size} ranks, and has "
-        f"{training.batch_size} now. Steps that are skipped to come to the same place in the data are other samples: "
-        "keep the global batch the same, or give save_state the position in the data."
-    )
+def _is_same_scaler(training: Training, record: StateRecord) -> bool:
+    """Whether the loss scaler keeps what the saved one kept: one that is switched off, or static, keeps less."""
+    mine, saved = training.scaler_state, record.scaler
+    return mine is not None and saved is not None and mine.keys() == saved.keys()
+
+
+def _say_what_follows(training: Training, record: StateRecord, place: Path) -> None:
+    if record.batch_size not in (None, training.batch_size) and training.batch_size is not None:
+        logger.warning(
+            f"load_state: a step had {record.batch_size} samples on {record.world_size} ranks, and has "
+            f"{training.batch_size} now. Steps that are skipped to come to the same place in the data are other "
+            "samples: keep the global batch the same, or give save_state the position in the data."
+        )
+    mine = dtype_of(training.slots)
+    if record.dtype == "float32" and mine in ("bfloat16", "float16"):
+        logger.warning(
+            f"{place}: values and moments that were trained in float32 are rounded to {mine}, in which they are "
+            "trained now."
+        )
+
+
+def _say_what_is_not_there(training: Training, record: StateRecord, with_scheduler: bool, place: Path) -> None:
+    """Warn of schedulers and scalers that were not saved, or are not given now: they would begin anew in silence."""
+    if with_scheduler and (record.scheduler is None) != (training.scheduler is None):
+        logger.warning(
+            f"{place}: the state of a scheduler is in it, and no scheduler was given to load it into."
+            if training.scheduler is None
+            else f"{place}: no scheduler was saved; the present one stays where it is."
+        )
+    mine = training.scaler_state or {}
+    if mine.get("dynamic", mine) and not _is_same_scaler(training, record):  # a static scale is a setting
+        logger.warning(f"{place}: no such loss scaler was saved; the present one stays as it is.")

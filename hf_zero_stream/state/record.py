@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..checkpoint.untrusted_json import parse_object
 from ..destinations.slots import Slot, is_number
 from ..errors import CheckpointError, UnsupportedError
 
@@ -20,6 +22,9 @@ __all__ = [
     "LATEST",
     "GroupRecord",
     "StateRecord",
+    "dtype_of",
+    "is_tag",
+    "lacking_in",
     "numbers_of",
     "plain",
     "restored",
@@ -45,12 +50,37 @@ class GroupRecord:
         numbers: what the optimizer keeps of each of them that is one number, as `step`: by name, one for all
             parameters, or a list with one for each.
         shapes: of the parameters; may be empty if they are not known.
+        lacking: elementwise states that the optimizer keeps of some of the parameters only, by name: the others.
     """
 
     options: Mapping[str, Any]
     parameters: Sequence[str]
     numbers: Mapping[str, Any]
     shapes: Sequence[Sequence[int]] = ()
+    lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def faults(self) -> Iterable[str]:
+        """The fields that are not what they must be, in a record from anywhere."""
+        sizes = len(self.parameters) if isinstance(self.parameters, list) else -1
+        if not _is_dict(self.options, object):
+            yield "options"
+        if not isinstance(self.parameters, list) or not all(isinstance(name, str) for name in self.parameters):
+            yield "parameters"
+        if not _is_dict(self.numbers, object) or not all(
+            all(map(_is_plain_number, values)) and len(values) == sizes
+            if isinstance(values, list)
+            else _is_plain_number(values)
+            for values in self.numbers.values()
+        ):
+            yield "numbers"
+        if (
+            not isinstance(self.shapes, list)
+            or len(self.shapes) not in (0, sizes)
+            or not all(map(_is_shape, self.shapes))
+        ):
+            yield "shapes"
+        if not _is_dict(self.lacking, list) or not all(set(map(type, it)) <= {str} for it in self.lacking.values()):
+            yield "lacking"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +92,8 @@ class StateRecord:
         keys: the elementwise states, each in files of its own.
         scheduler: its class and its state.
         data: what the user gave.
+        dtype: of what is trained: masters, or the parameters themselves.
+        weights: a fingerprint of the weights that were saved with it (:mod:`.weights`).
     """
 
     optimizer: str
@@ -73,6 +105,8 @@ class StateRecord:
     world_size: int = 1
     batch_size: int | None = None
     data: Any = None
+    dtype: str | None = None
+    weights: str | None = None
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1, allow_nan=True) + "\n"
@@ -81,10 +115,10 @@ class StateRecord:
     def read(cls, path: Path) -> StateRecord:
         """Raises a CheckpointError if the file is not what :meth:`to_json` writes."""
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            found = parse_object(path.read_bytes(), str(path))
+        except OSError as error:
             raise CheckpointError(f"{path}: expected the record of a state; it cannot be read: {error}") from error
-        if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
+        if found.pop("format", None) != _FORMAT:
             raise CheckpointError(f'{path}: expected "format": "{_FORMAT}". Give a folder that save_state wrote.')
         if (version := found.pop("version", None)) != _VERSION:
             raise CheckpointError(f"{path}: expected version {_VERSION}; got {version!r}. Update hf_zero_stream.")
@@ -97,13 +131,73 @@ class StateRecord:
         return record
 
     def _check(self, path: Path) -> None:
-        expected = {"optimizer": str, "keys": list, "counters": dict, "world_size": int}
-        for name, kind in expected.items():
-            if not isinstance(getattr(self, name), kind):
-                raise CheckpointError(f"{path}: {name}: expected {kind.__name__}; got {getattr(self, name)!r}")
+        faults = [name for name, is_sound in _FIELDS.items() if not is_sound(getattr(self, name))]
+        faults += [f"groups[{number}].{name}" for number, group in enumerate(self.groups) for name in group.faults()]
+        if faults:
+            raise CheckpointError(
+                f"{path}: {', '.join(faults[:8])}: expected what save_state writes there. Copy the state again, or go "
+                "on from an older one."
+            )
         names = [name for group in self.groups for name in group.parameters]
-        if not all(isinstance(name, str) for name in [*names, *self.keys]) or len(set(names)) != len(names):
-            raise CheckpointError(f"{path}: expected names of parameters, each in one group")
+        if len(set(names)) != len(names) or len(set(self.keys)) != len(self.keys):
+            raise CheckpointError(f"{path}: expected names of parameters, each in one group, and of states, each once")
+        try:
+            restored([self.data, self.scheduler, self.scaler, [group.options for group in self.groups]])
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{path}: expected dicts as save_state writes them: {error}") from error
+
+
+def _is_dict(value: Any, kind: type) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, kind) for item in value.values())
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and abs(value) < 2**63
+
+
+def _is_plain_number(value: Any) -> bool:
+    return value is None or isinstance(value, bool) or _is_integer(value) or _is_no_nan(value)
+
+
+def _is_no_nan(value: Any) -> bool:
+    return isinstance(value, float) and not math.isnan(value)
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_integer, value))
+
+
+def _is_scheduler(value: Any) -> bool:
+    return value is None or (
+        _is_dict(value, object)
+        and isinstance(value.get("class"), str)
+        and isinstance(value.get("state"), dict)
+        and _is_integer(value.get("steps_per_step", 1))
+    )
+
+
+def _is_key(value: Any) -> bool:
+    """Whether `value` can be the name of a state, which is a part of its files' names."""
+    return isinstance(value, str) and value.isidentifier()
+
+
+_FIELDS: Mapping[str, Callable[[Any], bool]] = {
+    "optimizer": lambda value: isinstance(value, str),
+    "keys": lambda value: isinstance(value, list) and all(map(_is_key, value)),
+    "scheduler": _is_scheduler,
+    "scaler": lambda value: value is None or _is_dict(value, object),
+    "counters": lambda value: _is_dict(value, int) and all(map(_is_integer, value.values())),
+    "world_size": _is_integer,
+    "batch_size": lambda value: value is None or _is_integer(value),
+    "dtype": lambda value: value is None or isinstance(value, str),
+    "weights": lambda value: value is None or isinstance(value, str),
+}
+"""What must be true of the fields of a record from anywhere."""
+
+
+def is_tag(name: str) -> bool:
+    """Whether `name` can be that of a state's folder."""
+    return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name and len(name) < 250
 
 
 def write_latest(folder: Path, tag: str) -> None:
@@ -120,17 +214,23 @@ def plain(value: Any, what: str) -> Any:
     """`value` as JSON has it: numbers, strings, lists and dicts; raises an UnsupportedError for anything else."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
-    if isinstance(value, (bool, int, float, str, type(None))):
+    if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and _is_text(value)):
         return value
     if isinstance(value, (list, tuple)):
         return [plain(item, what) for item in value]
     if isinstance(value, Mapping) and all(isinstance(key, (str, int, float)) for key in value):
-        pairs = [[key, plain(item, what)] for key, item in value.items()]
-        return dict(pairs) if all(isinstance(key, str) for key in value) else {_PAIRS: pairs}
+        pairs = [[plain(key, what), plain(item, what)] for key, item in value.items()]
+        is_object = all(isinstance(key, str) for key in value) and list(value) != [_PAIRS]
+        return dict(pairs) if is_object else {_PAIRS: pairs}
     raise UnsupportedError(
         f"{what}: expected numbers, strings, lists and dicts, which can be written as JSON; got "
         f"{type(value).__name__}. Nothing that must be pickled is saved. Leave it out, and make it anew when you load."
     )
+
+
+def _is_text(value: str) -> bool:
+    """Whether `value` is Unicode, and not half a surrogate pair."""
+    return value.isascii() or value.encode("utf-8", "ignore").decode() == value
 
 
 def restored(value: Any) -> Any:
@@ -155,6 +255,32 @@ def numbers_of(slots: Iterable[Slot]) -> dict[str, Any]:
         values = [plain(entries.get(key), key) for entries in of_slots]
         found[key] = values[0] if all(value == values[0] for value in values) else values
     return found
+
+
+def lacking_in(slots: Iterable[Slot]) -> dict[str, list[str]]:
+    """The elementwise states that some of the slots of one group have: those of their parameters that have none.
+
+    An optimizer without a step counter tells by this whether a parameter has been trained (SGD: its first momentum).
+    """
+    found: dict[str, list[str]] = {}
+    slots = [slot for slot in slots if slot.members]
+    has = [
+        {key for key, value in slot.entries.items() if value is not None and not is_number(value)} for slot in slots
+    ]
+    for key in sorted(set().union(*has)):
+        names = [
+            member.name for slot, keys in zip(slots, has, strict=True) if key not in keys for member in slot.members
+        ]
+        if names:
+            found[key] = names
+    return found
+
+
+def dtype_of(slots: Iterable[Slot]) -> str | None:
+    """The widest dtype of what is trained."""
+    dtypes = {slot.values.dtype for slot in slots}
+    widest = max(dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)), default=None)
+    return None if widest is None else str(widest).removeprefix("torch.")
 
 
 def shard_of_key(shard: str, first: str, key: str) -> str:

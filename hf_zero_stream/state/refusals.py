@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers.utils import logging
+
+from ..checkpoint.index_file import read_index_file
+from ..checkpoint.untrusted_json import excerpt
 from ..destinations.training import Training
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from ..seams.saving import index_name
 from . import schedules
-from .record import StateRecord
+from .record import LATEST, GroupRecord, StateRecord
+from .weights import fingerprint
 
 
-__all__ = ["refuse_missing_files", "refuse_optimizer", "refuse_other_training"]
+__all__ = [
+    "has_its_weights",
+    "refuse_missing_files",
+    "refuse_optimizer",
+    "refuse_other_training",
+    "refuse_other_weights",
+]
+
+logger = logging.get_logger(__name__)
 
 _ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
 """They keep the same."""
@@ -55,6 +68,7 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
             training.scheduler, record.scheduler, record.batch_size, training.batch_size, str(place)
         )
     groups = training.optimizer.param_groups
+    training = training.of_trained({name for group in record.groups for name in group.parameters})
     if len(groups) != len(record.groups):
         raise ConfigError(
             f"{place}: the optimizer had {len(record.groups)} groups, and has {len(groups)} now. Make the same groups."
@@ -74,11 +88,65 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
                     f"{place}: {name} had shape {list(shape)} when the state was saved, and has {shapes[name]} now. "
                     "Go on with the model that was trained."
                 )
+        _refuse_other_options(groups[number], recorded, number, place)
+        _refuse_other_numbers(training, recorded, number, place)
 
 
-def refuse_missing_files(place: Path, keys: Sequence[str]) -> None:
-    """Raise a CheckpointError if a file of one of the states `keys` is not in `place`."""
-    missing = [path for key in keys for path in _files(place, key) if not path.is_file()]
+def _refuse_other_options(group: Mapping[str, Any], recorded: GroupRecord, number: int, place: Path) -> None:
+    """Raise a CheckpointError if an option is of another kind than the optimizer's own."""
+    for name, value in recorded.options.items():
+        mine = group.get(name)
+        if mine is None or value is None:
+            continue
+        is_number = isinstance(value, (bool, int, float))
+        if isinstance(mine, (list, tuple)):
+            is_sound = isinstance(value, list) and len(value) == len(mine)
+        else:
+            is_sound = is_number if isinstance(mine, (bool, int, float, torch.Tensor)) else not is_number
+        if not is_sound:
+            raise CheckpointError(
+                f"{place}: group {number} of the optimizer: {name}: expected something like {excerpt(mine)}; found "
+                f"{excerpt(value)}. Go on with the optimizer that was saved."
+            )
+
+
+def _refuse_other_numbers(training: Training, recorded: GroupRecord, number: int, place: Path) -> None:
+    """Raise a ConfigError if parameters differ in steps and are trained as one tensor now."""
+    positions = {name: position for position, name in enumerate(recorded.parameters)}
+    for slot in training.slots:
+        for key, values in recorded.numbers.items() if slot.group == number else ():
+            if isinstance(values, list) and len({values[positions[member.name]] for member in slot.members}) > 1:
+                raise ConfigError(
+                    f"{place}: group {number} of the optimizer: {key} differs between {slot.members[0].name} and "
+                    "others, which are trained as one tensor now. Go on in the kind of training that saved the state."
+                )
+
+
+def has_its_weights(record: StateRecord, folder: Path) -> bool:
+    """Whether the weights in `folder` were saved with the state of `record`, as far as can be told."""
+    return record.weights is None or fingerprint(folder) in (None, record.weights)
+
+
+def refuse_other_weights(record: StateRecord, folder: Path, place: Path, *, needs_all: bool) -> None:
+    """Raise a CheckpointError if values that are trained would come from weights of another state.
+
+    If it does not need all of them, but has the values that are trained itself, there is a warning.
+    """
+    if has_its_weights(record, folder):
+        return
+    what = f"{folder}: its weights are not those that were saved with the state {place.name}"
+    if needs_all:
+        raise CheckpointError(
+            f"{what}, and that has none of its own. Go on from the state that `{LATEST}` names, or save states to "
+            "folders of their own."
+        )
+    logger.warning(f"{what}. Parameters that are not trained, and buffers, come from them.")
+
+
+def refuse_missing_files(place: Path, keys: Sequence[str], others: Sequence[str]) -> None:
+    """Raise a CheckpointError if a file of one of the states `keys`, or one of `others`, is not in `place`."""
+    files = [*(path for key in keys for path in _files(place, key)), *(place / name for name in others)]
+    missing = [path for path in files if not path.is_file()]
     if missing:
         raise CheckpointError(
             f"{missing[0]}: this file of the training state is gone ({len(missing)} in all). Copy the whole folder "
@@ -90,8 +158,4 @@ def _files(place: Path, key: str) -> list[Path]:
     index = place / index_name(key)
     if not index.is_file():
         return [place / f"model.{key}.safetensors"]
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        return sorted(place / shard for shard in shards)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{index}: expected the index of a state's shards: {error!r}") from error
+    return sorted(place / shard for shard in set(read_index_file(index)["weight_map"].values()))

@@ -56,9 +56,11 @@ def restore_rank(path: Path, rank: int) -> bool:
         return False
     try:
         version, *numbers, index = found["python"].tolist()
-        random.setstate((version, (*numbers, index), None))
+        gauss = found.get("python_gauss", torch.empty(0)).tolist()
+        random.setstate((version, (*numbers, index), *(gauss or [None])))
         keys, position = found["numpy"][:-1], int(found["numpy"][-1])
-        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, 0, 0.0))
+        second = found.get("numpy_gauss", torch.empty(0)).tolist()
+        np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, len(second), *(second or [0.0])))
         torch.set_rng_state(found["torch"])
         if "cuda" in found and torch.cuda.is_available():
             torch.cuda.set_rng_state(found["cuda"])
@@ -69,13 +71,18 @@ def restore_rank(path: Path, rank: int) -> bool:
 
 
 def _here() -> Arrays:
+    # Both make normal numbers in pairs, and keep the second one of a pair.
     version, numbers, gauss = random.getstate()
-    _, keys, position, *_ = np.random.get_state(legacy=True)
+    _, keys, position, has_second, second = np.random.get_state(legacy=True)
     arrays = {
         "python": torch.tensor([version, *numbers], dtype=torch.int64),
         "numpy": torch.tensor([*map(int, keys), int(position)], dtype=torch.int64),
         "torch": torch.get_rng_state(),
     }
+    if gauss is not None:
+        arrays["python_gauss"] = torch.tensor([gauss], dtype=torch.float64)
+    if has_second:
+        arrays["numpy_gauss"] = torch.tensor([second], dtype=torch.float64)
     if torch.cuda.is_available():
         arrays["cuda"] = torch.cuda.get_rng_state()
     return arrays

@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,16 +31,28 @@ from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..saving.files import finish_interrupted
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.planned import Alike, Content
+from ..saving.planned import Alike, Content, Ending
 from ..saving.save import Save
 from ..seams.adapted import is_adapted
 from ..seams.saving import index_name, lay_out_pretrained
 from . import adapters, schedules
-from .record import FILE, LATEST, GroupRecord, StateRecord, numbers_of, plain, shard_of_key
+from .record import (
+    FILE,
+    LATEST,
+    GroupRecord,
+    StateRecord,
+    dtype_of,
+    is_tag,
+    lacking_in,
+    numbers_of,
+    plain,
+    shard_of_key,
+)
 from .refusals import refuse_optimizer
 from .rng import FILE as RNG_FILE
 from .rng import RandomStates
 from .trained import training_of
+from .weights import fingerprint
 
 
 __all__ = ["save_state"]
@@ -56,6 +69,7 @@ def save_state(
     data: Any = None,
     batch_size: int | None = None,
     with_weights: bool = True,
+    keep_older: bool = True,
     asynchronous: bool = False,
     **kwargs: Any,
 ) -> SaveReport | PendingSave:
@@ -73,6 +87,7 @@ def save_state(
         batch_size: samples in a step of all ranks, of a model that is not in an engine; needed to go on with another
             number of ranks in a scheduler that accelerate steps once for each rank.
         with_weights: save the weights too; False if `folder` has those of this very step already.
+        keep_older: False removes the states that are in `folder` already, once this one is complete.
         asynchronous: return when this rank's values are copied in host memory, and write them in the background. The
             copies take as much memory as this rank writes, and keep it for the next save. The next save or load of a
             training waits until this one is complete, and so does the end of the interpreter.
@@ -92,7 +107,7 @@ def save_state(
     folder = Path(folder)
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
-        training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
+        training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).of_trained()
         refuse_optimizer(training.optimizer)
         if not training.is_between_steps:
             raise UnsupportedError(
@@ -104,11 +119,11 @@ def save_state(
             keys = adapters.keys_of(keys)
         record = _record(training, keys, plain(data, "data"), coordinator.world_size)
         tag = tag or f"global_step{training.counters[STEPS]}"
-        if Path(tag).name != tag:
+        if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
     save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
-        name = coordinator.broadcast(partial(_free_name, folder, tag))
+        name, older = coordinator.broadcast(partial(_free_name, folder, tag))
         states = RandomStates.gathered(coordinator)
         contents = []
         if with_weights:
@@ -117,7 +132,8 @@ def save_state(
         if keys:
             contents.append(_contents(training, name, keys, kwargs))
         act = save.start if asynchronous else save.run
-        return act(*contents, beside=partial(_write_record, name, record, states), last_name=LATEST)
+        beside = partial(_write_record, name, record, states, with_weights)
+        return act(*contents, ending=Ending(beside, LATEST, [] if keep_older else older))
 
 
 def _contents(training: Training, folder: str, keys: Sequence[str], kwargs: Mapping[str, Any]) -> Content:
@@ -141,9 +157,8 @@ def _record(training: Training, keys: list[str], data: Any, world_size: int) -> 
         options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         members = [member for slot in slots for member in slot.members]
         names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
-        groups.append(
-            GroupRecord(plain(options, f"group {number} of the optimizer"), names, numbers_of(slots), shapes)
-        )
+        options = plain(options, f"group {number} of the optimizer")
+        groups.append(GroupRecord(options, names, numbers_of(slots), shapes, lacking_in(slots)))
     scheduler = training.scheduler
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
@@ -155,16 +170,17 @@ def _record(training: Training, keys: list[str], data: Any, world_size: int) -> 
         world_size=world_size,
         batch_size=training.batch_size,
         data=data,
+        dtype=dtype_of(training.slots),
     )
 
 
-def _free_name(folder: Path, tag: str) -> str:
-    """`tag`, or that with a number if something has this name: a state must stay until there is another."""
+def _free_name(folder: Path, tag: str) -> tuple[str, list[str]]:
+    """(`tag`, or that with a number if something has this name: a state must stay until there is another; others)."""
     finish_interrupted(folder)
     names = [tag, *(f"{tag}.{number}" for number in range(1, 1000))]
     for name in names:
         if not os.path.lexists(folder / name):
-            return name
+            return name, sorted(path.parent.name for path in folder.glob(f"*/{FILE}"))
     raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
 
 
@@ -181,8 +197,10 @@ def _lay_out_state(model: Any, key: str, kwargs: Mapping[str, Any], folder: Path
     return noted
 
 
-def _write_record(name: str, record: StateRecord, states: RandomStates, folder: Path) -> None:
+def _write_record(name: str, record: StateRecord, states: RandomStates, has_weights: bool, folder: Path) -> None:
+    """Write what of a state is no tensor of its parameters; if it comes without weights, the final folder has them."""
     place = folder / name
+    record = replace(record, weights=fingerprint(folder if has_weights else folder.parent))
     place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
     states.write(place / RNG_FILE)
     (place / FILE).write_text(record.to_json(), encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -137,7 +137,7 @@ def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
             members,
             is_apart=True,
             is_swapped=is_swapped,
-            **({"opened": partial(_swapped_in, wrapper, number)} if is_swapped else {}),
+            opened=partial(_swapped_in, wrapper, number) if is_swapped else nullcontext,
         )
 
 

@@ -1,0 +1,51 @@
+"""A fingerprint of weights, by which a state knows those that were saved with it.
+
+The weights beside a state can be replaced without it: by a newer state, while the older one is loaded by its tag; by
+``save_pretrained``. Moments of one step and weights of another would go on together without a word.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.index_file import read_index_file
+from ..checkpoint.torch_files import NotAMap
+from ..errors import CheckpointError, ReadError
+from ..seams.saving import index_name
+
+
+__all__ = ["fingerprint"]
+
+_MOST_TENSORS = 1024
+_SAMPLE_BYTES = 64
+
+
+def fingerprint(folder: Path) -> str | None:
+    """That of the weights in `folder`, whatever their shards; None if there are none that can be read.
+
+    It is made of the names, dtypes, shapes and some bytes of all tensors, or of every n-th of very many: a step of an
+    optimizer changes nearly all of them, and reading all bytes would take as long as a load.
+    """
+    try:
+        index = CheckpointIndex.from_files(_files(folder))
+        digest = hashlib.sha256()
+        names = sorted(index.tensors)
+        for name in names[:: -(-len(names) // _MOST_TENSORS) or 1]:
+            entry = index.tensors[name]
+            digest.update(f"{name} {entry.dtype} {list(entry.shape)} ".encode())
+            with open(index.shards[entry.shard].path, "rb") as file:
+                file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))
+                digest.update(file.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
+        return digest.hexdigest() if names else None
+    except (OSError, CheckpointError, ReadError, NotAMap):
+        return None
+
+
+def _files(folder: Path) -> list[Path]:
+    """The shards that ``from_pretrained`` reads."""
+    index = folder / index_name(None)
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    return [folder / name for name in sorted(set(read_index_file(index)["weight_map"].values()))]
