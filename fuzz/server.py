@@ -211,7 +211,7 @@ def read_from_server(choices: bytes) -> str:
             found = _answer(choice, start, stop, len(CONTENT))
             given = re.findall(rb"\r\nETag: ([^\r]*)\r\n", found.partition(b"\r\n\r\n")[0] + b"\r\n")
             if found.startswith(b"HTTP/1.1 206"):  # else no byte of it counts
-                tags.append(given[0].decode("latin-1") if len(given) == 1 else "")
+                tags.append(given[0].decode("latin-1") if given else "")  # the first of several counts
             return found
 
     server.answer = answer

@@ -1,5 +1,7 @@
 """Copies between tensors whose dimensions lie in another order."""
 
+from math import prod
+
 import pytest
 import torch
 
@@ -16,12 +18,21 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.bool])
 @pytest.mark.parametrize("sizes", [(65, 64), (300, 100), (3, 70, 129), (2, 1, 200, 80)])
 def test_every_order_of_dimensions(sizes: tuple[int, ...], dtype: torch.dtype) -> None:
-    values = torch.randint(0, 2 if dtype == torch.bool else 100, sizes).to(dtype)
+    nbytes = prod(sizes) * dtype.itemsize  # all patterns of bits, of numbers that are none, too
+    values = torch.randint(0, 2 if dtype == torch.bool else 256, (nbytes,)).to(torch.uint8).view(dtype).view(sizes)
     for first in range(len(sizes)):
         for second in range(len(sizes)):
             destination = torch.zeros_like(values.transpose(first, second).contiguous()).transpose(first, second)
             copy_strided(destination, values)
             assert torch.equal(destination.contiguous().view(torch.uint8), values.view(torch.uint8))
+
+
+def test_rows_that_begin_between_words() -> None:
+    """Pairs of neighbours cannot move as one word of four bytes."""
+    values = torch.arange(3 * 80 * 90 + 1).to(torch.int16)[1:].view(3, 80, 90)
+    destination = torch.zeros(3, 90, 80, dtype=torch.int16)
+    copy_strided(destination.transpose(1, 2), values)
+    assert torch.equal(destination, values.transpose(1, 2))
 
 
 def test_casts_into_part_of_a_wider_matrix() -> None:

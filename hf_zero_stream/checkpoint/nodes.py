@@ -74,6 +74,11 @@ class View:
     def numel(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the elements lie one after the other in the buffer, in the order of their indices."""
+        return self.strides == row_major_strides(self.sizes)
+
     @classmethod
     def whole(cls, node: Node) -> View:
         return cls(node, node.sizes, row_major_strides(node.sizes))

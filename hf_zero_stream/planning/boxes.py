@@ -51,6 +51,8 @@ class Box(NamedTuple):
 
     def outermost_first(self) -> Box:
         """The same copies, in the order in which the dimensions lie in the buffer."""
+        if len(self.sizes) < 2:
+            return self
         order = sorted(range(len(self.sizes)), key=lambda d: -self.at_strides[d])
         sizes, at_strides, to_strides = (
             tuple(numbers[d] for d in order) for numbers in (self.sizes, self.at_strides, self.to_strides)
@@ -221,6 +223,11 @@ def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) ->
         case Copy(source=source):
             if source.node.dtype != node.dtype:
                 casts = (node.dtype, *casts)
+            if (
+                source.is_row_major
+            ):  # as nearly every copy is: the general way gives the same, in several times as long
+                yield from regions_of_box(source.node, box._replace(at=box.at + source.offset), casts)
+                return
             for placed in place(box, node.sizes):
                 yield from regions_of_box(source.node, box_of_view(source, placed), casts)
         case Cat():

@@ -13,7 +13,7 @@ from itertools import islice
 import psutil
 
 from .local import open_nonblocking
-from .madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise
+from .madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise, is_resident
 
 
 __all__ = ["ReadAhead"]
@@ -82,5 +82,12 @@ def _populate(path: str, begin: int, nbytes: int) -> bool:
         mmap.mmap(file.fileno(), nbytes, mmap.MAP_PRIVATE, access, offset=begin) as window,
     ):
         address = ctypes.addressof(ctypes.c_char.from_buffer(window))
+        if _may_ask(file.fileno()) and is_resident(address, nbytes):
+            return True  # mapping what is cached takes the time of a processor, and another thread wants it
         advise(address, nbytes, MADV_HUGEPAGE)
         return advise(address, nbytes, MADV_POPULATE_READ)
+
+
+def _may_ask(handle: int) -> bool:
+    """Whether Linux tells this process which pages of the file are cached (``can_do_mincore`` in mm/mincore.c)."""
+    return os.geteuid() in (0, os.fstat(handle).st_uid)
