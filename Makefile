@@ -24,7 +24,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all compat sweep fuzz quality style demo docs package bench scale ecosystem gpu clean
+.PHONY: help system venv test test-all compat sweep fuzz quality style demo docs package bench scale ecosystem gpu azurite clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -43,6 +43,7 @@ help:
 	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
 	@echo "make ecosystem train with LLaMA-Factory and ms-swift, each in a venv of its own, with and without hf_zero_stream"
 	@echo "make gpu      on a machine with CUDA: run the tests marked gpu and benchmarks/gpu.py"
+	@echo "make azurite  install a server for the tests of az:// with npm, if there is npm (make test-all does it)"
 	@echo "make clean    remove $(VENV) and caches"
 
 # Before every target that runs something: a package may have gone since $(VENV) was made.
@@ -62,8 +63,13 @@ $(STAMP): pyproject.toml constraints.txt | system
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
 
-test-all: $(STAMP)
+test-all: $(STAMP) azurite
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# 3.35 is the last that runs on Node 20. Without npm the tests of az:// are skipped, and say so.
+azurite: $(STAMP)
+	test -x $(VENV)/azurite/node_modules/.bin/azurite-blob || ! command -v npm || \
+		npm install --silent --no-audit --no-fund --prefix $(VENV)/azurite azurite@3.35.0
 
 # Modules that DeepSpeed compiles are not shared between versions.
 compat: export TORCH_EXTENSIONS_DIR = $(abspath $(OLDEST))/torch_extensions

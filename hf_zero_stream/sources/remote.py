@@ -281,7 +281,7 @@ class RemoteFiles:
 
 
 def _open_store(url: str, headers: dict[str, str]) -> Any:
-    from obstore.store import HTTPStore, from_url
+    from obstore.store import AzureStore, HTTPStore, from_url
 
     options: ClientConfig = {
         "connect_timeout": timedelta(seconds=CONNECT_S),
@@ -299,6 +299,9 @@ def _open_store(url: str, headers: dict[str, str]) -> Any:
     # Our options take the place of AWS_ALLOW_HTTP: who gives an endpoint with http:// allows it.
     endpoints = (os.environ.get(name, "") for name in _ENDPOINTS.get(scheme, ()))
     options["allow_http"] = any(endpoint.startswith("http://") for endpoint in endpoints)
+    if scheme == "az":  # whose account obstore takes for a container
+        account, container = url.removeprefix("az://").split("/")
+        return AzureStore(container, account_name=account, client_options=options, retry_config=never)
     return from_url(url, client_options=options, retry_config=never)
 
 

@@ -83,13 +83,20 @@ def located(url: str) -> Location:
         form = {"az": "account/container/prefix", "s3": "bucket/prefix", "gs": "bucket/prefix"}.get(
             scheme, "host/path"
         )
-        raise UrlError(f"{url!r}: expected {scheme}://{form}; found {fault}.")
+        raise UrlError(f"{_without_secrets(url)!r}: expected {scheme}://{form}; found {fault}.")
     return Location(f"{scheme}://{'/'.join(root)}", unquote(key) if scheme in ("http", "https") else key)
+
+
+def _without_secrets(url: str) -> str:
+    """`url` as an error may quote it, without what stands before an @, and the query, which may hold a signature."""
+    return re.sub(r"//[^/?#]*@", "//...@", re.sub(r"\?.*", "?...", url, flags=re.DOTALL))
 
 
 def repository_of(url: str) -> Repository:
     """What an ``hf://`` URL names; a revision with a slash in it is written with ``%2F``."""
     found = _REPOSITORY.fullmatch(url.removeprefix("hf://").rstrip("/"))
     if found is None or not url.isprintable():
-        raise UrlError(f"{url!r}: expected hf://organisation/name or hf://organisation/name@revision.")
+        raise UrlError(
+            f"{_without_secrets(url)!r}: expected hf://organisation/name or hf://organisation/name@revision."
+        )
     return Repository(found[1], unquote(found[2] or ""), found[3] or "")
