@@ -112,7 +112,8 @@ class StreamingConfig:
     """
 
     keep_quantized: bool | Literal["auto"] = "auto"
-    """Under ZeRO-3, keep a quantised checkpoint's weights as they are in the file: frozen, partitioned, packed bytes.
+    """Under ZeRO-3 and FSDP2, keep a quantised checkpoint's weights as they are in the file: frozen packed bytes, of
+    which each rank holds its part.
 
     They are dequantised in the forward pass, and adapters (PEFT) train beside them; see docs/quantised.md for the
     formats. So are those that a `BitsAndBytesConfig` quantises while they are loaded. A `quantization_config` with

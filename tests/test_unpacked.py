@@ -1,4 +1,4 @@
-"""Quantised checkpoints where packed weights are not taken: under transformers' ``distributed_config``."""
+"""Quantised checkpoints where packed weights are not taken: under tensor and expert parallelism."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load_sharded(folder: Path, **settings: Any) -> tuple[list[str], list[str]]:
     messages = Messages()
     transformers.utils.logging.get_logger("hf_zero_stream").addHandler(messages)
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False, **settings)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config={"fsdp_size": 2})
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config={"tp_size": 2})
     dtypes = sorted({str(param.dtype) for param in model.parameters()})
     return dtypes, [text for text in messages.found if "keep_quantized" in text]
 
@@ -49,10 +49,10 @@ def test_sharded(cluster: None, tmp_path: Path) -> None:
         assert without[1] == []
         assert len(by_default[1]) == (rank == 0)
         if rank == 0:
-            assert "rows and columns" in by_default[1][0] and "are dequantised" in by_default[1][0]
+            assert "rows, columns and experts" in by_default[1][0] and "are dequantised" in by_default[1][0]
     for outcome in run_ranks_expecting_errors(2, refuse, tmp_path):
         assert outcome.error_type == "UnsupportedError"
-        assert outcome.error_message.startswith("keep_quantized: ") and "Use ZeRO-3" in outcome.error_message
+        assert outcome.error_message.startswith("keep_quantized: ") and "tp_size 2" in outcome.error_message
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
@@ -65,10 +65,20 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 def test_plan(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """What would not be streamed is not planned; dequantised, it is."""
     make(tmp_path)
-    sharded = ("plan", str(tmp_path), "--world-size", "2", "--fsdp", "2")
+    sharded = ("plan", str(tmp_path), "--world-size", "2", "--tp", "2")
     error = run(*sharded, code=1).stderr
     assert "stays quantised" in error and "dequantize" in error
     run(*sharded, "--dequantize")
+
+
+def test_plan_of_chunks(tmp_path: Path) -> None:
+    """FSDP2 alone shards packed bytes: a rank holds its part of the file."""
+    fp8(tmp_path, width=256)
+    found = hf_zero_stream.plan(str(tmp_path), world_size=2, rank=1, distributed_config={"fsdp_size": 2})
+    in_file = (tmp_path / "model.safetensors").stat().st_size
+    assert found.load.cost.bytes_read <= 1.01 * in_file / 2
+    assert found.memory.partitions["cpu"] <= 1.01 * in_file / 2
+    assert found.memory.largest_gather <= 0.7 * in_file, "one of the two layers"
 
 
 def test_setting() -> None:

@@ -19,7 +19,6 @@ from ..planning.plan import Target
 
 
 __all__ = [
-    "NO_ROWS",
     "Batch",
     "Destination",
     "Holding",
@@ -33,9 +32,6 @@ __all__ = [
     "replace_lazy",
     "source_of",
 ]
-
-NO_ROWS = "FSDP2, tensor and expert parallelism cut weights by rows and columns, which packed bytes do not have"
-"""Why sharded parameters may not be packed."""
 
 Sourced = tuple[Any, View]
 """A parameter, or a flat buffer, and where its values come from."""
@@ -143,7 +139,7 @@ class Destination(Protocol):
     """Whether parameters may be frozen bytes, which the model dequantises in its forward pass (see ``packed/``)."""
 
     unpacked_because: str = ""
-    """Why they may not, where a model is sharded; "" where each rank has whole parameters."""
+    """Why they may not, if the user asked for a model that is sharded in another way; else ""."""
 
     trains_on: str = ""
     """The type of the device that training will use, in a plan for another machine; "": that of :attr:`device`."""

@@ -12,7 +12,8 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Copy, View
 from ..ranks.coordinator import Coordinator
-from .base import NO_ROWS, Batch, Destination, Sourced, allocating, flat_items, replace_lazy
+from .base import Batch, Destination, Sourced, allocating, flat_items, replace_lazy
+from .fsdp import CASTS_BYTES
 from .initialise import run_with_what_is_touched
 
 
@@ -44,7 +45,8 @@ class Deferred(Destination):
     """
 
     leaves_lazy = True
-    unpacked_because = NO_ROWS
+    takes_packed = not CASTS_BYTES
+    unpacked_because = CASTS_BYTES
 
     def __init__(self, reader: WholeReader, complete: Callable[[nn.Module], None]) -> None:
         self._reader = reader

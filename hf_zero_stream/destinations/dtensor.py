@@ -18,11 +18,14 @@ from ..checkpoint.lazy import LazyTensor
 from ..footprint.memory import MemoryFootprint
 from ..footprint.optimizers import AdamW
 from ..footprint.sharded import HeldShard, sharded_footprint
+from ..packed.modules import packed_weights
+from ..packed.together import Quantised
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import partition_range
 from ..ranks.coordinator import Coordinator
 from . import fsdp
-from .base import NO_ROWS, Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
+from .base import Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
+from .quantising import ToQuantise, quantising_batches
 from .replicated import open_flat
 from .shards import Shard, local_of, shard_of
 from .whole import WholeParameters
@@ -39,10 +42,10 @@ class DTensors(Destination):
     Args:
         trains_on: the type of the device that training will use, for :meth:`footprint`; default: that of `device`.
         adamw: how AdamW will step, likewise; default: as torch chooses.
+        unpacked_because: why weights may not be packed; default: they may, where only FSDP2 shards them.
     """
 
     takes_dtensors = fills_missing = True
-    unpacked_because = NO_ROWS
 
     def __init__(
         self,
@@ -51,8 +54,11 @@ class DTensors(Destination):
         *,
         trains_on: str | None = None,
         adamw: AdamW | None = None,
+        unpacked_because: str = "",
     ) -> None:
         self.device = device
+        self.unpacked_because = unpacked_because or fsdp.CASTS_BYTES
+        self.takes_packed = not self.unpacked_because
         self._adamw = adamw
         self.trains_on = trains_on or device.type
         self._coordinator = coordinator
@@ -75,6 +81,8 @@ class DTensors(Destination):
             has_values = not isinstance(old, LazyTensor) and not old.is_meta and name not in missing
             if has_values and (sharded is None or isinstance(old, DTensor)):
                 return None
+            if sharded is not None and sharded.shape != old.shape:  # it is packed
+                sharded = fsdp.recut(self._managed[name], old.shape, old.dtype)
             if sharded is None:
                 shards[name] = Shard(
                     ParameterBox.whole(old.shape), self._coordinator.rank, self._coordinator.world_size
@@ -93,11 +101,18 @@ class DTensors(Destination):
 
         parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
         items: list[Item] = []
+        to_quantise = []
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
+            if isinstance(view.node, Quantised):
+                to_quantise.append(ToQuantise(name, view.node, partial(_take_own, local, shard.box)))
+                continue
             items.append(item_of(shard.target(name, local), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
-        return [Batch([*items, *flat_items(buffers)])]
+        return [
+            Batch([*items, *flat_items(buffers)]),
+            *quantising_batches(to_quantise, self._coordinator, self.device),
+        ]
 
     def _new(
         self, name: str, sharded: Any, box: ParameterBox, old: torch.Tensor, device: torch.device
@@ -134,6 +149,10 @@ class DTensors(Destination):
     def complete(self, model: nn.Module) -> None:
         self._whole = None
         fsdp.adopt_ties(model)
+        for name, managed in fsdp.managed_params(model).items():
+            prefix, _, key = name.rpartition(".")
+            if (packed := packed_weights(model.get_submodule(prefix)).get(key)) is not None:
+                packed.computes_in = fsdp.computes_in(managed)
 
     @classmethod
     def holdings(
@@ -150,3 +169,9 @@ class DTensors(Destination):
             return Holding(box, param.dtype, start, stop, partial(open_flat, local_of(param)), is_whole=copies > 1)
 
         return {name: holding(name, param) for name, param in params.items() if isinstance(param, DTensor)}
+
+
+def _take_own(local: torch.Tensor, box: ParameterBox, row: torch.Tensor) -> None:
+    """Copy this rank's elements of `row`, all of a flat parameter's, into its shard."""
+    (((start, stop),),) = box.intervals
+    local.copy_(row[start:stop])

@@ -7,12 +7,14 @@ chunks along one dimension, and pads them to equal sizes. It all-gathers from a 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -25,9 +27,11 @@ from ..planning.parameter_box import Cut
 
 
 __all__ = [
+    "CASTS_BYTES",
     "Managed",
     "adopt_ties",
     "chunk_of",
+    "computes_in",
     "gathers",
     "held_shard",
     "inner_spec",
@@ -36,6 +40,7 @@ __all__ = [
     "new_shard",
     "original_class",
     "record_replacement",
+    "recut",
     "reshard",
     "with_local",
 ]
@@ -43,11 +48,24 @@ __all__ = [
 Managed = Any
 """FSDP2's record of a parameter that it shards, an ``FSDPParam``."""
 
-_RELIED_ON = ("reset_sharded_param", "to_sharded_dtensor", "_init_sharded_param")
+_RELIED_ON = ("init_dtype_attrs", "reset_sharded_param", "to_sharded_dtensor", "_init_sharded_param")
 _missing = [f"FSDPParam.{name}" for name in _RELIED_ON if not hasattr(FSDPParam, name)]
 if not hasattr(FSDPModule, "_get_fsdp_state"):
     _missing.append("FSDPModule._get_fsdp_state")
 refuse_unknown_version("torch", _missing)
+
+
+def _casts_bytes() -> bool:
+    """Whether mixed precision would cast parameters of bytes, too, when they are gathered."""
+    record: Any = SimpleNamespace(sharded_param=torch.empty(0, dtype=torch.uint8))
+    FSDPParam.init_dtype_attrs(record, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    return record.param_dtype is not None
+
+
+CASTS_BYTES = (
+    "FSDP2 of this version of torch would cast packed bytes to the dtype of training" if _casts_bytes() else ""
+)
+"""Why parameters of bytes cannot be sharded; "" if they can."""
 
 
 def record_replacement(replacement: Replacement) -> dict[tuple[Any, str], Replacement]:
@@ -139,6 +157,27 @@ def new_shard(managed: Managed, dtype: torch.dtype, *, requires_grad: bool) -> n
     new = with_local(managed.sharded_param, padded.narrow(dim, 0, length), requires_grad=requires_grad)
     _take(managed, new, padded.view(-1))
     return new
+
+
+def recut(managed: Managed, shape: torch.Size, dtype: torch.dtype) -> Any:
+    """Have FSDP2 cut a frozen parameter of this `shape` and `dtype` in place of the one, on the meta device, that it
+    was given; returns its DTensor.
+    """
+    param = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    mesh = {"mesh_info": managed.mesh_info}  # later versions of torch take it here
+    known = inspect.signature(managed._init_sharded_param).parameters
+    managed._init_sharded_param(
+        param, managed.device, None, **{name: value for name, value in mesh.items() if name in known}
+    )
+    if managed.post_forward_mesh_info is not None:
+        managed._init_sharded_post_forward_param_metadata(param)
+    return managed.sharded_param
+
+
+def computes_in(managed: Managed) -> torch.dtype | None:
+    """The dtype to which mixed precision casts gathered values; None if it does not."""
+    found: torch.dtype | None = managed.mp_policy.param_dtype
+    return found
 
 
 def with_local(like: Any, local: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:

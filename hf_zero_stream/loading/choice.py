@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
 from ..ranks.topology import announces_zero3, announces_zero3_init
-from ..seams.sharding import distributed_config_of, init_distributed, is_known
+from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed, is_known
 from ..seams.wrappers import shards_by_fsdp2
 
 
@@ -61,7 +61,8 @@ def choose(
         sharding = distributed_config_of(kwargs) if is_known() else None
         if sharding is not None:
             refuse_pipelines(sharding)
-            return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed()))
+            because = cuts_matrices(sharding)
+            return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed(), because))
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
     if not found and shards_by_fsdp2() and _is_plain(kwargs):
         with expected_at(SHARED_LOAD):
@@ -104,10 +105,13 @@ def refuse_pipelines(distributed_config: Any) -> None:
         )
 
 
-def _into_shards(found: dict[str, Any], strict: bool | None, device: torch.device, coordinator: Coordinator) -> Load:
+def _into_shards(
+    found: dict[str, Any], strict: bool | None, device: torch.device, unpacked_because: str, coordinator: Coordinator
+) -> Load:
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
 
-    return Load(settings_for(found, strict), completed(found), coordinator, DTensors(coordinator, device))
+    destination = DTensors(coordinator, device, unpacked_because=unpacked_because)
+    return Load(settings_for(found, strict), completed(found), coordinator, destination)
 
 
 def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:

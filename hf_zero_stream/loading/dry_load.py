@@ -24,7 +24,7 @@ from ..reports.memory import collector_paused
 from ..seams import LazyModel, Session, Stopped
 from ..seams.ds_config import zero3_hidden
 from ..seams.remote import MODEL_FILES, asked_at_once
-from ..seams.sharding import device_type, distributed_config_of, is_known
+from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
 from .choice import refuse_pipelines, refuse_sharding, warn_of_open_dtype
 from .integration import patches
 
@@ -101,6 +101,7 @@ def plan(
         if ds_config is not None:
             raise ConfigError("plan(): expected ds_config or distributed_config; got both")
         training = {"trains_on": device or device_type(), "adamw": adamw}
+        training["unpacked_because"] = cuts_matrices(sharding)
         return _plan_of_shards(path, coordinator, training, {"dtype": "auto" if dtype is None else dtype, **kwargs})
     refuse_sharding(path, kwargs)
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds

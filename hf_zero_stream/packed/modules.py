@@ -67,7 +67,7 @@ def grouped_product(
     `input` is [rows, inputs]; the matrices are [outputs, inputs] or, if `is_transposed`, [inputs, outputs]. Experts
     without rows are not dequantised.
     """
-    result: torch.Tensor = _GroupedProduct.apply(input.to(packed.dtype), parameter, packed, ends, is_transposed)
+    result: torch.Tensor = _GroupedProduct.apply(input.to(packed.matrix_dtype), parameter, packed, ends, is_transposed)
     return result
 
 

@@ -36,15 +36,17 @@ class Bytes(NamedTuple):
 class PackedWeight:
     """How a frozen parameter of bytes (uint8) becomes matrices, and which tensors of the checkpoint it holds.
 
-    The parameter has the shape ``[row_bytes]``, or ``[matrices, row_bytes]`` if the weight has a dimension of experts.
+    The parameter is flat: the rows lie one after the other. So FSDP2, which cuts along the first dimension, gives each
+    rank as many bytes as ZeRO-3 does, also where there are fewer experts than ranks.
 
     Attributes:
         program: gives one matrix from the inputs of its row.
         inputs: first byte in the row, dtype and number of elements of each input.
-        dtype: of the matrices.
+        dtype: of the values.
         row_bytes: length of a row; of all rows the inputs lie in the same places.
         rows: for each row, what of the checkpoint it holds.
         is_stack: whether there is a dimension of experts.
+        computes_in: the dtype of the matrices, if it is another one: that in which FSDP2 would gather the values.
     """
 
     program: Program
@@ -53,12 +55,18 @@ class PackedWeight:
     row_bytes: int
     rows: tuple[tuple[Bytes, ...], ...]
     is_stack: bool
+    computes_in: torch.dtype | None = None
 
     def matrix(self, parameter: torch.Tensor, number: int = 0) -> torch.Tensor:
         """The dequantised matrix `number`, new memory, from the whole `parameter`, gathered if it is partitioned."""
         row = parameter.detach().view(-1)[number * self.row_bytes : (number + 1) * self.row_bytes]
         values = self.program.run([_as_dtype(row, *place) for place in self.inputs])
-        return values.view(values.shape[1:] if self.is_stack else values.shape).to(self.dtype)
+        values = values.view(values.shape[1:] if self.is_stack else values.shape).to(self.dtype)
+        return values.to(self.matrix_dtype)
+
+    @property
+    def matrix_dtype(self) -> torch.dtype:
+        return self.computes_in or self.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,9 +156,7 @@ def pack(
     packed = PackedWeight(program, tuple(inputs), dtype, row_bytes, tuple(map(tuple, rows)), is_stack)
     lines = [_line(row, row_bytes, taken) for row in rows]
     view = View.joined(tuple(lines), 0)
-    if not is_stack:
-        view = View(view.node, (row_bytes,), (1,), view.offset)
-    return packed, LazyTensor.of(view, weight.reader)
+    return packed, LazyTensor.of(View(view.node, (row_bytes * len(rows),), (1,), view.offset), weight.reader)
 
 
 def _laid_out(sizes: Sequence[int], regions: Sequence[Region]) -> tuple[list[tuple[int, torch.dtype, int]], int]:
@@ -235,7 +241,7 @@ def not_whole(weights: Iterable[PackedWeight]) -> set[str]:
 def sources(packed: Mapping[str, tuple[PackedWeight, View]]) -> dict[str, tuple[TensorEntry, View]]:
     """The tensors of the checkpoint that packed weights hold, by name, and the bytes of each, flat.
 
-    `packed` has for each parameter its bytes, as a view of its shape.
+    `packed` has for each parameter its bytes, as a flat view.
     """
     found: dict[str, tuple[TensorEntry, list[tuple[int, View]]]] = {}
     for weight, view in packed.values():

@@ -29,11 +29,15 @@ STATE = "quant_state.bitsandbytes__"
 _INT8_STEP = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 
 
-def dequantising_quantizer(fields: Mapping[str, Any]) -> HfQuantizer:
-    """A quantizer for a checkpoint whose ``quantization_config`` has these `fields`."""
+def dequantising_quantizer(fields: Mapping[str, Any], *, casts: bool) -> HfQuantizer:
+    """A quantizer for a checkpoint whose ``quantization_config`` has these `fields`.
+
+    `casts`: weights get the dtype of the model; else they keep that of their values, and somebody else casts them.
+    """
     config = BitsAndBytesConfig.from_dict(dict(fields))
     config.dequantize = True
-    quantizer: HfQuantizer = (_Quantizer8bit if config.load_in_8bit else _Quantizer4bit)(config, pre_quantized=True)
+    quantizer = (_Quantizer8bit if config.load_in_8bit else _Quantizer4bit)(config, pre_quantized=True)
+    quantizer.casts = casts
     return quantizer
 
 
@@ -71,7 +75,7 @@ class _Dequantize(ConversionOps):
         for key in weights:
             beside = self._beside(key, lists)
             values = [
-                self._dequantised(key, value, {name: each[number] for name, each in beside.items()})
+                self._cast(self._dequantised(key, value, {name: each[number] for name, each in beside.items()}))
                 if beside
                 else value
                 for number, value in enumerate(lists[key])
@@ -80,6 +84,9 @@ class _Dequantize(ConversionOps):
         if weights == ["weight"]:
             return {full_layer_name or "weight": result["weight"][0]}
         return result
+
+    def _cast(self, values: Any) -> Any:
+        return values.to(self.hf_quantizer.dtype) if self.hf_quantizer.casts else values
 
     @staticmethod
     def _beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -164,7 +171,8 @@ class _Dequantize8bit(_Dequantize):
 
 
 class _Quantizer4bit(HfQuantizer):
-    requires_calibration = False
+    requires_calibration = casts = False
+    dtype: torch.dtype | None = None
     serialized_names = {
         "weight": [
             "weight",
@@ -183,6 +191,10 @@ class _Quantizer4bit(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return True
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        self.dtype = dtype
+        return dtype
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
         linear_modules(model, self.quantization_config)

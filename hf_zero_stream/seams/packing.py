@@ -1,4 +1,4 @@
-"""Keeps a quantised checkpoint's weights as they are in the file, where ZeRO-3 partitions them.
+"""Keeps a quantised checkpoint's weights as they are in the file, where ZeRO-3 or FSDP2 shards them.
 
 transformers is told to dequantise, which it does on lazy tensors: each weight then says of itself from which bytes and
 by which functions it comes (see ``packed/programs.py``). In place of the values we keep the bytes, and give the module
@@ -91,7 +91,8 @@ def _get_hf_quantizer(
             session.kept_config = dict(fields)
             if fields["quant_method"] == "bitsandbytes":
                 device_map = args[0] if args else kwargs.get("device_map")
-                return dequantising_quantizer(fields), config, device_map
+                casts = not load.destination.hides_zero3  # else DeepSpeed decides the dtype
+                return dequantising_quantizer(fields, casts=casts), config, device_map
             if quantization_config is not None:
                 quantization_config = copy.copy(quantization_config)
                 quantization_config.dequantize = True
@@ -106,7 +107,7 @@ def _get_hf_quantizer(
 
 
 def _explain(session: Session, quantizer: Any, could_be_packed: bool, config: Any) -> None:
-    """Say why weights in a format that is kept under ZeRO-3 are not kept here.
+    """Say why weights in a format that is kept under ZeRO-3 and FSDP2 are not kept here.
 
     Raises an UnsupportedError if the user asked for it, and in a plan of what would not be streamed: before
     transformers prepares the model for its own way, for which compressed-tensors needs a true process group.
@@ -115,8 +116,8 @@ def _explain(session: Session, quantizer: Any, could_be_packed: bool, config: An
     because, keeps = load.destination.unpacked_because, load.config.keep_quantized
     if could_be_packed and because and keeps is True:
         raise UnsupportedError(
-            f"keep_quantized: this checkpoint's weights cannot stay quantised here: {because}. Use ZeRO-3, or leave "
-            "the setting out, and have them dequantised (a quantization_config with dequantize=True)."
+            f"keep_quantized: this checkpoint's weights cannot stay quantised here: {because}. Use ZeRO-3 or FSDP2 "
+            "alone, or leave the setting out, and have them dequantised (a quantization_config with dequantize=True)."
         )
     place = getattr(config, "name_or_path", "") or "this checkpoint"
     if session.is_dry and session.stock_values is None:

@@ -18,7 +18,7 @@ from ..ranks.topology import announced_local_rank
 from .session import Original, Session, seam
 
 
-__all__ = ["device_type", "distributed_config_of", "init_distributed", "is_known"]
+__all__ = ["cuts_matrices", "device_type", "distributed_config_of", "init_distributed", "is_known"]
 
 _SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 
@@ -41,6 +41,14 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
         config = DistributedConfig.from_dict(dict(config))
     shards = config is not None and any(getattr(config, size, None) not in (None, 1) for size in _SIZES)
     return config if shards else None
+
+
+def cuts_matrices(config: Any) -> str:
+    """Why the weights of a model that `config` shards cannot be packed; "" if only FSDP2 shards it."""
+    asks = [f"{name} {size}" for name in ("tp_size", "ep_size") if (size := getattr(config, name, None) or 1) > 1]
+    if not asks:
+        return ""
+    return f"{' and '.join(asks)} would cut weights by rows, columns and experts, which packed bytes do not have"
 
 
 def init_distributed() -> torch.device:

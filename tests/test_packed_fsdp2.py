@@ -1,0 +1,266 @@
+"""Quantised checkpoints stay quantised under FSDP2: each rank holds a chunk of the packed bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+import hf_zero_stream
+from hf_zero_stream.packed.modules import packed_weights
+from tests.cluster import run_ranks
+from tests.fsdp2 import announce, count_lazy, make_accelerator
+from tests.packed_training import dequantised, inputs, packed_names, with_adapters
+from tests.quantised_checkpoints import unquantised
+from tests.test_packed import FORMATS, check_saved, tensors_of
+
+
+DOUBLE_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {}
+    for name, make in FORMATS.items():
+        make(folder := tmp_path_factory.mktemp(name.replace(" ", "_")))
+        found[name] = folder
+    return found
+
+
+def load(folder: Path, keep_quantized: bool = True, **kwargs: Any) -> Any:
+    if not keep_quantized:
+        folder, how = dequantised(folder)
+        kwargs |= how
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+
+
+def load_native(folder: Path, keep_quantized: bool = True, **kwargs: Any) -> Any:
+    """A model that transformers shards itself."""
+    sizes = {"fsdp_size": dist.get_world_size(), **kwargs.pop("sizes", {})}
+    return load(folder, keep_quantized, **{"dtype": torch.bfloat16, "distributed_config": sizes, **kwargs})
+
+
+def step(model: Any, optimizer: Any, backward: Callable[[Any], None]) -> float:
+    loss = model(**inputs()).loss
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def trained(model: Any, accelerator: Any = None) -> tuple[Any, list[float]]:
+    """The model after three steps, and their losses; all ranks have the same inputs."""
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    assert trainable
+    optimizer: Any = torch.optim.AdamW(trainable, lr=5e-2)
+    backward: Callable[[Any], None] = torch.Tensor.backward
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward = accelerator.backward
+    model.train()
+    return model, [step(model, optimizer, backward) for _ in range(3)]
+
+
+def shard_bytes(model: nn.Module) -> int:
+    locals_of = (getattr(param, "_local_tensor", param) for param in model.parameters() if not param.requires_grad)
+    return sum(local.nbytes for local in locals_of)
+
+
+def read_of(model: Any) -> int:
+    """The bytes that this rank has read of what it needed; holes between small tensors are read through."""
+    report = model.streaming_report.ranks[dist.get_rank()]
+    assert report.bytes_read <= 1.2 * report.bytes_needed
+    needed: int = report.bytes_needed
+    return needed
+
+
+# ------------------------------------------------------------------------------------------- distributed_config
+
+
+def train_native(folders: dict[str, Path], sizes: dict[str, Any]) -> dict[str, Any]:
+    found = {}
+    for name, folder in folders.items():
+        base = load_native(folder, sizes=sizes)
+        figures = {"held": shard_bytes(base), "read": read_of(base)}
+        packed, losses = trained(with_adapters(base))
+        _, expected = trained(with_adapters(load_native(folder, False, sizes=sizes)))
+        found[name] = {"losses": losses, "dequantised": expected, "names": packed_names(packed), **figures}
+    return found
+
+
+NATIVE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "mixed precision": {"fsdp_mixed_precision": True},
+    "offload": {"fsdp_cpu_offload": True},
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("title", "world_size"), [("plain", 3), ("plain", 2), ("mixed precision", 2)])
+def test_distributed_config(cluster: None, folders: dict[str, Path], title: str, world_size: int) -> None:
+    for of_rank in run_ranks(world_size, train_native, folders, NATIVE[title], timeout=600):
+        for name, found in of_rank.items():
+            assert found["losses"] == found["dequantised"], name
+            assert len(set(found["losses"])) == 3, "three steps must change the loss"
+            assert any("experts.down_proj" in each for each in found["names"]) or name.endswith("dense")
+            in_file = sum(value.nbytes for value in tensors_of(folders[name]).values())
+            assert found["held"] <= 1.02 * in_file / world_size + 100, name  # small tensors are cut unevenly
+            assert found["read"] <= 1.02 * in_file / world_size + 100, name
+
+
+# --------------------------------------------------------------------------------------------------- accelerate
+
+
+def train_prepared(folders: dict[str, Path], precision: str, dtype: torch.dtype) -> dict[str, Any]:
+    found = {}
+    for name, folder in folders.items():
+        losses = []
+        for keep in (True, False):
+            announce(cpu_ram_efficient_loading=keep)
+            accelerator = make_accelerator(precision)
+            base = load(folder, keep, dtype=dtype)
+            assert count_lazy(base) == len(list(base.parameters()))
+            model = with_adapters(base)
+            losses.append(trained(model, accelerator)[1])
+            assert bool(packed_names(model)) == keep and not count_lazy(model)
+            if keep:
+                held = shard_bytes(base)
+                read = read_of(base)
+        found[name] = {"packed": losses[0], "dequantised": losses[1], "held": held, "read": read}
+    return found
+
+
+PREPARED: dict[str, tuple[str, torch.dtype]] = {
+    "bf16": ("no", torch.bfloat16),
+    "mixed precision": ("bf16", torch.float32),
+    "of bf16": ("bf16", torch.bfloat16),
+}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("title", "world_size"), [("bf16", 2), ("mixed precision", 2), ("of bf16", 3)])
+def test_accelerate(cluster: None, folders: dict[str, Path], title: str, world_size: int) -> None:
+    for of_rank in run_ranks(world_size, train_prepared, folders, *PREPARED[title], timeout=600):
+        for name, found in of_rank.items():
+            assert found["packed"] == found["dequantised"], name
+            assert found["packed"][0] != found["packed"][2], "three steps must change the loss"  # in bf16
+            in_file = sum(value.nbytes for value in tensors_of(folders[name]).values())
+            rest = 2 if title == "mixed precision" else 1  # what is not quantised is in fp32 then
+            assert found["held"] <= rest * 1.02 * in_file / world_size + 100, name
+            assert found["read"] <= 1.02 * in_file / world_size + 100, name
+
+
+# ------------------------------------------------------------------------------------------------------- saving
+
+
+def save_native(folders: dict[str, Path], out: Path) -> None:
+    for name, folder in folders.items():
+        with hf_zero_stream.streaming():
+            load_native(folder).save_pretrained(out / name)
+        hf_zero_stream.save_pretrained(load_native(out / name), out / f"{name} again", progress=False)
+
+
+def save_prepared(folders: dict[str, Path], out: Path) -> None:
+    for name, folder in folders.items():
+        announce()
+        accelerator = make_accelerator()
+        model, _ = trained(with_adapters(load(folder, dtype=torch.bfloat16)), accelerator)
+        hf_zero_stream.save_pretrained(model.base_model.unload(), out / name, progress=False)
+
+
+@pytest.mark.parametrize("save", [save_native, save_prepared])
+def test_saved_as_it_was(cluster: None, folders: dict[str, Path], tmp_path: Path, save: Any) -> None:
+    run_ranks(2, save, folders, tmp_path, timeout=300)
+    for saved in tmp_path.iterdir():
+        check_saved(saved, folders[saved.name.removesuffix(" again")])
+
+
+# ------------------------------------------------------------------------------------------- quantised on the way
+
+
+def quantise(folder: Path, out: Path, is_native: bool) -> dict[str, Any]:
+    how = transformers.BitsAndBytesConfig(**DOUBLE_NF4)
+    if is_native:
+        model, accelerator = load_native(folder, quantization_config=how), None
+    else:
+        announce()
+        accelerator = make_accelerator()
+        model = load(folder, dtype=torch.bfloat16, quantization_config=how)
+        assert count_lazy(model)
+    base = model
+    model, losses = trained(with_adapters(model), accelerator)
+    read = base.streaming_report.ranks[dist.get_rank()].bytes_read
+    hf_zero_stream.save_pretrained(base, out / "base", progress=False) if is_native else None
+    return {"losses": losses, "names": packed_names(model), "read": read, "held": shard_bytes(base)}
+
+
+@pytest.mark.parametrize("is_native", [True, False], ids=["distributed_config", "accelerate"])
+def test_quantised_while_loading(cluster: None, tmp_path: Path, is_native: bool) -> None:
+    unquantised(tmp_path / "bf16")
+    nf4 = transformers.BitsAndBytesConfig(**DOUBLE_NF4)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "bf16", quantization_config=nf4, dtype=torch.bfloat16
+    )
+    stock.save_pretrained(tmp_path / "stock")
+    found = run_ranks(2, quantise, tmp_path / "bf16", tmp_path, is_native, timeout=300)
+    expected = run_ranks(2, losses_of_stock, tmp_path / "stock", is_native, timeout=300)
+    in_bf16 = sum(value.nbytes for value in tensors_of(tmp_path / "bf16").values())
+    in_nf4 = sum(value.nbytes for value in tensors_of(tmp_path / "stock").values())
+    for of_rank, losses in zip(found, expected, strict=True):
+        assert of_rank["names"] and of_rank["losses"] == losses
+        assert of_rank["read"] <= 1.05 * in_bf16 / 2
+        assert of_rank["held"] <= 1.02 * in_nf4 / 2
+
+
+def losses_of_stock(folder: Path, is_native: bool) -> list[float]:
+    """Of a checkpoint that stock has quantised and saved."""
+    if is_native:
+        return trained(with_adapters(load_native(folder)))[1]
+    announce()
+    accelerator = make_accelerator()
+    return trained(with_adapters(load(folder, dtype=torch.bfloat16)), accelerator)[1]
+
+
+# ------------------------------------------------------------------------------------------------ used otherwise
+
+
+def use_unprepared(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of a model that is used before it is prepared: each rank has all of the packed bytes."""
+    announce()
+    make_accelerator()
+    packed, whole = (load(folder, keep, dtype=torch.bfloat16) for keep in (True, False))
+    found = packed(**inputs()).logits.detach(), whole(**inputs()).logits.detach()
+    assert packed_names(packed) and not packed_names(whole)
+    return found
+
+
+def test_used_unprepared(cluster: None, folders: dict[str, Path]) -> None:
+    for packed, whole in run_ranks(2, use_unprepared, folders["fp8"]):
+        assert torch.equal(packed, whole)
+
+
+def gathered_after(folder: Path) -> int:
+    """How many bytes of gathered packed weights are there after a forward pass."""
+    model = with_adapters(load_native(folder))
+    whole: list[Any] = []
+    for module in model.modules():
+        for key in packed_weights(module):
+            module.register_forward_pre_hook(
+                lambda module, _, key=key: whole.append(getattr(module, key).untyped_storage())
+            )
+    model.train()
+    model(**inputs()).loss
+    assert len(whole) > 5
+    return max(storage.nbytes() for storage in whole)
+
+
+def test_nothing_gathered_stays_alive(cluster: None, folders: dict[str, Path]) -> None:
+    for nbytes in run_ranks(2, gathered_after, folders["fp8"]):
+        assert nbytes == 0
