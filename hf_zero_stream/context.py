@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import threading
 from typing import TypeVar
 
 from . import scope
 from .config import StreamingConfig
 from .errors import ConfigError
-from .loading import integration
-from .ranks.presence import make_contact
-from .saving import calls, hooks
-from .state import hooks as state
+from .patching import Patches
+from .seams import entrances
 
 
 __all__ = ["enter_for_process", "streaming"]
@@ -50,15 +48,13 @@ class streaming:  # noqa: N801 - used like a function
         self._open: list[scope.Block] = []
 
     def __enter__(self) -> streaming:
-        make_contact()
-        _patch()
+        _replaced.__enter__()
         self._open.append(scope.enter(self.config))
         return self
 
     def __exit__(self, *exception: object) -> None:
         scope.leave(self._open)
-        for patches in reversed(_PATCHES):
-            patches.__exit__()
+        _replaced.__exit__()
 
     def __call__(self, function: Function) -> Function:
         inside: Function = scope.decorated(function, lambda: streaming(self.config), "streaming()")
@@ -70,25 +66,65 @@ def enter_for_process() -> None:
 
     Its settings are those of the environment and of the DeepSpeed config.
     """
-    make_contact()
     if scope.enter_for_process():
-        _patch()
+        _replaced.__enter__()
     else:
-        _patch_what_came_late()
+        _replaced.renew()
 
 
-def _patch() -> None:
-    with ExitStack() as entered:
-        for patches in _PATCHES:
-            entered.enter_context(patches)
-        _patch_what_came_late()
-        entered.pop_all()
+class _Replaced:
+    """What is replaced in other libraries while a thread is inside: the entrances; once they are used, everything."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
+        self._users = 0
+        self._entered: list[Patches] = []
+        self._is_open = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            try:
+                self._add(entrances.patches)
+                self.renew()
+            except BaseException:
+                self.__exit__()
+                raise
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._users -= 1
+            while not self._users and self._entered:
+                self._entered.pop().__exit__()
+
+    def renew(self) -> None:
+        """Replace also in modules that have been imported since, if they are inside already."""
+        entrances.patch_auto_classes()
+        if self._is_open or entrances.must_open():
+            self.open()
+
+    def open(self) -> None:
+        """Replace everything, for as long as a thread is inside."""
+        with self._lock:
+            if not self._users:
+                return
+            from .loading import integration
+            from .ranks.presence import make_contact
+            from .saving import hooks
+            from .state import hooks as state
+
+            make_contact()
+            for patches in (integration.patches, hooks.patches, state.patches):
+                self._add(patches)
+            hooks.replace_trainer()
+            state.replace_imported()
+            self._is_open = True
+
+    def _add(self, patches: Patches) -> None:
+        if patches not in self._entered:
+            patches.__enter__()
+            self._entered.append(patches)
 
 
-def _patch_what_came_late() -> None:
-    """Patch the Trainer and DeepSpeed's engine if they have been imported."""
-    hooks.replace_trainer()
-    state.replace_imported()
-
-
-_PATCHES = (integration.patches, calls.patches, hooks.patches, state.patches)
+_replaced = _Replaced()
+entrances.on_opening(_replaced.open)

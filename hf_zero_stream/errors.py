@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib import metadata
 
-from packaging.requirements import Requirement
-
 
 __all__ = [
     "CheckpointError",
@@ -75,6 +73,8 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
     """Raise a :class:`VersionError` if names are `missing` in the installed `package`; `purpose`: what needs them."""
     if not missing:
         return
+    from packaging.requirements import Requirement  # an import that every other call can do without
+
     known = [package]
     with suppress(metadata.PackageNotFoundError):  # this package may not be installed
         requirements = map(Requirement, metadata.requires(PACKAGE) or [])

@@ -16,16 +16,24 @@ Replacement = Callable[..., Any]
 
 
 class Patches:
-    """Replaces the keys, ``(owner, attribute)``, of `replacements` as long as any thread is in this context."""
+    """Replaces the keys, ``(owner, attribute)``, of `replacements` as long as any thread is in this context.
 
-    def __init__(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
+    As long, whoever is here is in the context `on_top_of`, too.
+    """
+
+    def __init__(
+        self, replacements: Mapping[tuple[Any, str], Replacement], *, on_top_of: Patches | None = None
+    ) -> None:
         self._replacements = replacements
+        self._below = on_top_of
         self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
         self._users = 0
         self._saved: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def __enter__(self) -> None:
         with self._lock:
+            if self._below is not None:
+                self._below.__enter__()
             if self._users == 0:
                 self._replace(self._replacements)
             self._users += 1
@@ -51,6 +59,8 @@ class Patches:
                 (owner, name), (original, patched) = self._saved.popitem()
                 if vars(owner)[name] is patched:  # somebody else's patch on top of ours is theirs to remove
                     setattr(owner, name, original)
+            if self._below is not None:
+                self._below.__exit__()
 
 
 def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:

@@ -18,13 +18,15 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig, scope, streaming
 from hf_zero_stream.errors import ConfigError, VersionError
 from hf_zero_stream.loading import integration
+from hf_zero_stream.seams import entrances
 from hf_zero_stream.seams.ds_config import _StandIn
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
 
 def patched_attributes() -> dict[Any, Any]:
-    return {place: vars(place[0])[place[1]] for place in integration.patches._replacements}
+    places = [*integration.patches._replacements, *entrances.patches._replacements]
+    return {(owner, name): vars(owner)[name] for owner, name in places}
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +39,7 @@ def nothing_stays_patched() -> Any:
 
 def is_patched() -> bool:
     return modeling_utils.PreTrainedModel.from_pretrained.__func__.__module__ != "hf_zero_stream" and bool(
-        integration.patches._saved
+        entrances.patches._saved
     )
 
 

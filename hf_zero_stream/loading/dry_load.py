@@ -21,9 +21,10 @@ from ..footprint.optimizers import ADAMW_COPIES, AdamW
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
-from ..seams import LazyModel, Session, Stopped
 from ..seams.ds_config import zero3_hidden
-from ..seams.remote import MODEL_FILES, asked_at_once
+from ..seams.entrances import MODEL_FILES
+from ..seams.remote import asked_at_once
+from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
 from .choice import refuse_pipelines, refuse_sharding, warn_of_open_dtype
 from .integration import patches

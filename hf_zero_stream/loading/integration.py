@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers.utils import logging
 
 from .. import scope
@@ -24,9 +23,12 @@ from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
 from ..saving.files import finish_interrupted
 from ..saving.pending import finish_pending
-from ..seams import REPLACEMENTS, ModelsConfig, Session, found_config, raise_if_misfit
-from ..seams.remote import MODEL_FILES, asked_at_once
-from ..seams.session import Original
+from ..seams import entrances
+from ..seams.ds_config import ModelsConfig, found_config
+from ..seams.loading import raise_if_misfit
+from ..seams.remote import asked_at_once
+from ..seams.session import Original, Session
+from ..seams.table import REPLACEMENTS
 from .choice import choose, settings_for
 
 
@@ -43,7 +45,7 @@ def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) ->
     if not scope.active_configs() or (around is not None and not around.building):
         return stock(**kwargs)
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    with asked_at_once(path, kwargs, MODEL_FILES):
+    with asked_at_once(path, kwargs, entrances.MODEL_FILES):
         return _in_block(around, cls, stock, path, kwargs)
 
 
@@ -180,5 +182,7 @@ def _stock_from_pretrained(stock: Stock, kwargs: dict[str, Any], strict: bool) -
     return (model, info) if wants_info else model
 
 
-patches = Patches({(transformers.PreTrainedModel, "from_pretrained"): _from_pretrained, **REPLACEMENTS})
+entrances.handle(from_pretrained=_from_pretrained)
+
+patches = Patches(REPLACEMENTS, on_top_of=entrances.patches)
 """What is replaced while any thread is inside ``streaming()``; to a thread that is not, each replacement is stock."""

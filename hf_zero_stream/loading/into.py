@@ -27,8 +27,8 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
-from ..seams import LazyModel
 from ..seams.buffers import computed_buffers
+from ..seams.session import LazyModel
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded
 from .integration import finish_saves_into

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..destinations.deepspeed.marks import has_partition, is_gathered_whole
 from ..errors import SaveError, UnsupportedError
@@ -28,12 +27,13 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..scope import active_configs
+from ..seams import entrances
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
 from .plan import CHUNK_BYTES
 
 
-__all__ = ["is_led", "led", "patches", "save_pretrained"]
+__all__ = ["is_led", "led", "save_pretrained"]
 
 _SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
 
@@ -139,8 +139,7 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     return any(map(has_partition, model.parameters())) or is_sharded(model)
 
 
-patches = patching.Patches({(PreTrainedModel, "save_pretrained"): _save_pretrained})
-"""Replaces the method while a thread is inside ``streaming()``, or leads a save (see :func:`led`)."""
+entrances.handle(save_pretrained=_save_pretrained)
 
 
 def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None = None) -> SaveReport | None:
@@ -161,7 +160,7 @@ def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None 
         leader = _Leader(whole, coordinator, settings)
         token = _leader.set(leader)
         try:
-            with suppress(_Failed), patches:
+            with suppress(_Failed), entrances.patches:
                 work()
         finally:
             _leader.reset(token)

@@ -30,8 +30,8 @@ from ..reports.memory import AnonymousMemory, collector_paused
 from ..reports.progress import progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..scope import current_config
-from ..seams import found_config
 from ..seams.adapted import is_adapted
+from ..seams.ds_config import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .background import BackgroundSave

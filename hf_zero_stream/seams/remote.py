@@ -6,15 +6,13 @@ indexes, shards. Code of a checkpoint is put into a folder, because that is wher
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from transformers import dynamic_module_utils, modeling_utils, processing_utils, tokenization_utils_base
-from transformers.models.auto import modeling_auto, processing_auto, tokenization_auto
-from transformers.utils import hub, logging
+from transformers.utils import logging
 
 from .. import scope
 from ..config import StreamingConfig
@@ -24,29 +22,15 @@ from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token
 from ..sources.small_files import SmallFiles
 from ..sources.urls import is_url, joined, repository_of, scheme_of
+from .entrances import WEIGHTS, handle
 from .session import Original, Session, replaces
 
 
-__all__ = ["MODEL_FILES", "asked_at_once", "url_of"]
+__all__ = ["asked_at_once", "url_of"]
 
 logger = logging.get_logger(__name__)
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 _ADAPTER = "adapter_config.json"
-
-_SINGLE = "model.safetensors"
-"""If it is not there, an index names the shards: of this file only the beginning is asked for."""
-
-MODEL_FILES = ("config.json", _ADAPTER, "generation_config.json", _SINGLE, f"{_SINGLE}.index.json")
-_TOKENIZER_FILES = (
-    *("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
-)
-_PROCESSOR_FILES = (
-    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
-    *_TOKENIZER_FILES,
-)
-"""What transformers asks for, one file after the other, when it loads these; most are in no checkpoint."""
 
 
 def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
@@ -85,30 +69,11 @@ def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) ->
         return
     with answers_once() as answers:
         places = [joined(url, kwargs.get("subfolder") or "", name) for name in names]
-        small = [place for place in places if not place.endswith(_WEIGHTS)]
+        small = [place for place in places if not place.endswith(WEIGHTS)]
         scope.resource(SmallFiles).ask_ahead(small, set(places) - set(small), answers)
         yield
 
 
-def _at_once(names: Sequence[str], original: Original, *args: Any, **kwargs: Any) -> Any:
-    path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
-    with asked_at_once(path, kwargs, names):
-        return original(*args, **kwargs)
-
-
-# transformers gives each Auto class a copy of this method.
-_AUTO_CLASSES = {getattr(modeling_auto, name) for name in modeling_auto.__all__ if name.startswith("Auto")}
-
-for _owner, _names in (
-    *((auto, MODEL_FILES) for auto in _AUTO_CLASSES if "from_pretrained" in vars(auto)),
-    (tokenization_auto.AutoTokenizer, _TOKENIZER_FILES),
-    (tokenization_utils_base.PreTrainedTokenizerBase, _TOKENIZER_FILES),
-    (processing_auto.AutoProcessor, _PROCESSOR_FILES),
-):
-    replaces(_owner, "from_pretrained")(functools.partial(_at_once, _names))
-
-
-@replaces(hub, "cached_files")
 def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
     """As stock's: the paths of all files, or None or an OSError if one is not there."""
     is_model = kwargs.get("repo_type") in (None, "model")
@@ -123,7 +88,7 @@ def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *arg
         try:
             if name.endswith(".gguf"):
                 raise UnsupportedError(f"{place}: GGUF files are not read from URLs. Download it.")
-            if not name.endswith(_WEIGHTS):
+            if not name.endswith(WEIGHTS):
                 found.append(str(files.fetch(place)))
                 if name == _ADAPTER:
                     raise UnsupportedError(f"{place}: adapters are not loaded from URLs. Download the adapter.")
@@ -187,3 +152,6 @@ def _get_cached_module_file(original: Original, path: Any, module_file: str, *ar
             raise ReadError(f"{joined(url, name)}: {error}") from error
         pending += [f"{needed}.py" for needed in dynamic_module_utils.get_relative_imports(module)]
     return original(str(folder), module_file)
+
+
+handle(cached_files=_cached_files, asked_at_once=asked_at_once)

@@ -33,6 +33,7 @@ __all__ = [
     "fsdp2_replacements",
     "fsdp_state_replacements",
     "ignored_by_fsdp2",
+    "is_accelerator_there",
     "is_fsdp2",
     "is_of_a_trainer",
     "keeping_schedulers",
@@ -177,11 +178,16 @@ def accelerator_replacements(**functions: Replacement) -> dict[tuple[Any, str], 
     return {(Accelerator, name): function for name, function in functions.items()}
 
 
+def is_accelerator_there() -> bool:
+    """Whether an ``Accelerator`` has been made."""
+    return bool(AcceleratorState._shared_state)
+
+
 def shards_by_fsdp2() -> bool:
     """Whether ``accelerator.prepare`` is going to shard models by FSDP2, as far as one can know by now."""
     if not hasattr(fsdp_utils, "fsdp2_prepare_model"):
         return False
-    if AcceleratorState._shared_state:  # there is an Accelerator
+    if is_accelerator_there():
         return bool(getattr(AcceleratorState(), "is_fsdp2", False))
     return announces_fsdp2()
 

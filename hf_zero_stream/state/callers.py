@@ -17,7 +17,7 @@ from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
 from ..saving.pending import PendingSave, finish_pending
 from ..scope import active_configs, current_config
-from ..seams import found_config
+from ..seams.ds_config import found_config
 from .record import FILE, LATEST, write_latest
 
 

@@ -27,7 +27,7 @@ from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
-from ..seams import LazyModel
+from ..seams.session import LazyModel
 from .record import GroupRecord, StateRecord
 from .schedules import class_of
 
