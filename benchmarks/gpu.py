@@ -5,10 +5,11 @@
 
 Not run so far: no GPU was at hand when it was written. Its arms, in turns, each in processes of their own:
 
-ours: the streaming Auto class, onto the device.
+ours: the streaming Auto class, onto the device. Where DeepSpeed is not installed: `load_into` a model that is there,
+    on one rank.
 pinned: the same bytes of each rank, read into pinned buffers and copied to the device asynchronously, by as many
     threads as `ours` has, and nothing else: no model, no partitions.
-host: the streaming Auto class on a CPU, for its bits.
+host: the same as `ours`, on a CPU, for its bits.
 """
 
 import argparse
@@ -18,6 +19,9 @@ import statistics
 import sys
 import threading
 import time
+import zlib
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +36,26 @@ from benchmarks.moe_checkpoint import make_moe_checkpoint
 
 CACHE = Path(__file__).parent / ".cache"
 REQUEST_BYTES = 8 << 20
+HAS_DEEPSPEED = find_spec("deepspeed") is not None
 
 
 def measure(arm: str, folder: str, threads: int) -> dict[str, Any]:
     """One arm on this rank; returns seconds, and sizes in bytes."""
-    import deepspeed
+    if HAS_DEEPSPEED:
+        import deepspeed
 
-    deepspeed.init_distributed("gloo")
+        deepspeed.init_distributed("gloo")
+    else:
+        dist.init_process_group("gloo")
     task = Task("ours", "warm", folder, "AutoModelForCausalLM", cast=False)
     if arm == "host":
-        return {"digest": digest(ours(task)())}
+        return {"digest": digest(ours(task)()) if HAS_DEEPSPEED else whole_digest(into_a_model(folder, "cpu")())}
     torch.cuda.set_device(0)
     torch.empty(1, device="cuda")  # the context of the device is nobody's time
-    work = ours(task) if arm == "ours" else lambda: pinned_copies(task.shards, threads)
+    if arm == "pinned":
+        work: Callable[[], Any] = lambda: pinned_copies(task.shards, threads)  # noqa: E731
+    else:
+        work = ours(task) if HAS_DEEPSPEED else into_a_model(folder, "cuda")
     for shard in task.shards:
         shard.read_bytes()  # into the page cache
     torch.cuda.reset_peak_memory_stats()
@@ -58,19 +69,45 @@ def measure(arm: str, folder: str, threads: int) -> dict[str, Any]:
     }
     if arm == "ours":
         (report,) = [entry for entry in loaded.streaming_report.to_dict()["ranks"] if entry["rank"] == dist.get_rank()]
-        params = list(loaded.parameters())
-        figures |= {
-            "kept_bytes": sum(param.ds_tensor.nbytes for param in params),
-            "staging_bytes": report["staging_bytes"],
-            "report": report,
-        }
-        for param in params:
-            param.ds_tensor.data = param.ds_tensor.data.cpu()
-        figures["digest"] = digest(loaded)
+        figures |= {"staging_bytes": report["staging_bytes"], "report": report}
+        if HAS_DEEPSPEED:
+            params = list(loaded.parameters())
+            figures["kept_bytes"] = sum(param.ds_tensor.nbytes for param in params)
+            for param in params:
+                param.ds_tensor.data = param.ds_tensor.data.cpu()
+            figures["digest"] = digest(loaded)
+        else:
+            figures["kept_bytes"] = sum(param.nbytes for param in loaded.parameters())
+            figures["digest"] = whole_digest(loaded)
     else:
         figures["kept_bytes"] = sum(tensor.nbytes for tensor in loaded)
     dist.barrier()
     return figures
+
+
+def into_a_model(folder: str, device: str) -> Callable[[], torch.nn.Module]:
+    """Work that fills a model which is on the device already, and returns it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    import hf_zero_stream
+
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+
+    def work() -> torch.nn.Module:
+        model.streaming_report = hf_zero_stream.load_into(model, folder)
+        return model
+
+    return work
+
+
+def whole_digest(model: torch.nn.Module) -> str:
+    """A checksum of all parameters."""
+    checksum = 0
+    for name, param in sorted(model.named_parameters()):
+        checksum = zlib.crc32(name.encode(), checksum)
+        checksum = zlib.crc32(param.detach().cpu().contiguous().view(torch.uint8).numpy(), checksum)
+    return f"{checksum:08x}"
 
 
 def pinned_copies(shards: list[Path], threads: int) -> list[torch.Tensor]:
@@ -128,6 +165,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("benchmarks.gpu needs a CUDA device; for a CPU there is python -m benchmarks.bench")
+    if arguments.world > 1 and not HAS_DEEPSPEED:
+        sys.exit("With --world above 1 benchmarks.gpu needs DeepSpeed, which is not installed.")
 
     from hf_zero_stream.engine.opened import choose_threads
     from hf_zero_stream.sources.base import Hints

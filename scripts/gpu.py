@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import date
+from importlib.util import find_spec
 
 import torch
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(NOWHERE.format(torch=torch.__version__), end="", file=sys.stderr)
         return 1
     tested = subprocess.run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests"], check=False)
-    # Each of the ranks of the second run has half of the one device.
+    # Each of the ranks of the second run has half of the one device, if DeepSpeed is there to divide the model.
     runs = {
         world: subprocess.run(
             [sys.executable, "-m", "benchmarks.gpu", f"--gigabytes={settings.gigabytes}", f"--world={world}"],
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
             text=True,
             check=False,
         )
-        for world in (1, 2)
+        for world in ((1, 2) if find_spec("deepspeed") else (1,))
     }
     print("\n".join(block(settings.gigabytes, tested.returncode, {world: run.stdout for world, run in runs.items()})))
     return int(any(done.returncode for done in (tested, *runs.values())))

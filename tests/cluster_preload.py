@@ -9,11 +9,19 @@ import accelerate  # noqa: F401
 import deepspeed  # noqa: F401
 import pytest  # noqa: F401
 import torch
+import torch._inductor.compile_fx  # by which DeepSpeed's engine starts
 import torch.distributed
+import transformers.generation.utils
 import transformers.modeling_utils
-import transformers.models.auto.modeling_auto  # noqa: F401
+import transformers.models.auto.modeling_auto
+import transformers.processing_utils  # noqa: F401
 from deepspeed.accelerator import get_accelerator
 from torch.utils.cpp_extension import get_default_build_root
+
+import hf_zero_stream.destinations.deepspeed.partitioned
+import hf_zero_stream.loading.into
+import hf_zero_stream.saving.save
+import hf_zero_stream.state.hooks  # noqa: F401
 
 
 def load_shared_memory_op() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ NEEDS_CUDA = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
 ]
+NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -45,7 +47,7 @@ def test_block_of_results() -> None:
     assert "```text\nours: 1.00 s\n```" in text and "```text\nfailed\n```" in text
 
 
-@pytest.mark.parametrize("world", [1, 2], ids=str)
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=NEEDS_DEEPSPEED)], ids=str)
 class TestOnADevice:
     pytestmark = NEEDS_CUDA
 
@@ -85,7 +87,7 @@ assert losses[0] == losses[1], losses
 
 
 class TestTraining:
-    pytestmark = NEEDS_CUDA
+    pytestmark = [*NEEDS_CUDA, NEEDS_DEEPSPEED]
 
     def test_losses_are_stocks(self, tmp_path: Path) -> None:
         folder = make_moe_checkpoint(tmp_path / "moe", 1e7, num_layers=2, num_experts=8)

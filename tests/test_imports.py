@@ -38,14 +38,53 @@ def imports_of(module: str) -> Iterator[tuple[str, str]]:
 # ------------------------------------------------------------------------------------------- what is not imported
 
 
-def test_loads_without_zero_do_not_import_deepspeed(zoo_checkpoint: Callable[..., Path]) -> None:
-    """Nor does stock's; stock's ``save_pretrained`` does."""
+STOCK_LOADS = """\
+import sys, torch, transformers
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from hf_zero_stream import streaming
+
+def imported():
+    return {name.split(".")[1] for name in sys.modules if name.startswith("hf_zero_stream.")}
+
+def replaced():
+    return [hasattr(vars(owner)[name], "__wrapped__") for owner, name in PLACES]
+
+PLACES = ((PreTrainedModel, "from_pretrained"), (PreTrainedModel, "_load_pretrained_model"), (Accelerator, "prepare"))
+plain = [vars(owner)[name] for owner, name in PLACES]
+with streaming():
+    for folder in sys.argv[1:3]:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert not hasattr(model, "streaming_report") and "deepspeed" not in sys.modules
+    assert not imported() & {"engine", "checkpoint", "destinations", "planning", "saving", "state"}, imported()
+    with streaming():
+        AutoModelForCausalLM.from_pretrained(sys.argv[1], strict=True)  # stock knows no such argument
+        assert imported() >= {"engine", "saving", "state"} and all(replaced()), replaced()
+    assert all(replaced()), replaced()
+    AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert [vars(owner)[name] for owner, name in PLACES] == plain
+assert "deepspeed" not in sys.modules
+with streaming():
+    assert all(replaced()), replaced()
+"""
+
+
+def test_loads_without_zero_import_nothing_that_streams(zoo_checkpoint: Callable[..., Path]) -> None:
+    """Nor DeepSpeed, as stock's; stock's ``save_pretrained`` does. The first call for more brings everything."""
+    folders = [str(zoo_checkpoint("llama")), str(zoo_checkpoint("qwen3_moe"))]
+    subprocess.run([sys.executable, "-c", STOCK_LOADS, *folders], check=True)
+
+
+def test_an_accelerator_brings_what_its_methods_become() -> None:
+    """It may be made in the block, and then make no load."""
     code = (
-        "import sys, torch, transformers\n"
+        "from accelerate import Accelerator\n"
         "from hf_zero_stream import streaming\n"
         "with streaming():\n"
-        f"    transformers.AutoModelForCausalLM.from_pretrained({str(zoo_checkpoint('llama'))!r})\n"
-        "assert 'deepspeed' not in sys.modules\n"
+        "    assert not hasattr(Accelerator.prepare, '__wrapped__')\n"
+        "    Accelerator(cpu=True)\n"
+        "    assert hasattr(Accelerator.prepare, '__wrapped__') and hasattr(Accelerator.save_state, '__wrapped__')\n"
+        "assert not hasattr(Accelerator.prepare, '__wrapped__')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -94,6 +94,42 @@ def test_late_copies_give_the_same_values(
         assert made[0].waits == len(plan.reads) - 2 + 1
 
 
+def test_after_an_error_no_copy_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, checkpoint: tuple[BatchPlan, LocalFiles, list[torch.Tensor]]
+) -> None:
+    """Or it would write into memory that somebody else has been given meanwhile."""
+    plan, files, _ = checkpoint
+    made: list[LateLane] = []
+
+    def late_lane(device: torch.device, nbytes: int) -> LateLane:
+        made.append(LateLane(device, nbytes))
+        return made[-1]
+
+    def full() -> None:
+        raise RuntimeError("full")
+
+    monkeypatch.setattr(execute, "lane_class", lambda device: late_lane)
+    monkeypatch.setattr(execute, "_in_place", lambda *args: None)
+    found = [torch.empty(120, dtype=target.dtype) for target in plan.targets]
+    with pytest.raises(RuntimeError, match="full"):
+        execute_reads(plan, found, files, threads=2, on_bytes=lambda nbytes: full())
+    assert sum(lane.done for lane in made) > 0 and not any(lane.pending for lane in made)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("device", range(max(1, torch.cuda.device_count())))
+def test_copies_to_a_gpu(checkpoint: tuple[BatchPlan, LocalFiles, list[torch.Tensor]], device: int) -> None:
+    """Also from inside a stream of the caller's, which stays on the device that it is on."""
+    plan, files, expected = checkpoint
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        found = [torch.full((120,), float("nan"), dtype=target.dtype, device="cuda") for target in plan.targets]
+        execute_reads(plan, found, files, threads=3)
+        assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert torch.cuda.current_device() == device
+
+
 def test_lane_without_reads_has_no_buffer() -> None:
     lane = LateLane(torch.device("cpu"), 64)
     lane.finish()

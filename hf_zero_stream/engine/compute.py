@@ -14,6 +14,7 @@ from ..planning.boxes import Axis, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
 from ..sources.base import ByteSource
 from .execute import execute_reads
+from .lanes import settle
 from .transposed import copy_strided
 from .workers import run_in_threads
 
@@ -75,6 +76,8 @@ class Evaluator:
         if shared:
             parts = ((leaf, placement, part) for leaf, placement in shared for part in self._parts(leaf, placement))
             run_in_threads(parts, work, self.threads)
+        if plan.placements:
+            settle(destinations)
 
     def _place(self, leaf: Leaf, placement: Placement, destination: torch.Tensor) -> None:
         match leaf:

@@ -15,7 +15,7 @@ import torch
 from ..planning.plan import BatchPlan, Read
 from ..sources.base import ByteSource
 from .huge_pages import HugePages
-from .lanes import lane_class
+from .lanes import Lane, lane_class, settle
 from .workers import run_in_threads
 
 
@@ -51,37 +51,40 @@ def execute_reads(
         memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
     ]
     pages = HugePages(destinations)
+    settle(destinations)
     by_thread: list[tuple[dict[str, float], int]] = []
 
     def work(reads: Iterator[Read]) -> None:
-        lane = lane_class(device)(device, nbytes)
         seconds = dict.fromkeys(PHASES, 0.0)
-        for read in reads:
-            began = time.perf_counter()
-            for piece in read.pieces:
-                if piece.box.numel == piece.box.to_extent:  # without holes
-                    destination = destinations[piece.target]
-                    itemsize = destination.element_size()
-                    pages.populate(destination, piece.box.to * itemsize, piece.box.numel * itemsize)
-            buffers = _in_place(read, writable)
-            if buffers is not None:
-                source.read_into(read.shard, read.start, buffers)
-                seconds["read"] += time.perf_counter() - began
-            else:
-                staging = lane.buffer(read.length)
-                source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
-                before = time.perf_counter()
-                seconds["read"] += before - began
-                for piece in read.pieces:
-                    part = staging[piece.start - read.start : piece.stop - read.start]
-                    lane.copy(part, piece, destinations[piece.target])
-                    done = time.perf_counter()
-                    seconds["convert" if piece.casts else "copy"] += done - before
-                    before = done
-            if on_bytes is not None:
-                on_bytes(read.length)
-        lane.finish()
+        with lane_class(device)(device, nbytes) as lane:
+            for read in reads:
+                carry_out(read, lane, seconds)
+                if on_bytes is not None:
+                    on_bytes(read.length)
         by_thread.append((seconds, lane.allocated_bytes))
+
+    def carry_out(read: Read, lane: Lane, seconds: dict[str, float]) -> None:
+        began = time.perf_counter()
+        for piece in read.pieces:
+            if piece.box.numel == piece.box.to_extent:  # without holes
+                destination = destinations[piece.target]
+                itemsize = destination.element_size()
+                pages.populate(destination, piece.box.to * itemsize, piece.box.numel * itemsize)
+        buffers = _in_place(read, writable)
+        if buffers is not None:
+            source.read_into(read.shard, read.start, buffers)
+            seconds["read"] += time.perf_counter() - began
+            return
+        staging = lane.buffer(read.length)
+        source.read_into(read.shard, read.start, [memoryview(staging.numpy())])
+        before = time.perf_counter()
+        seconds["read"] += before - began
+        for piece in read.pieces:
+            part = staging[piece.start - read.start : piece.stop - read.start]
+            lane.copy(part, piece, destinations[piece.target])
+            done = time.perf_counter()
+            seconds["convert" if piece.casts else "copy"] += done - before
+            before = done
 
     began = time.perf_counter()
     run_in_threads(chain(plan.reads[first:], plan.reads[:first]), work, threads)

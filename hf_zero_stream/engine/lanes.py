@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from ..planning.plan import Piece
 from .transposed import copy_strided
 
 
-__all__ = ["Lane", "lane_class"]
+__all__ = ["Lane", "lane_class", "settle"]
 
 
 class Lane:
@@ -19,6 +19,8 @@ class Lane:
 
     Buffers are made at first use: a thread that only reads in place never has one. None is reused before the copies
     out of it are done. Here the reading thread copies immediately; other threads read meanwhile.
+
+    A context manager, for the thread that uses it; at its end, also after an error, no copy is under way.
     """
 
     buffers = 1
@@ -29,6 +31,12 @@ class Lane:
         self._filled: list[tuple[torch.Tensor, Any]] = []
         """Buffers with copies under way, and the mark behind those; the oldest first."""
         self._current: torch.Tensor | None = None
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.finish()
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """The first `nbytes` of a free staging buffer, uint8; waits for the oldest copies if there is none."""
@@ -81,8 +89,19 @@ class CudaLane(Lane):
     def __init__(self, device: torch.device, nbytes: int) -> None:
         super().__init__(device, nbytes)
         self._stream = torch.cuda.Stream(device)
-        # The allocator may have given a destination memory that earlier kernels still use.
-        self._stream.wait_stream(torch.cuda.default_stream(device))
+        self._device = torch.cuda.device(device)
+
+    def __enter__(self) -> Lane:
+        # A new thread's device is the first one. To come back to it from a stream of another would make a context
+        # there, which takes hundreds of megabytes, by every rank of this host.
+        self._device.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        try:
+            self.finish()
+        finally:
+            self._device.__exit__(*exception)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -96,6 +115,16 @@ class CudaLane(Lane):
 
     def _wait(self, mark: torch.cuda.Event) -> None:
         mark.synchronize()
+
+
+def settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Block until the GPUs on which `tensors` are have done all that they were given, on whatever stream.
+
+    Threads do not share the caller's stream. Without this, they might read values that are not there yet, or write
+    into memory that the allocator has given out anew, and kernels of before still use.
+    """
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 def lane_class(device: torch.device) -> type[Lane]:

@@ -232,6 +232,7 @@ class Load:
         """
         device = self.destination.device
         if device.type == "cuda":
+            torch.cuda.init()  # which this raises without
             torch.cuda.reset_peak_memory_stats(device)
         with self.coordinator.reporting():
             try:

@@ -26,6 +26,7 @@ class HostMemory:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         # A GPU copies into pages that the system cannot move several times as fast, and need not wait for each piece.
+        self.device = device
         self.is_pinned = device.type == "cuda"
         self.values = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_pinned)
         self.pages: HugePages | None = None if self.is_pinned else HugePages([self.values])
@@ -47,7 +48,8 @@ class HostCopy:
     """A copy of what one plan writes; takes it in as a file would (:data:`.write.Put`), and gives it to files."""
 
     def __init__(self, memory: HostMemory, start: int, stop: int) -> None:
-        self._values, self._is_pinned, self._pages = memory.values[start:stop], memory.is_pinned, memory.pages
+        self._values, self._pages = memory.values[start:stop], memory.pages
+        self._device, self._is_pinned = memory.device, memory.is_pinned
         self._used = 0
         self._pieces: list[tuple[int, int, int, int]] = []  # shard, position there, first byte and last in memory
         self._lock = threading.Lock()
@@ -67,7 +69,7 @@ class HostCopy:
 
     def wait(self) -> None:
         if self._is_pinned:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self._device)
 
     def give(self, put: PutBytes, check: Callable[[], None]) -> None:
         """Give `put` everything, in the order of the files; `check` is called in between, and may raise."""

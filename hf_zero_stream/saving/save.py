@@ -21,6 +21,7 @@ from ..config import WRITERS, StreamingConfig
 from ..destinations.deepspeed.marks import has_gathered
 from ..destinations.deferred import fill_whole
 from ..destinations.shards import local_of
+from ..engine.lanes import settle
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator
@@ -194,6 +195,7 @@ class Save:
         """Copies in host memory of what this rank writes (all ranks)."""
         coordinator, threads = self._coordinator, self._threads()
         device = next(self.model.parameters()).device
+        settle(self.model.parameters())
         copies: list[HostCopy] = []
 
         def copy() -> None:
@@ -212,6 +214,7 @@ class Save:
         return copies
 
     def _write(self, prepared: Prepared) -> None:
+        settle(self.model.parameters())
         with ExitStack() as opened:
             files = [opened.enter_context(closing(writer)) for writer in prepared.files(ShardWriter)]
             for each, writer in zip(prepared.planned, files, strict=True):
