@@ -164,6 +164,20 @@ def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(
         assert unchanged
 
 
+def load_into_meta(folder: Path) -> None:
+    import hf_zero_stream
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    hf_zero_stream.load_into(model, str(folder))
+
+
+def test_a_model_without_memory(cluster: None, checkpoints: Checkpoints) -> None:
+    with pytest.raises(RankFailure, match="LoadError: load_into: the model's model.* is on the meta device.*to_empty"):
+        run_ranks(1, load_into_meta, checkpoints("qwen3_moe")[0])
+
+
 def test_only_models_of_transformers(cluster: None) -> None:
     with pytest.raises(RankFailure, match="expected a transformers model"):
         run_ranks(1, load_into_linear)

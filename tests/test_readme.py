@@ -1,5 +1,6 @@
 """What README.md and the pages for its readers show works: commands, code, settings, links, errors."""
 
+import ast
 import dataclasses
 import re
 import shlex
@@ -63,6 +64,25 @@ def test_every_error_has_cause_and_cure() -> None:
         if kind is not errors.HfZeroStreamError:
             assert sections[name].startswith(f" ({kind.__bases__[1].__name__})")
             assert "**Cause.**" in sections[name] and "**Cure.**" in sections[name]
+
+
+def texts_of(path: Path) -> set[str]:
+    """The strings in a module, with "..." where an f-string has a value."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.add("".join(str(it.value) if isinstance(it, ast.Constant) else "..." for it in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return found
+
+
+def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(quoted) > 30
+    written = "\n".join(set().union(*map(texts_of, (ROOT / "hf_zero_stream").rglob("*.py"))))
+    assert [message for message in quoted if message not in written] == []
 
 
 def test_make_targets_exist() -> None:

@@ -163,6 +163,11 @@ def _memory_of(
     """Where the values of `model` are."""
     if is_sharded(model):
         return LiveShards(model, coordinator)
+    if without_memory := [name for name, param in model.named_parameters() if param.is_meta]:
+        raise LoadError(
+            f"load_into: the model's {without_memory[0]} is on the meta device, without memory. Call "
+            "model.to_empty(device=...) first."
+        )
     from ..destinations.deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
 
     return LiveModel(model, coordinator, config.staging_bytes, with_masters=with_masters)

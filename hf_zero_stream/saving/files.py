@@ -153,7 +153,10 @@ class Publication:
         except OSError as error:
             if isinstance(error, SaveError):
                 raise
-            raise SaveError(f"{folder}: cannot be written to: {error.strerror or error}.") from error
+            raise SaveError(
+                f"{folder}: cannot write into this folder: {error.strerror or error}. Check that it can be created, and "
+                "that you may write there."
+            ) from error
         return cls(folder, temporary)
 
     def abandon(self) -> None:

@@ -283,7 +283,10 @@ def raise_if_misfit(missing: Any, unexpected: Any, mismatched: Any) -> None:
     kinds = {"missing": missing, "unexpected": unexpected, "mismatched": [key for key, *_ in mismatched]}
     found = [f"{kind} {', '.join(sorted(keys)[:8])} ({len(keys)} in all)" for kind, keys in kinds.items() if keys]
     if found:
-        raise LoadError(f"strict=True: the checkpoint does not fit the model exactly: {'; '.join(found)}.")
+        raise LoadError(
+            f"strict=True: the checkpoint does not fit the model exactly: {'; '.join(found)}. No weights were read. Use "
+            "the model class and config that the checkpoint was saved from, or strict=False."
+        )
 
 
 def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any]]:

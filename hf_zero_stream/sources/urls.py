@@ -57,7 +57,8 @@ def scheme_of(url: str) -> str:
 
 def joined(url: str, *names: str) -> str:
     """The URL of a file below `url`; names that are empty do not count."""
-    return "/".join([url.rstrip("/"), *(name.strip("/") for name in names if name)])
+    scheme, separator, rest = url.partition("://")
+    return "/".join([f"{scheme}{separator}{rest.rstrip('/')}", *(name.strip("/") for name in names if name)])
 
 
 def located(url: str) -> Location:
