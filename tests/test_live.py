@@ -165,8 +165,9 @@ def test_a_checkpoint_that_lacks_a_tensor_changes_nothing(
 
 
 def load_into_meta(folder: Path) -> None:
-    import hf_zero_stream
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    import hf_zero_stream
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))

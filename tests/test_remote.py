@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 import hf_zero_stream
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine.opened import OpenCheckpoint
-from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError
+from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError, UrlError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.answers import Answers, answers_once
 from hf_zero_stream.sources.base import SourceFile
@@ -255,6 +255,12 @@ def test_urls_that_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected") as caught:
         repository_of(url) if url.startswith("hf") else located(url)
     assert "secret" not in str(caught.value), "an error ends up in logs"
+
+
+@pytest.mark.parametrize("url", ["s3://", "s3:///", "hf://", "https://"])
+def test_a_scheme_alone_is_refused(url: str) -> None:
+    with pytest.raises(UrlError, match="expected"):
+        hf_zero_stream.plan(url, world_size=2)
 
 
 def test_urls_of_the_hub() -> None:

@@ -154,8 +154,8 @@ class Publication:
             if isinstance(error, SaveError):
                 raise
             raise SaveError(
-                f"{folder}: cannot write into this folder: {error.strerror or error}. Check that it can be created, and "
-                "that you may write there."
+                f"{folder}: cannot write into this folder: {error.strerror or error}. Check that it can be created, "
+                "and that you may write there."
             ) from error
         return cls(folder, temporary)
 

@@ -284,8 +284,8 @@ def raise_if_misfit(missing: Any, unexpected: Any, mismatched: Any) -> None:
     found = [f"{kind} {', '.join(sorted(keys)[:8])} ({len(keys)} in all)" for kind, keys in kinds.items() if keys]
     if found:
         raise LoadError(
-            f"strict=True: the checkpoint does not fit the model exactly: {'; '.join(found)}. No weights were read. Use "
-            "the model class and config that the checkpoint was saved from, or strict=False."
+            f"strict=True: the checkpoint does not fit the model exactly: {'; '.join(found)}. No weights were read. "
+            "Use the model class and config that the checkpoint was saved from, or strict=False."
         )
 
 

@@ -34,8 +34,8 @@ def training_of(
             return training_of_engine(trained, model, scheduler, coordinator)
     if optimizer is None:
         raise ConfigError(
-            f"optimizer: expected the optimizer that trains this {type(model).__name__}; got None. Pass optimizer=..., or "
-            "the DeepSpeed engine in place of the model."
+            f"optimizer: expected the optimizer that trains this {type(model).__name__}; got None. Pass optimizer=, "
+            "or the DeepSpeed engine in place of the model."
         )
     training = training_of_model(model, unwrapped_optimizer(optimizer), scheduler, scaler, coordinator)
     return replace(training, batch_size=batch_size)
