@@ -40,6 +40,17 @@ def test_bar_counts_bytes(capsys):
     assert "B/s" in text
 
 
+def test_a_log_file_gets_whole_lines_and_few(capsys):
+    with progress_bar(1000, "Streaming", True) as advance:
+        for _ in range(1000):
+            advance(1)
+    text = capsys.readouterr().err
+    assert "\r" not in text and text.isascii()
+    first, last = text.splitlines()
+    assert first.startswith("Streaming:   0%") and last.startswith("Streaming: 100%")
+    assert max(map(len, (first, last))) <= 80 and text.endswith("\n")
+
+
 @pytest.mark.parametrize(("local_rank", "visible"), [("0", True), ("1", False), ("7", False)])
 def test_only_on_the_local_main_process(capsys, monkeypatch, local_rank, visible):
     monkeypatch.setenv("LOCAL_RANK", local_rank)

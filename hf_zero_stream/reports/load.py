@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from statistics import median
 from typing import Any
 
@@ -113,18 +114,19 @@ class LoadReport(Report):
         return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""
 
     def table(self) -> str:
-        """The report for people to read: plain text in several lines, without colour.
+        """The report for people to read: plain text in several lines of at most 80 columns, without colour.
 
-        There is one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
-        Throughput is bytes read per second of the whole load. Below are a rank's memory, as it is computed, and the
-        materialised and recast parameters.
+        Each table has one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
+        Throughput is bytes read per second of the whole load. After the tables come the memory that training will
+        need, as computed, and the materialised and recast parameters.
         """
         slowest = max(self.ranks, key=lambda rank: rank.seconds["total"])
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks, slowest: rank {slowest.rank}"
         blocks = [
             [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"],
-            [_table(self.ranks, lambda rank: {f"{phase.capitalize()} s": rank.seconds[phase] for phase in PHASES})],
-            [_table(self.ranks, _sizes)],
+            ["Seconds:", _table(self.ranks, _seconds)],
+            ["Read from the files:", _table(self.ranks, _reading)],
+            ["Memory:", _table(self.ranks, _memory)],
             _check_lines(self),
             _footprint_lines(self),
             _materialised_lines(self),
@@ -168,26 +170,27 @@ class PhaseClock:
             self.add(phase, time.perf_counter() - start)
 
 
-def _sizes(rank: RankReport) -> dict[str, float]:
+def _seconds(rank: RankReport) -> dict[str, float]:
+    return {phase.capitalize(): rank.seconds[phase] for phase in PHASES}
+
+
+def _reading(rank: RankReport) -> dict[str, float]:
     seconds = rank.seconds["total"]
     return {
         "Needed": rank.bytes_needed,
         "Read": rank.bytes_read,
         "Reads": rank.reads,
         "Throughput": rank.bytes_read / seconds if seconds else 0.0,  # a coarse clock may show 0
+    }
+
+
+def _memory(rank: RankReport) -> dict[str, float]:
+    return {
         "Partition": rank.partition_bytes,
         "Staging": rank.staging_bytes,
         "Host growth": rank.anonymous_growth_peak,
         "Device peak": rank.device_peak,
     }
-
-
-def _number_text(title: str, number: float) -> str:
-    if title.endswith(" s"):
-        return f"{number:.2f}"
-    if title == "Reads":
-        return f"{number:.0f}"
-    return bytes_text(number) + ("/s" if title == "Throughput" else "")
 
 
 def _table(ranks: Sequence[RankReport], numbers_of: Callable[[RankReport], Mapping[str, float]]) -> str:
@@ -196,7 +199,15 @@ def _table(ranks: Sequence[RankReport], numbers_of: Callable[[RankReport], Mappi
     if len(rows) > _MOST_RANK_ROWS:
         summaries: dict[str, Callable[[Iterable[float]], float]] = {"min": min, "median": median, "max": max}
         rows = {name: [of(column) for column in zip(*rows.values(), strict=True)] for name, of in summaries.items()}
-    cells = [(name, *map(_number_text, titles, numbers)) for name, numbers in rows.items()]
+
+    def text_of(title: str, number: float) -> str:
+        if numbers_of is _seconds:
+            return f"{number:.2f}"
+        if title == "Reads":
+            return f"{number:.0f}"
+        return bytes_text(number) + ("/s" if title == "Throughput" else "")
+
+    cells = [(name, *map(text_of, titles, numbers)) for name, numbers in rows.items()]
     return markdown_table(("Rank", *titles), cells)
 
 
@@ -224,8 +235,9 @@ def _footprint_lines(report: LoadReport) -> list[str]:
     # Padding makes ranks alike; only settings such as `staging_bytes` can differ.
     most = max(footprints, key=lambda footprint: (sum(footprint.held.values()), footprint.staging))
     if most.engine == "deepspeed":
-        added = "; ".join(f"{name} {_places_text(places)}" for name, places in most.started.items())
-        starting = [("deepspeed.initialize adds", added or "nothing"), ("and peaks at", _places_text(most.start_peak))]
+        added = [f"{name} {_places_text(places)}" for name, places in most.started.items()] or ["nothing"]
+        starting = [(title, text) for title, text in zip_longest(["deepspeed.initialize adds"], added, fillvalue="")]
+        starting.append(("and peaks at", _places_text(most.start_peak)))
     else:
         starting = [("the first backward adds", f"gradients {_places_text(most.gradients) or 'none'}")]
     rows = [
@@ -234,12 +246,15 @@ def _footprint_lines(report: LoadReport) -> list[str]:
         ("largest gather", f"{bytes_text(most.largest_gather)} ({most.largest_gather_of or 'nothing'})"),
         *starting,
         ("the first step adds", f"optimizer states {_places_text(most.optimizer_states) or 'none'}"),
-        ("held in training", f"{_places_text(most.held)}, activations and gathers not counted"),
+        ("held in training", f"{_places_text(most.held)} (without activations and gathers)"),
         ("a step peaks at", _places_text(most.step_peak)),
         *((f"with {cure}", _places_text(places)) for cure, places in most.step_cures.items()),
     ]
     width = max(len(title) for title, _ in rows)
-    return ["Memory of a rank, computed:", *(f"  {title:{width}}  {text}" for title, text in rows)]
+    return [
+        "Memory that training will need on a rank, computed:",
+        *(f"  {title:{width}}  {text}" for title, text in rows),
+    ]
 
 
 def _places_text(places: Mapping[str, int]) -> str:
