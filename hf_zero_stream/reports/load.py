@@ -251,10 +251,8 @@ def _footprint_lines(report: LoadReport) -> list[str]:
         *((f"with {cure}", _places_text(places)) for cure, places in most.step_cures.items()),
     ]
     width = max(len(title) for title, _ in rows)
-    return [
-        "Memory that training will need on a rank, computed:",
-        *(f"  {title:{width}}  {text}" for title, text in rows),
-    ]
+    heading = "Memory that training will need on a rank, computed:"
+    return [heading, *(f"  {title:{width}}  {text}" for title, text in rows)]
 
 
 def _places_text(places: Mapping[str, int]) -> str:
