@@ -68,7 +68,9 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     except CheckpointError:
         raise
     except (ValueError, RecursionError) as error:  # ValueError: not UTF-8, not JSON, or an integer without end
-        raise CheckpointError(f"{where}: expected a JSON object in UTF-8: {error}.") from error
+        raise CheckpointError(
+            f"{where}: expected a JSON object in UTF-8: {error}. Download or save the file again."
+        ) from error
 
 
 def _integer(digits: str) -> int | float:

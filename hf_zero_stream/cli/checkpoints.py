@@ -54,9 +54,10 @@ def cached_folder(path: str, revision: str | None) -> Path:
         # Files are missing from the snapshot; whether they matter is for the readers of the folder to say.
         if incomplete := getattr(error, "snapshot_path", None):
             return Path(incomplete)
+        hint = "" if path.startswith(("/", ".")) else f" To read it from the Hub without a download: hf://{path}."
         raise ReadError(
             f"{path}: there is no such file or folder, and no such repository in the Hub's cache. Check the path, or "
-            f"download the checkpoint first. What the Hub has is hf://{path}."
+            f"download the checkpoint first.{hint}"
         ) from error
 
 

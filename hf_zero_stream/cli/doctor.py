@@ -157,7 +157,7 @@ def _imports(what: str, otherwise: str, *modules: str) -> Check:
             import_module(f"{PACKAGE}.{module}")
     except (ImportError, HfZeroStreamError) as error:
         return Check(what, otherwise, str(error))
-    return Check(what, "ok", "all that is relied on is there")
+    return Check(what, "ok", "everything it needs is there")
 
 
 def _check_storage(path: str) -> Iterator[Check]:
@@ -231,7 +231,7 @@ def _accelerate_config(path: str) -> tuple[str, str]:
     import yaml
 
     if not os.path.isfile(path):
-        return "no", "there is no config file"
+        return "no", f"there is no {path}"
     try:
         config = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         section = config.get("deepspeed_config") or {}

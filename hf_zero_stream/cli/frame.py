@@ -7,6 +7,7 @@ to stdout, as text or as JSON; warnings of libraries and progress go to stderr.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,5 +101,13 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -
 
 
 def quiet() -> redirect_stdout[TextIO]:
-    """Inside, what libraries write to stdout goes to stderr; DeepSpeed logs there."""
+    """Inside, what libraries write to stdout goes to stderr, and DeepSpeed logs errors only.
+
+    Its warnings are of this machine's accelerator, which need not be the one that will train.
+    """
+    logging.getLogger("DeepSpeed").addFilter(_errors_only)
     return redirect_stdout(sys.stderr)
+
+
+def _errors_only(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR

@@ -113,10 +113,10 @@ def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
     if model is None:
         yield f"No model: {data['no_model_because'].removesuffix('.')}."
         return
-    yield f"{model['class']} makes of it {bytes_text(model['bytes'])} of parameters:"
+    yield f"As a {model['class']}, it has {bytes_text(model['bytes'])} of parameters:"
     yield _families("Parameter", model["parameters"])
     if model["missing"]:
-        yield f"Not in the checkpoint, hence initialised: {', '.join(model['missing'])}"
+        yield f"Not in the checkpoint, so they are initialised: {', '.join(model['missing'])}"
     if model["tied"]:
         yield f"Tied to others: {', '.join(model['tied'])}"
 

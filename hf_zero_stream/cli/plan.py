@@ -240,12 +240,12 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
     partitions = _places(memory.partitions)
     titles = ["Load", "streaming"]
     rows = [
-        ["reads from files", f"{bytes_text(load['bytes_read'])} in {count_text(load['reads'], 'read')}"],
-        ["of these needed", bytes_text(load["bytes_needed"])],
-        ["spans of files", f"{load['seeks']:,}"],
-        ["receives as whole parameters", "nothing"],
+        ["read from files", f"{bytes_text(load['bytes_read'])} in {count_text(load['reads'], 'read')}"],
+        ["needed", bytes_text(load["bytes_needed"])],
+        ["contiguous ranges", f"{load['seeks']:,}"],
+        ["received from other ranks", "nothing"],
         ["local shards, with padding" if data["sharding"] else "partitions", partitions],
-        ["staging", f"up to {bytes_text(memory.staging)}"],
+        ["staging buffers", f"up to {bytes_text(memory.staging)}"],
         ["files mapped into memory", "nothing"],
         ["peak of the load", _places(memory.load_peak)],
     ]
@@ -266,7 +266,7 @@ def _blocks(data: Mapping[str, Any], memory: MemoryFootprint) -> Iterator[str]:
         ["the first step adds optimizer states", _places(memory.optimizer_states) or "nothing"],
         ["held between steps", _places(memory.held)],
         ["largest gather of the forward pass", bytes_text(memory.largest_gather)],
-        ["gathered for", memory.largest_gather_of or "nothing"],
+        ["gathered at once", memory.largest_gather_of or "nothing"],
         ["a step of the optimizer peaks at", _places(memory.step_peak)],
         *([f"... with {cure}", _places(places)] for cure, places in memory.step_cures.items()),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from math import prod
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 
 __all__ = ["bytes_text", "count_text", "fold", "folded_names", "markdown_table", "printable"]
 
+_BREAKS = re.compile(r"(?<= )|(?<=[./])(?=[A-Za-z{])")
 _NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9]\d*)(?=\.|$)")
 
 
@@ -46,17 +47,39 @@ def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]], *, left
     from rich.box import MARKDOWN
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
     table = Table(box=MARKDOWN)
     for number, title in enumerate(titles):
         table.add_column(title, justify="left" if number < left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
+        table.add_row(*(_Cell(printable(cell)) for cell in row))
     text = io.StringIO()
     # In a notebook, rich would display the table instead of writing it to the file.
     Console(file=text, width=width, color_system=None, force_terminal=False, force_jupyter=False).print(table)
     return "\n".join(line for line in text.getvalue().splitlines() if line.strip())
+
+
+class _Cell:
+    """Text that rich breaks between words and, in names and paths, after a dot or a slash."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._pieces = _BREAKS.split(text)
+
+    def __rich_measure__(self, console: Any, options: Any) -> Any:
+        from rich.measure import Measurement
+
+        return Measurement(max(len(piece.rstrip()) for piece in self._pieces), len(self._text))
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        from rich.text import Text
+
+        lines = [""]
+        for piece in self._pieces:
+            if len(lines[-1]) + len(piece.rstrip()) > options.max_width and lines[-1]:
+                lines.append("")
+            lines[-1] += piece
+        yield Text("\n".join(line.rstrip() for line in lines))
 
 
 def fold(named: Iterable[tuple[str, tuple[Any, ...]]]) -> list[tuple[str, tuple[Any, ...], int]]:
