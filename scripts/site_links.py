@@ -1,11 +1,12 @@
-"""A hook of MkDocs: links from docs/ to other files of the repository work on the site too.
+"""Hooks of MkDocs, for what works in a checkout and not on a site.
 
 In a checkout ``../examples/demo.py`` leads to the file. The site gets a copy of it in ``source/``; a link to a folder
-becomes text.
+becomes text. The footer names the version. Paths of tests in tables may break between file and function.
 """
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,21 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
+
+
+CODE = re.compile(r"<code>([^<]+)</code>")
+
+
+def on_config(config: Any) -> Any:
+    """Name the version that these pages describe."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    config.copyright = f"{project['name']} {project['version']}"
+    return config
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Let long names in code break after "::" and "/", where nothing is added to what is copied."""
+    return CODE.sub(lambda match: "<code>" + re.sub(r"(::|/(?=\w))", r"\1<wbr>", match[1]) + "</code>", html)
 
 
 def on_files(files: Files, config: Any) -> Files:
