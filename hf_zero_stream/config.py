@@ -77,7 +77,7 @@ class StreamingConfig:
     """
 
     seek_bytes: int = 4096
-    """Price of a seek, in bytes: a hole of up to this size between two runs is read, not skipped. At a URL 1 MiB."""
+    """Two reads with a gap of up to so many bytes become one read. At a URL the limit is at least 1 MiB."""
 
     hub: Literal["cache", "stream"] = "cache"
     """What a repository's id means, as `organisation/name`: `"cache"`, as in transformers, files that are downloaded.

@@ -34,7 +34,7 @@ class ConfigError(HfZeroStreamError, ValueError):
 
 
 class UrlError(ConfigError, OSError):
-    """A URL that can be no checkpoint's; an OSError, or transformers would raise another one in its place."""
+    """A URL that cannot be the address of a checkpoint. An OSError, because transformers replaces others."""
 
 
 class CheckpointError(HfZeroStreamError, ValueError):
@@ -50,7 +50,7 @@ class DisagreementError(HfZeroStreamError, RuntimeError):
 
 
 class LoadError(HfZeroStreamError, RuntimeError):
-    """A parameter has got no values, or has the wrong shape."""
+    """A parameter got no values or has the wrong shape, or a rank ran out of memory."""
 
 
 class SaveError(HfZeroStreamError, OSError):
@@ -62,7 +62,7 @@ class PeerError(HfZeroStreamError, RuntimeError):
 
 
 class UnsupportedError(HfZeroStreamError, NotImplementedError):
-    """A combination of settings that cannot be right; raised before anything is loaded."""
+    """Settings that do not work together; raised before anything is loaded."""
 
 
 class VersionError(HfZeroStreamError, ImportError):

@@ -1,4 +1,4 @@
-"""Which ``streaming()`` blocks the running code is in, and with which settings; functions whose bodies run in a block.
+"""Which ``streaming()`` blocks the running code is in, their settings, and the decorator that runs functions in one.
 
 A context variable holds the blocks, and each block knows whether it is open, because the variable alone cannot tell: a
 block may be left in another context than it was entered in (the garbage collector closes an unfinished generator
@@ -53,7 +53,7 @@ class Block:
 
 _blocks: ContextVar[tuple[Block, ...]] = ContextVar("hf_zero_stream_blocks", default=())
 _of_the_process: list[Block] = []
-"""At most one block, around all others, in which every thread is."""
+"""The block of the whole process, around all others, if there is one; every thread is in it."""
 
 
 def active_configs() -> tuple[StreamingConfig | None, ...]:

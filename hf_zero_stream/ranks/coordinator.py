@@ -88,7 +88,7 @@ class Coordinator:
             if error is None:
                 raise
             _raise_again(error)
-        except BaseException as interruption:  # Ctrl-C; there is no way to bring it to the agreement that is going on
+        except BaseException as interruption:  # Ctrl-C: too late for the agreement that is under way
             self._reported = True
             watch.announce(interruption, comes=False)
             raise
@@ -150,7 +150,7 @@ class Coordinator:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Bring an error inside, Ctrl-C too, to an agreement, unless one has raised it; raise it again in any case."""
+        """Report an error inside (Ctrl-C too) to all ranks at an agreement, unless one raised it; raise it again."""
         try:
             yield
         except BaseException as error:
@@ -199,7 +199,7 @@ class Coordinator:
             self._watch.timeout_s = seconds
 
     def check(self) -> None:
-        """Raise what the next agreement will raise, if a rank is known to be dead or to have failed; free."""
+        """Raise what the next agreement will raise if a rank is dead or has failed; costs nothing."""
         if self._watch is not None:
             self._watch.check()
 
@@ -229,7 +229,7 @@ class Coordinator:
 
 
 def collective_device() -> torch.device:
-    """Where the default group's collectives want their tensors."""
+    """The device on which the default group's collectives need their tensors."""
     accelerator = None if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
     if accelerator is None:
         return torch.device("cpu")
@@ -255,7 +255,7 @@ def _raise_again(error: BaseException) -> NoReturn:
 
 @contextmanager
 def expected_at(occasion: Occasion) -> Iterator[None]:
-    """Around what a rank does before it comes to an `occasion`: if it fails, the others are told, and do not wait."""
+    """Around code that runs before an `occasion`: if it fails, tell the other ranks, so that they do not wait."""
     if is_alone():
         yield
         return

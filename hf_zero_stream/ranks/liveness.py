@@ -1,9 +1,9 @@
-"""Which ranks live while they load or save together.
+"""Which ranks are alive while they load or save together.
 
 If a rank is killed, the others stay in a collective until its time-out: half an hour for gloo, ten minutes for NCCL.
 So during a load or a save a thread of every rank looks at others: rank 0 at all, each rank at rank 0 and at the ranks
-of its own host. A rank whose process can be seen (see :mod:`.presence`) is dead when the process is gone, and no
-sooner, however slow it is. Any other is dead if its heartbeat in the store has not moved for some seconds.
+of its own host. If the process of a rank can be seen (see :mod:`.presence`), the rank is dead when the process is
+gone, and never before. Otherwise it is dead if its heartbeat in the store has not changed for some seconds.
 
 The rank that finds a dead one writes a *verdict* into the store, so that all name the same one. A rank that fails
 without dying writes one too, so that the others stop reading. A rank makes three small requests per half second.
@@ -27,22 +27,22 @@ from .store import PREFIX, TIMEOUT_S, pauses
 __all__ = ["FAREWELL_S", "KEYS", "Verdict", "Watch"]
 
 KEYS = ("agreements", "failed", "dead", "heard")
-"""What a meeting may have in the store."""
+"""The keys that a meeting may write into the store."""
 
 INTERVAL_S = 0.5
 """Time between two heartbeats of a rank."""
 
 FAREWELL_S = 3.0
-"""How long rank 0, whose process may hold the store, stays after a death for the others to hear of it."""
+"""After a death, how long rank 0 waits for the others to read of it, because its process may hold the store."""
 
 
 class Verdict(NamedTuple):
-    """A rank that the others need not wait for, and the class and text of its error; written into the store."""
+    """Which rank died or failed, with the class and text of its error; written into the store."""
 
     rank: int
     """-1 if the store, and not a rank, is lost."""
     is_dead: bool
-    """Whether the rank will never come to an agreement; otherwise it is on its way there, with its error."""
+    """True: the rank will never reach the next agreement. False: it will, and brings its error."""
     kind: str
     """``"Ended"`` if its process ended by itself."""
     message: str
@@ -93,7 +93,7 @@ class Watch:
         self._seen: dict[int, tuple[_Beat | None, float]] = {}
         """Of each rank that this one looks at: its last heartbeat, and for how many seconds it has not moved."""
         self._looked = time.monotonic()
-        self._believing = threading.Lock()
+        self._adopting = threading.Lock()
         self._stop = threading.Event()
         self._beat()
         presence.listener.accept()
@@ -128,7 +128,7 @@ class Watch:
         if not comes:
             verdict = Verdict.of_death(verdict.rank, f"has given up this load ({verdict.kind}: {verdict.message})")
         with suppress(PeerError), self.naming_lost_store():
-            self._pronounce(verdict)
+            self._publish(verdict)
 
     def meet(self, patience_s: float | None = None) -> None:
         """Return once every rank has come here as often as this one; raises if one dies, or a time-out is over.
@@ -184,10 +184,10 @@ class Watch:
                 for name in ("failed", "dead"):
                     written = self._store.get(f"{self.meeting}/{name}")
                     if written is not None:
-                        self._believe(Verdict(*written))
+                        self._adopt(Verdict(*written))
                 found = None if self.knows_dead else self._look()
                 if found is not None:
-                    self._pronounce(found)
+                    self._publish(found)
                 if self._stop.wait(INTERVAL_S):
                     return
                 self._beat()
@@ -196,23 +196,23 @@ class Watch:
         beat = _Beat(self.meeting, time.monotonic(), self._agreements, has_left)
         self._store.set(f"{self._beats}/{self._presence.rank}", beat)
 
-    def _pronounce(self, verdict: Verdict) -> None:
-        """Put `verdict` into the store, and take up the one of its kind that was there first."""
+    def _publish(self, verdict: Verdict) -> None:
+        """Write `verdict` into the store, and adopt the first one of its kind that is there."""
         name = "dead" if verdict.is_dead else "failed"
-        self._believe(Verdict(*self._store.set_first(f"{self.meeting}/{name}", verdict)))
+        self._adopt(Verdict(*self._store.set_first(f"{self.meeting}/{name}", verdict)))
 
-    def _believe(self, verdict: Verdict) -> None:
-        """Take up `verdict`, unless there is one; that of a death comes before that of a failure."""
-        with self._believing:
+    def _adopt(self, verdict: Verdict) -> None:
+        """Keep the first verdict; a death replaces a failure."""
+        with self._adopting:
             if self.verdict is None or (verdict.is_dead and not self.verdict.is_dead):
                 self.verdict = verdict
                 if verdict.is_dead:
                     self._store.add(f"{self.meeting}/heard", 1)
 
     def _look(self) -> Verdict | None:
-        """The verdict on the first rank, of those that this one looks at, that is dead."""
+        """The verdict on the first dead rank among those that this one watches; None if all are alive."""
         now = time.monotonic()
-        # If this process or the store has stood still for long, so have the heartbeats: that time does not count.
+        # Do not count time in which this process or the store was stopped: no heartbeat could arrive.
         passed_s, self._looked = min(now - self._looked, 2 * INTERVAL_S), now
         presence = self._presence
         ranks = sorted({0, *presence.neighbours()}) if presence.rank > 0 else range(1, presence.world_size)

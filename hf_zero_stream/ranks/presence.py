@@ -3,8 +3,8 @@
 At its first contact a rank writes where it runs into the store of torch's default process group. From then on, ranks
 of its host look at its process. Ranks of other hosts connect to a socket that it listens on, and send nothing: its
 kernel accepts connections while the process exists; when it ends, the kernel resets them, and refuses new ones.
-Neither way takes a process for dead that is stopped, or in which something holds Python's lock, as a slow ``dlopen``
-does: it need not do anything.
+A process that is stopped, or in which something such as a slow ``dlopen`` holds Python's lock, does not look dead
+in either way, because it need not do anything itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where ranks come together for a load or a save, or find that they do not, by one decision that holds for all.
+"""Where ranks come together for a load or a save. One decision, the same for all ranks, says whether they do.
 
 Each *occasion* (a load, a save) has numbered rounds. A round ends with one decision in the store: the last rank to
 arrive decides *together*; a rank that has waited long enough, *apart*; one that comes with an error, *failed*. The
@@ -25,20 +25,20 @@ __all__ = ["LOAD", "SAVE", "SHARED_LOAD", "Apart", "Occasion", "Round"]
 logger = logging.getLogger(__name__)
 
 SHARING_PATIENCE_S = 5.0
-"""How long ranks wait for each other where they need not load together; those that do come within 2 s."""
+"""How long ranks wait for each other if they need not load together. Ranks that do load together come within 2 s."""
 
 SHORT_PATIENCE_S = 0.5
-"""The same, after a time that not all ranks came, until all come again."""
+"""The same, after a round to which not all ranks came, until all come again."""
 
 FAILURE_HOLDS_S = 60.0
-"""How long late ranks are told of an error; ranks that come later come for something else."""
+"""How long an error is reported to late ranks; after that, a rank has come for something else."""
 
 _KEYS = ("count", "decision", "subject", *KEYS)
-"""What a round may have in the store."""
+"""The keys that a round may write into the store."""
 
 
 class Apart(Exception):  # noqa: N818 - not an error
-    """Why ranks do not come together, where they need not."""
+    """Raised if ranks do not come together, and need not; its text is the reason."""
 
 
 @dataclass(frozen=True)
