@@ -1,4 +1,4 @@
-"""Fine-tune a causal language model with accelerate and DeepSpeed ZeRO-3, in a plain training loop.
+"""Fine-tune a causal language model with accelerate and DeepSpeed ZeRO-3, or FSDP2, in a plain training loop.
 
 On 8 GPUs:
 
@@ -6,6 +6,7 @@ On 8 GPUs:
         --model Qwen/Qwen3-30B-A3B --steps 10
 
 With parameters and optimizer states in host memory: `--config_file examples/accelerate/zero3_cpu_offload.yaml`.
+With FSDP2 in place of DeepSpeed: `--config_file examples/accelerate/fsdp2_gpu.yaml`.
 
 Without a GPU, on two processes, with a checkpoint of 10 MB that the first command writes to the folder tiny-moe:
 
@@ -32,7 +33,7 @@ LOADERS = {"streaming": StreamingAutoModelForCausalLM, "stock": AutoModelForCaus
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Fine-tune with accelerate and DeepSpeed ZeRO-3.")
+    parser = argparse.ArgumentParser(description="Fine-tune with accelerate, by ZeRO-3 or FSDP2.")
     parser.add_argument("--model", required=True, help="a folder, or the id of a repository")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--length", type=int, default=32, help="tokens per example")
@@ -53,17 +54,18 @@ def main() -> None:
     arguments = parse_arguments()
     set_seed(arguments.seed)
 
-    # The Accelerator comes first: it holds the DeepSpeed config from which a load learns about ZeRO-3.
+    # The Accelerator comes first: from it a load learns about ZeRO-3, or FSDP2.
     # It would not choose gloo by itself, and without a backend it takes each process for the only one.
     gloo = [] if torch.cuda.is_available() else [InitProcessGroupKwargs(backend="gloo")]
     accelerator = Accelerator(kwargs_handlers=gloo)
     model = LOADERS[arguments.loader].from_pretrained(arguments.model, dtype="auto")
-    if arguments.loader == "streaming":
-        accelerator.print(model.streaming_report.table())
 
     text = make_text(model.config.vocab_size, arguments.steps * accelerator.num_processes, arguments.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
     model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(text, batch_size=1))
+    if arguments.loader == "streaming":
+        # Under FSDP2 the weights were read just now, each rank's own shards.
+        accelerator.print(accelerator.unwrap_model(model).streaming_report.table())
 
     model.train()
     for step, tokens in enumerate(batches, start=1):

@@ -11,20 +11,33 @@ from pathlib import Path
 from tests.cluster import ENVIRONMENT, ROOT, free_port
 
 
-def command_environment() -> dict[str, str]:
-    """The environment of a user who has activated this Python's environment and has no GPU."""
+FSDP2_ON_CPU = ROOT / "tests" / "fsdp2_on_cpu"
+
+
+def command_environment(search_path: Sequence[Path] = ()) -> dict[str, str]:
+    """The environment of a user who has activated this Python's environment and has no GPU.
+
+    Python looks for modules in the folders of `search_path` first.
+    """
     return {
         **os.environ,
         **ENVIRONMENT,
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONWARNINGS": "ignore",
         # Where the package is not installed; torchrun adds only the script's own folder.
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join([*map(str, search_path), *filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])]),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
 
 
-def run_command(command: str, folder: Path, *, replace: Mapping[str, str] = {}, extra: Sequence[str] = ()) -> str:
+def run_command(
+    command: str,
+    folder: Path,
+    *,
+    replace: Mapping[str, str] = {},
+    extra: Sequence[str] = (),
+    search_path: Sequence[Path] = (),
+) -> str:
     """Run one documented command; returns what it printed, and fails with that if it failed.
 
     The command's paths hold from the root of the repository; `folder` has links to what is in there, so that files
@@ -41,7 +54,7 @@ def run_command(command: str, folder: Path, *, replace: Mapping[str, str] = {}, 
     done = subprocess.run(
         words,
         cwd=folder,
-        env=command_environment(),
+        env=command_environment(search_path),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

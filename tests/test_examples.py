@@ -16,17 +16,24 @@ from transformers import AutoModelForCausalLM
 
 from hf_zero_stream.ranks.topology import announces_fsdp2
 from tests.cluster import ROOT
-from tests.commands import documented_commands, losses, run_command
+from tests.commands import FSDP2_ON_CPU, documented_commands, losses, run_command
 
 
 EXAMPLES = ["finetune_accelerate.py", "finetune_trainer.py", "finetune_sharded.py"]
-CONFIGS = sorted((ROOT / "examples" / "accelerate").glob("zero3_*.yaml"))
+CONFIG_FOLDER = ROOT / "examples" / "accelerate"
+CONFIGS = sorted(CONFIG_FOLDER.glob("zero3_*.yaml"))
 
 
 def example_commands(example: str) -> list[str]:
     """An example's documented commands: on GPUs, making a checkpoint, and on a CPU."""
     source = (ROOT / "examples" / example).read_text()
     return documented_commands(source[: source.index('"""', 3)])
+
+
+def example_on_cpu(example: str) -> str:
+    """The end of an example's command for a CPU: the script and its arguments."""
+    command = example_commands(example)[2]
+    return command[command.index("examples/" + example) :]
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +95,23 @@ def test_config_engages_zero3(path: Path, launched: Callable[[Path], tuple[Any, 
     assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == offload
 
 
+@pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("fsdp2_*.yaml")), ids=lambda path: path.name)
+def test_fsdp2_config_trains(path: Path, folder: Path) -> None:
+    """`accelerate launch` with a config of FSDP2, on two processes of a CPU (see ``fsdp2_on_cpu``)."""
+    command = f"accelerate launch --config_file {path.relative_to(ROOT)} --num_processes 2 {example_on_cpu(EXAMPLES[0])}"
+    saved = folder / f"trained with {path.name}"
+    streaming = run_command(command, folder, extra=["--output", str(saved)], search_path=[FSDP2_ON_CPU])
+    stock = run_command(command, folder, extra=["--loader", "stock"], search_path=[FSDP2_ON_CPU])
+    assert "STREAMING LOAD REPORT (2 ranks" in streaming and "STREAMING LOAD REPORT" not in stock
+    assert len(losses(streaming)) == 3
+    assert losses(streaming) == losses(stock)
+    trained = AutoModelForCausalLM.from_pretrained(saved)
+    untrained = AutoModelForCausalLM.from_pretrained(folder / "tiny-moe")
+    assert not torch.equal(trained.lm_head.weight, untrained.lm_head.weight)
+
+
 def test_config_announces_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
-    """accelerate launches it on accelerators only; what FSDP2 then does is in test_accelerate_fsdp2.py."""
-    path = ROOT / "examples" / "accelerate" / "fsdp2_gpu.yaml"
+    path = CONFIG_FOLDER / "fsdp2_gpu.yaml"
     command = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
     arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
     assert arguments.use_fsdp and arguments.num_processes == 8
