@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,11 @@ def test_policies(cluster: None, tmp_path: Path) -> None:
         for sizes, _, stock, ours in found:
             assert ours == stock, (sizes, stock, ours)
         assert any(isinstance(ours, list) for _, _, _, ours in found)
+
+
+def test_a_tied_head_of_odd_sizes(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    """It stays one parameter. Of stock's, which FSDP2 pads, the two ends part in the first step, without a word."""
+    for found in run_ranks(2, train, zoo_checkpoint("qwen3"), [{"fsdp_size": 2}]):
+        ((_, plain, stock, ours),) = found
+        assert ours == plain and len(set(plain)) == 3
+        assert stock[0] == plain[0] and stock[1:] != plain[1:]
