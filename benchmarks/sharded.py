@@ -5,7 +5,8 @@
 
 Each run is a set of new processes on gloo. A load is timed as `benchmarks.rank` does, from a barrier on, with the
 files in the page cache. Stock reads through mapped files, whose bytes nothing counts, so bytes read are ours alone.
-Under `accelerate` it is ``from_pretrained`` and ``Accelerator.prepare``, with FSDP2's efficient loading on rank 0.
+Under `accelerate` it is ``from_pretrained`` and ``Accelerator.prepare``, with FSDP2's efficient loading on rank 0;
+DeepSpeed, which ``prepare`` imports where it is installed, is imported before.
 A save begins with the model loaded by us, and ends when fsync says that the files are on the disk. What all arms
 loaded or saved must be the same, bit for bit, or the exit code is 1.
 """
@@ -66,6 +67,8 @@ def measure(arm: str, what: str, folder: str, target: str) -> Figures:
     if what == "save":
         return _save(arm, load("ours", distributed_config=DistributedConfig(**WAYS["fsdp2"])), Path(target))
     if what == "accelerate":
+        import deepspeed  # noqa: F401 - otherwise accelerate imports it in prepare, whoever has loaded the model
+
         announce(cpu_ram_efficient_loading=True)
         accelerator = make_accelerator()
 
