@@ -222,7 +222,8 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, LazyTensor) and argument.alias_info is not None and argument.alias_info.is_write:
             raise UnsupportedError(
                 f"{func} would write into a checkpoint tensor without memory: {value!r}. A model's parameter gets "
-                "memory in accelerator.prepare(). Make a new tensor and assign that: parameter.data = new."
+                "memory in accelerator.prepare(). Make a new tensor and assign that: parameter.data = new. Where the "
+                "code is not yours (PEFT's PiSSA), load the model outside of streaming()."
             )
 
     def to_lazy(value: Any) -> Any:
