@@ -54,7 +54,7 @@ class StreamingConfig:
 
     None of the settings but `keep_quantized` changes what is loaded, only how, and what `strict` refuses. Each rank
     may have its own settings, except for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify`,
-    `keep_quantized` and, where ranks share the reading, `staging_bytes`.
+    `keep_quantized` and, where ranks share the reading, `staging_bytes` and `seek_bytes`.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
@@ -108,7 +108,8 @@ class StreamingConfig:
     """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
 
     If they do not all come to the same load within 5 s, each loads alone, as transformers does, and says so. False
-    leaves such loads to transformers.
+    leaves such loads to transformers. With tensor parallelism, the ranks of a group read together what they hold
+    columns of; not with False, nor if `verify` compares values.
     """
 
     keep_quantized: bool | Literal["auto"] = "auto"

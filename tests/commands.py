@@ -25,7 +25,9 @@ def command_environment(search_path: Sequence[Path] = ()) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONWARNINGS": "ignore",
         # Where the package is not installed; torchrun adds only the script's own folder.
-        "PYTHONPATH": os.pathsep.join([*map(str, search_path), *filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])]),
+        "PYTHONPATH": os.pathsep.join(
+            [*map(str, search_path), *filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])]
+        ),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]),
     }
 

@@ -98,7 +98,9 @@ def test_config_engages_zero3(path: Path, launched: Callable[[Path], tuple[Any, 
 @pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("fsdp2_*.yaml")), ids=lambda path: path.name)
 def test_fsdp2_config_trains(path: Path, folder: Path) -> None:
     """`accelerate launch` with a config of FSDP2, on two processes of a CPU (see ``fsdp2_on_cpu``)."""
-    command = f"accelerate launch --config_file {path.relative_to(ROOT)} --num_processes 2 {example_on_cpu(EXAMPLES[0])}"
+    command = (
+        f"accelerate launch --config_file {path.relative_to(ROOT)} --num_processes 2 {example_on_cpu(EXAMPLES[0])}"
+    )
     saved = folder / f"trained with {path.name}"
     streaming = run_command(command, folder, extra=["--output", str(saved)], search_path=[FSDP2_ON_CPU])
     stock = run_command(command, folder, extra=["--loader", "stock"], search_path=[FSDP2_ON_CPU])

@@ -150,8 +150,11 @@ class Destination(Protocol):
     leaves_lazy: bool = False
     """Whether parameters stay lazy, for a later load to fill."""
 
-    exchanges_reads: bool = False
-    """Whether ranks exchange what they read, in batches that depend on the setting `staging_bytes`."""
+    exchange_settings: Sequence[str] = ()
+    """Settings that must be the same on all ranks, because they decide what ranks exchange of what they read."""
+
+    seek_bytes: int = 0
+    """The price of a seek in the files that are loaded; a load sets it before it calls :meth:`batches`."""
 
     recast: Sequence[str] = ()
     """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""

@@ -1,7 +1,8 @@
 """Parameters that DTensor shards: FSDP2, HSDP, tensor and expert parallelism. Each rank reads its own local shards.
 
 Ranks that hold the same shard (replicas) each read it. That is simpler than an exchange, and where they share a host
-the page cache serves all but the first.
+the page cache serves all but the first. Ranks that hold columns of the same rows read these together
+(:mod:`.columns`), because each alone would read nearly all of them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import View
 from ..footprint.memory import MemoryFootprint
 from ..footprint.optimizers import AdamW
 from ..footprint.sharded import HeldShard, sharded_footprint
@@ -25,9 +27,10 @@ from ..planning.plan import partition_range
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
+from .columns import Columns, columns_of, exchange_batches
 from .quantising import ToQuantise, quantising_batches
 from .replicated import open_flat
-from .shards import Shard, local_of, shard_of
+from .shards import Shard, cuts_of, local_of, shard_of
 from .whole import WholeParameters
 
 
@@ -43,6 +46,7 @@ class DTensors(Destination):
         trains_on: the type of the device that training will use, for :meth:`footprint`; default: that of `device`.
         adamw: how AdamW will step, likewise; default: as torch chooses.
         unpacked_because: why weights may not be packed; default: they may, where only FSDP2 shards them.
+        shares_columns: ranks may read together what they hold columns of.
     """
 
     takes_dtensors = fills_missing = True
@@ -55,10 +59,13 @@ class DTensors(Destination):
         trains_on: str | None = None,
         adamw: AdamW | None = None,
         unpacked_because: str = "",
+        shares_columns: bool = False,
     ) -> None:
         self.device = device
         self.unpacked_because = unpacked_because or fsdp.CASTS_BYTES
         self.takes_packed = not self.unpacked_because
+        self._shares_columns = shares_columns
+        self.exchange_settings = ("seek_bytes",) if shares_columns else ()
         self._adamw = adamw
         self.trains_on = trains_on or device.type
         self._coordinator = coordinator
@@ -101,18 +108,31 @@ class DTensors(Destination):
 
         parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
         items: list[Item] = []
-        to_quantise = []
+        to_quantise: list[ToQuantise] = []
+        together: list[Columns] = []
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
             if isinstance(view.node, Quantised):
                 to_quantise.append(ToQuantise(name, view.node, partial(_take_own, local, shard.box)))
                 continue
-            items.append(item_of(shard.target(name, local), narrowed(view, shard.box), local.view(-1)))
+            columns = self._columns(name, local, view, shard) if self._shares_columns else None
+            if columns is not None:
+                together.append(columns)
+            else:
+                items.append(item_of(shard.target(name, local), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
         return [
             Batch([*items, *flat_items(buffers)]),
+            *exchange_batches(together, self._coordinator),
             *quantising_batches(to_quantise, self._coordinator, self.device),
         ]
+
+    def _columns(self, name: str, local: torch.Tensor, view: View, shard: Shard) -> Columns | None:
+        sharded, managed = self._sharded.get(name), self._managed.get(name)
+        if sharded is None:
+            return None
+        spec = sharded if managed is None else fsdp.inner_spec(managed)
+        return columns_of(name, local, view, shard, cuts_of(name, sharded, managed), spec, self.seek_bytes)
 
     def _new(
         self, name: str, sharded: Any, box: ParameterBox, old: torch.Tensor, device: torch.device

@@ -133,7 +133,7 @@ class Replicated(Destination):
         on_device: put parameters on `device`, instead of into host memory.
     """
 
-    exchanges_reads = True
+    exchange_settings = ("staging_bytes",)
 
     def __init__(
         self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = _HOST, *, on_device: bool = False

@@ -16,7 +16,7 @@ from ..planning.plan import Target
 from . import fsdp
 
 
-__all__ = ["Shard", "is_sharded", "local_of", "shard_of", "whole_of"]
+__all__ = ["Shard", "cuts_of", "is_sharded", "local_of", "shard_of", "whole_of"]
 
 
 class Shard(NamedTuple):
@@ -52,18 +52,21 @@ def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> Shard:
     Raises:
         UnsupportedError: a placement is a partial sum, whose values no rank holds.
     """
-    placed = list(_placed(name, param))
     copy, copies = 0, 1
-    for placement, size, coordinate in placed:
+    for placement, size, coordinate in _placed(name, param):
         if isinstance(placement, Replicate):
             copy, copies = copy * size + coordinate, copies * size
     is_repeated = int(param.device_mesh.mesh.min()) != 0
+    return Shard(ParameterBox.of_cuts(param.shape, cuts_of(name, param, managed)), copy, copies, is_repeated)
+
+
+def cuts_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> list[Cut]:
+    """The cuts that leave what this rank holds of `param`, in their order; arguments and errors as of `shard_of`."""
     if managed is None:
-        return Shard(ParameterBox.of_cuts(param.shape, _cuts(placed)), copy, copies, is_repeated)
+        return list(_cuts(list(_placed(name, param))))
     inner, chunk = fsdp.inner_spec(managed), fsdp.chunk_of(managed)
     cuts = [] if inner is None else list(_cuts(list(_placed(name, inner))))
-    cuts = cuts if chunk is None else [*cuts, chunk]
-    return Shard(ParameterBox.of_cuts(param.shape, cuts), copy, copies, is_repeated)
+    return cuts if chunk is None else [*cuts, chunk]
 
 
 _Placed = tuple[Any, int, int]

@@ -237,8 +237,9 @@ class Load:
         with self.coordinator.reporting():
             try:
                 with self.clock("plan"):
-                    mine = description(model, missing, self.ds_config, self.config, self.destination.exchanges_reads)
+                    mine = description(model, missing, self.ds_config, self.config, self.destination.exchange_settings)
                     batches, plan, leaves = self.make_plan(model, missing, tied)
+                    mine["the number of exchanges"] = str(sum(batch.is_collective for batch in batches))
                     self.destination.check(plan.targets)
                     self.checkpoint.open(read.shard for read in plan)
                 refuse_differences(self.coordinator.all_gather(mine))
@@ -273,6 +274,7 @@ class Load:
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
         """Make the :attr:`plan` that :meth:`place` carries out, and the :attr:`footprint`; spoils `model`."""
+        self.destination.seek_bytes = self.checkpoint.seek_bytes
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
         self._leaves = leaves

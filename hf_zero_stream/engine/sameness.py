@@ -36,19 +36,17 @@ def description(
     missing: Iterable[str],
     ds_config: Mapping[str, Any],
     settings: StreamingConfig,
-    exchanges_reads: bool,
+    exchange_settings: Iterable[str],
 ) -> dict[str, str]:
     """What this rank is about to load into the lazy `model`, item by item: short texts, or digests of long ones.
 
-    With `exchanges_reads`, ranks exchange what they read, in pieces that depend on `staging_bytes`.
+    What ranks exchange of what they read depends on `exchange_settings`, names of settings.
     """
     tensors = [*model.named_parameters(), *model.named_buffers()]
     dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()]
     config = model.config.to_dict() if hasattr(model, "config") else {}
     items = {f"the version of {name}": _version(name) for name in LIBRARIES}
-    items |= {f"the setting {name}": str(getattr(settings, name)) for name in _SETTINGS}
-    if exchanges_reads:
-        items["the setting staging_bytes"] = str(settings.staging_bytes)
+    items |= {f"the setting {name}": str(getattr(settings, name)) for name in (*_SETTINGS, *exchange_settings)}
     return items | {
         "the model's class": type(model).__name__,
         "the model's config": _digest(_json(config)),

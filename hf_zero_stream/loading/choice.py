@@ -22,7 +22,15 @@ from ..seams.sharding import cuts_matrices, distributed_config_of, init_distribu
 from ..seams.wrappers import shards_by_fsdp2
 
 
-__all__ = ["Choice", "choose", "refuse_pipelines", "refuse_sharding", "settings_for", "warn_of_open_dtype"]
+__all__ = [
+    "Choice",
+    "choose",
+    "refuse_pipelines",
+    "refuse_sharding",
+    "settings_for",
+    "shares_columns",
+    "warn_of_open_dtype",
+]
 
 logger = logging.get_logger(__name__)
 
@@ -110,8 +118,14 @@ def _into_shards(
 ) -> Load:
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
 
-    destination = DTensors(coordinator, device, unpacked_because=unpacked_because)
-    return Load(settings_for(found, strict), completed(found), coordinator, destination)
+    settings = settings_for(found, strict)
+    shards = DTensors(coordinator, device, unpacked_because=unpacked_because, shares_columns=shares_columns(settings))
+    return Load(settings, completed(found), coordinator, shards)
+
+
+def shares_columns(settings: StreamingConfig) -> bool:
+    """Whether ranks of tensor parallelism may read columns together; not if each compares what it holds with files."""
+    return settings.share_reads and settings.verify in ("off", "sizes")
 
 
 def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:

@@ -26,7 +26,7 @@ from ..seams.entrances import MODEL_FILES
 from ..seams.remote import asked_at_once
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
-from .choice import refuse_pipelines, refuse_sharding, warn_of_open_dtype
+from .choice import refuse_pipelines, refuse_sharding, shares_columns, warn_of_open_dtype
 from .integration import patches
 
 
@@ -129,8 +129,9 @@ def _plan_of_shards(
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
     from ..ranks.stand_in import stand_in_group
 
-    destination = DTensors(coordinator, torch.device("cpu"), **training)
-    load = Load(StreamingConfig.resolve(None, {}), {}, coordinator, destination)
+    settings = StreamingConfig.resolve(None, {})
+    destination = DTensors(coordinator, torch.device("cpu"), **training, shares_columns=shares_columns(settings))
+    load = Load(settings, {}, coordinator, destination)
     with stand_in_group(coordinator.rank, coordinator.world_size):
         return _forecast(path, load, arguments)
 

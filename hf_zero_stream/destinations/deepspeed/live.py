@@ -48,7 +48,7 @@ class LiveModel(Destination):
         self._loaded: list[Any] = []
         self._in_context: list[Any] = []
         self.hides_zero3 = self.fills_missing = any(map(is_zero_param, model.parameters()))
-        self.exchanges_reads = not self.hides_zero3
+        self.exchange_settings = () if self.hides_zero3 else ("staging_bytes",)
         self.masters = masters_of(param for param in model.parameters() if not is_zero_param(param))
         """What optimizers of stages 0 to 2 train in place of parameters, by the parameter's ``id``."""
         # Without the rounding to the model's dtype, where fp32 partitions are trained.

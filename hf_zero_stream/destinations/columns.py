@@ -1,0 +1,233 @@
+"""Columns of weights, which the ranks of a tensor-parallel group read together.
+
+A file has a weight row by row. A rank that wants some columns of it would read the short holes between them, too. So
+each rank of the group reads whole rows, its share of them, and sends to every other rank the columns that are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoint.nodes import FileTensor, View
+from ..planning.boxes import regions_of_range
+from ..planning.parameter_box import Cut, ParameterBox
+from ..planning.plan import Target
+from ..ranks.coordinator import Coordinator, collective_device
+from .base import Batch, Item, narrowed
+from .shards import Shard
+
+
+__all__ = ["Columns", "columns_of", "exchange_batches"]
+
+CHUNK_BYTES = 4 * 2**20
+"""Size of each of the two buffers through which a rank exchanges rows."""
+
+WORTH_BYTES = 2**20
+"""Holes of a parameter that one rank would read, below which an exchange takes longer."""
+
+_ALIGNMENT = 16  # bytes; where a part begins in a buffer, so that it can be viewed in any dtype
+
+
+class Columns(NamedTuple):
+    """A parameter of which this rank holds some columns. All sizes are the same on all ranks, but for :attr:`rows`.
+
+    Attributes:
+        local: this rank's memory, flat.
+        view: gives the rows that the group holds between them, each whole.
+        shard: the box of these rows.
+        dim: the dimension that is cut; a row is an index along all dimensions before it.
+        pieces: first and last byte within a row of each rank's columns, in the order of the group.
+        rows: how many rows the group holds.
+        most_rows: those of the group that has most.
+        place: the device mesh, and the number of its dimension that is the group.
+    """
+
+    name: str
+    local: torch.Tensor
+    view: View
+    shard: Shard
+    dim: int
+    pieces: Sequence[tuple[int, int]]
+    rank: int
+    rows: int
+    most_rows: int
+    place: tuple[Any, int]
+
+    @property
+    def row_numel(self) -> int:
+        return prod(self.shard.box.sizes[self.dim :])
+
+    @property
+    def row_bytes(self) -> int:
+        return self.row_numel * int(self.local.dtype.itemsize)
+
+    @property
+    def share(self) -> int:
+        """Rows that each rank reads; the last ones may have fewer."""
+        return -(-self.most_rows // len(self.pieces))
+
+    @property
+    def bytes_per_row(self) -> int:
+        """What a row of each rank's share takes of a buffer: there, or as the columns that arrive for it."""
+        return max(self.row_bytes, len(self.pieces) * max(end - begin for begin, end in self.pieces))
+
+
+def columns_of(
+    name: str, local: torch.Tensor, view: View, shard: Shard, cuts: Sequence[Cut], spec: Any, seek_bytes: int
+) -> Columns | None:
+    """How the ranks along one dimension of a mesh read a parameter together; None if each should read its own part.
+
+    Args:
+        view: gives the whole parameter.
+        cuts: what left ``shard.box`` of it.
+        spec: the DTensor, or its spec, that says which ranks share the columns; None: FSDP2 alone has cut.
+        seek_bytes: longest hole that would be read.
+    """
+    of_columns = [cut for cut in cuts if cut.dim > 0]
+    if spec is None or len(of_columns) != 1 or of_columns[0].groups > 1:
+        return None
+    (cut,) = of_columns
+    mesh_dim = next((n for n, placement in enumerate(spec.placements) if placement.is_shard(cut.dim)), None)
+    shape, itemsize = shard.box.shape, int(local.dtype.itemsize)
+    length, after = shape[cut.dim], prod(shape[cut.dim + 1 :]) * itemsize
+    most = ParameterBox.of_cuts(shape, [other._replace(part=0) for other in cuts])  # torch.chunk: none has more
+    most_rows, hole = prod(most.sizes[: cut.dim]), (length - most.sizes[cut.dim]) * after
+    is_worth = most_rows * hole >= WORTH_BYTES and 2 * length * after <= CHUNK_BYTES
+    if mesh_dim is None or not is_worth or not _holes_are_read(view, cut.dim, hole / (length * after), seek_bytes):
+        return None
+    parts = [ParameterBox.of_cuts((length,), [Cut(0, cut.parts, part)]).intervals[0][0] for part in range(cut.parts)]
+    box = shard.box._replace(
+        intervals=(*shard.box.intervals[: cut.dim], ((0, length),), *shard.box.intervals[cut.dim + 1 :])
+    )
+    return Columns(
+        name,
+        local.view(-1),
+        narrowed(view, box),
+        shard._replace(box=box),
+        cut.dim,
+        [(start * after, stop * after) for start, stop in parts],
+        cut.part,
+        prod(box.sizes[: cut.dim]),
+        most_rows,
+        (spec.device_mesh, mesh_dim),
+    )
+
+
+def _holes_are_read(view: View, dim: int, share: float, seek_bytes: int) -> bool:
+    """Whether a row of `view` lies in one piece in a file, and the others' `share` of it is a hole to be read."""
+    regions = list(regions_of_range(view, 0, prod(view.sizes[dim:])))
+    return all(
+        isinstance(region.leaf, FileTensor)
+        and region.box.is_run
+        and region.box.numel * region.leaf.dtype.itemsize * share <= seek_bytes
+        for region in regions
+    )
+
+
+class _Part(NamedTuple):
+    """Rows of one parameter in one exchange: `most` of each rank's share, from row `first` of it on.
+
+    `offset` is where this rank's begin in its buffer, in bytes.
+    """
+
+    columns: Columns
+    first: int
+    most: int
+    offset: int
+
+    def rows_of(self, rank: int) -> tuple[int, int]:
+        """The first row that `rank` reads, and one past the last."""
+        first = rank * self.columns.share + self.first
+        last = min(first + self.most, (rank + 1) * self.columns.share, self.columns.rows)
+        return min(first, self.columns.rows), max(min(first, self.columns.rows), last)
+
+    @property
+    def target(self) -> Target:
+        columns = self.columns
+        start, stop = (row * columns.row_numel for row in self.rows_of(columns.rank))
+        box = None if columns.shard.box.is_whole else columns.shard.box
+        is_copy = columns.shard.copy > 0 or columns.shard.is_repeated
+        return Target(columns.name, columns.local.dtype, stop - start, start, stop, box, is_copy)
+
+    def read_rows(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The rows that this rank has read, as bytes."""
+        start, stop = self.rows_of(self.columns.rank)
+        row_bytes = self.columns.row_bytes
+        return buffer[self.offset : self.offset + (stop - start) * row_bytes].view(stop - start, row_bytes)
+
+    def local_rows(self, rank: int) -> torch.Tensor:
+        """Where this rank's columns of the rows that `rank` reads go, as bytes."""
+        columns = self.columns
+        begin, end = columns.pieces[columns.rank]
+        start, stop = (row * (end - begin) for row in self.rows_of(rank))
+        return columns.local.view(torch.uint8)[start:stop]
+
+
+def _exchanges(all_columns: Iterable[Columns]) -> Iterator[list[_Part]]:
+    """The parts of each exchange; all ranks have as many exchanges, and each group has the same parts."""
+    parts: list[_Part] = []
+    used = 0
+    for columns in all_columns:
+        first = 0
+        while first < columns.share:
+            is_other = parts and parts[0].columns.place != columns.place
+            most = 0 if is_other else min(columns.share - first, (CHUNK_BYTES - used) // columns.bytes_per_row)
+            if most == 0:
+                yield parts
+                parts, used = [], 0
+                continue
+            parts.append(_Part(columns, first, most, used))
+            used += -(-most * columns.bytes_per_row // _ALIGNMENT) * _ALIGNMENT
+            first += most
+    if parts:
+        yield parts
+
+
+def exchange_batches(all_columns: Iterable[Columns], coordinator: Coordinator) -> list[Batch]:
+    """Batches that fill the memory of `all_columns`, which come in the same order on all ranks."""
+
+    @cache
+    def buffer(what: str) -> torch.Tensor:
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=collective_device())
+
+    def exchange(parts: Sequence[_Part]) -> None:
+        mesh, mesh_dim = parts[0].columns.place
+        ranks = range(len(parts[0].columns.pieces))
+        sent, sizes = 0, []
+        for to in ranks:
+            before = sent
+            for part in parts:
+                begin, end = part.columns.pieces[to]
+                rows = part.read_rows(buffer("rows"))[:, begin:end]
+                buffer("sent")[sent : sent + rows.numel()].view(rows.shape).copy_(rows)
+                sent += rows.numel()
+            sizes.append(sent - before)
+        places = [[part.local_rows(of) for part in parts] for of in ranks]
+        expected = [sum(len(place) for place in each) for each in places]
+        received = buffer("rows")[: sum(expected)]  # in place of what has been sent
+        group = mesh.get_group(mesh_dim)
+        coordinator.wait(
+            dist.all_to_all_single(received, buffer("sent")[:sent], expected, sizes, group=group, async_op=True)
+        )
+        everyones = [place for each in places for place in each]
+        for place, values in zip(everyones, received.split([len(place) for place in everyones]), strict=True):
+            place.copy_(values)
+
+    def item(part: _Part) -> Item:
+        target = part.target
+        return Item(
+            target,
+            part.columns.view,
+            lambda: part.read_rows(buffer("rows")).view(-1).view(target.dtype),
+        )
+
+    return [
+        Batch([item(part) for part in parts], finish=partial(exchange, parts), is_collective=True, is_temporary=True)
+        for parts in _exchanges(all_columns)
+    ]
