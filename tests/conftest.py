@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import ENVIRONMENT, warm_up
+from tests.cluster import ENVIRONMENT, ROOT, warm_up
 
 
 STARTS_RANKS = {"cluster", "compiler", "async_io"}
@@ -82,15 +82,13 @@ def cluster(compiler: None) -> None:
 def async_io(compiler: None) -> None:
     """DeepSpeed's asynchronous I/O, compiled: that may take longer than a test may."""
     skip_if_lacking(ASYNC_IO)
-    build = "from deepspeed.ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=False)"
-    subprocess.run([sys.executable, "-c", build], check=True, timeout=900)
+    subprocess.run([sys.executable, "-m", "tests.extensions", "AsyncIOBuilder"], check=True, timeout=900, cwd=ROOT)
 
 
 @pytest.fixture(scope="session")
 def fused_adam(compiler: None) -> None:
     """DeepSpeed's FusedAdam, compiled: that may take longer than a test may."""
-    build = "from deepspeed.ops.op_builder import FusedAdamBuilder; FusedAdamBuilder().load(verbose=False)"
-    subprocess.run([sys.executable, "-c", build], check=True, timeout=900)
+    subprocess.run([sys.executable, "-m", "tests.extensions", "FusedAdamBuilder"], check=True, timeout=900, cwd=ROOT)
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,31 @@
+"""Load the modules that DeepSpeed compiles at their first use, after a compiler that was killed too.
+
+    python -m tests.extensions AsyncIOBuilder
+
+Torch leaves a lock file while it compiles, and every later process waits without end for it to go. If the compiler was
+killed, nobody removes it. Whoever holds our own lock is the only one compiling, and may remove that file.
+"""
+
+import fcntl
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def load_extension(builder: str) -> Any:
+    """Compile, the first time, and load what DeepSpeed's class of this name builds."""
+    from deepspeed.accelerator import get_accelerator
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "tests.flock", "w") as guard:
+        fcntl.flock(guard, fcntl.LOCK_EX)
+        for stale in root.glob("**/lock"):
+            stale.unlink()
+        return get_accelerator().create_op_builder(builder).load(verbose=False)
+
+
+if __name__ == "__main__":
+    load_extension(sys.argv[1])
