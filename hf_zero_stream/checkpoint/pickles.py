@@ -12,6 +12,7 @@ import pickletools
 from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from pickle import HIGHEST_PROTOCOL
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
@@ -105,6 +106,8 @@ def read_pickle(
                 raise CheckpointError(f"the opcode {opcode.name} is in no such file")
             if opcode.name == "FRAME" and (position or 0) + 9 + (argument or 0) > len(data):
                 raise ValueError("a frame that goes on behind the end")
+            if opcode.name == "PROTO" and (argument or 0) > HIGHEST_PROTOCOL:
+                raise ValueError(f"protocol {argument}, which Python does not read")
             if opcode.name == "STOP":
                 (root,) = machine.stack
                 return Pickle(root, (position or 0) + 1, machine.globals, machine.calls, machine.persistents)

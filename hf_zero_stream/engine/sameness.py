@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -97,6 +98,7 @@ def refuse_other_shards(paths: Sequence[str], own: Iterable[Copy], of_rank_0: It
         )
 
 
+@cache
 def _version(library: str) -> str:
     """The release: builds for different accelerators count as the same."""
     try:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from ..ranks.background import BackgroundMeeting
 from ..reports.load import PhaseClock
 from ..reports.save import SavingRank
-from .files import Comparison, ShardWriter
+from .files import Comparison, ShardWriter, sync_all
 from .host_copy import HostCopy
 from .planned import Planned, Prepared
 
@@ -53,8 +53,7 @@ class BackgroundSave:
             for copy, writer in zip(self.copies, files, strict=True):
                 copy.give(writer.put, self.meeting.check)
             with self.clock("sync"):
-                for writer in files:
-                    writer.sync()
+                sync_all(files)
         if self.verifies:
             with self.clock("verify"):
                 for copy, comparison in zip(self.copies, self.prepared.files(Comparison), strict=True):

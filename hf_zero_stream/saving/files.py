@@ -24,7 +24,7 @@ from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance
 
 
-__all__ = ["Comparison", "Publication", "ShardWriter", "finish_interrupted", "is_unfinished", "reserve"]
+__all__ = ["Comparison", "Publication", "ShardWriter", "finish_interrupted", "is_unfinished", "reserve", "sync_all"]
 
 PREFIX = ".hf_zero_stream-saving-"
 _LIST = "renames.json"
@@ -110,6 +110,12 @@ class ShardWriter:
             f"{self._paths[shard]}: bytes {position} to {position + nbytes}: {problem}. What was there before has not "
             "been touched."
         )
+
+
+def sync_all(writers: Sequence[ShardWriter]) -> None:
+    """Wait until what was written into all of their shards is on the disk."""
+    for writer in writers:
+        writer.sync()
 
 
 class Comparison(ShardWriter):

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from ..seams.ds_config import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .background import BackgroundSave
-from .files import Comparison, Publication, ShardWriter, reserve
+from .files import Comparison, Publication, ShardWriter, reserve, sync_all
 from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
@@ -44,7 +45,7 @@ from .pending import Finished, PendingSave, finish_pending
 from .plan import CHUNK_BYTES
 from .planned import Content, Ending, Planned, Prepared
 from .preparation import Preparation
-from .write import bytes_of, execute_save, write_alone, write_exchanged
+from .write import Task, bytes_of, execute_saves, write_alone, write_exchanged
 
 
 __all__ = ["Save", "occasion_to_save"]
@@ -215,17 +216,11 @@ class Save:
 
     def _write(self, prepared: Prepared) -> None:
         settle(self.model.parameters())
-        with ExitStack() as opened:
-            files = [opened.enter_context(closing(writer)) for writer in prepared.files(ShardWriter)]
-            for each, writer in zip(prepared.planned, files, strict=True):
-                self._execute("write", each, writer, "Writing weights")
-            with self._clock("sync"):
-                for writer in files:
-                    self._coordinator.run_on_all(writer.sync)
+        with self._execute("write", prepared, ShardWriter, "Writing weights") as writers, self._clock("sync"):
+            self._coordinator.run_on_all(partial(sync_all, writers))
         if self._verify:
-            for each, comparison in zip(prepared.planned, prepared.files(Comparison), strict=True):
-                with closing(comparison):
-                    self._execute("verify", each, comparison, "Verifying weights")
+            with self._execute("verify", prepared, Comparison, "Verifying weights"):
+                pass
         with self._clock("publish"):
             self._coordinator.run_on_main(prepared.publish)
 
@@ -296,17 +291,29 @@ class Save:
             logger.info(f"{self._folder}: rank(s) {blind} cannot write there, so rank 0 writes what they hold too.")
         return bool(blind)
 
-    def _execute(self, phase: str, planned: Planned, files: ShardWriter, description: str) -> None:
-        parameters, plan = planned.parameters, planned.plan
-        with self._clock(phase), progress_bar(plan.bytes_written, description, self._progress) as advance:
+    @contextmanager
+    def _execute(
+        self, phase: str, prepared: Prepared, kind: type[ShardWriter], description: str
+    ) -> Iterator[Sequence[ShardWriter]]:
+        """Carry out all plans, into writers of this `kind`, which are open inside."""
+        planned = prepared.planned
+        nbytes = sum(each.plan.bytes_written for each in planned)
+        with ExitStack() as opened:
+            writers = [opened.enter_context(closing(writer)) for writer in prepared.files(kind)]
+            with self._clock(phase), progress_bar(nbytes, description, self._progress) as advance:
 
-            def put(shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
-                buffers = [bytes_of(piece) for piece in pieces]
-                files.put(shard, position, buffers)
-                advance(sum(map(len, buffers)))
+                def put(writer: ShardWriter, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
+                    buffers = [bytes_of(piece) for piece in pieces]
+                    writer.put(shard, position, buffers)
+                    advance(sum(map(len, buffers)))
 
-            execute_save(plan, parameters, put, self._coordinator, self._threads())
-        self._memory.sample()
+                tasks = [
+                    Task(each.plan, each.parameters, partial(put, writer))
+                    for each, writer in zip(planned, writers, strict=True)
+                ]
+                execute_saves(tasks, self._coordinator, self._threads())
+            self._memory.sample()
+            yield writers
 
     def _threads(self) -> int:
         """This rank's share of the host's cores, at most 8: memory bandwidth bounds writes into the page cache."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from itertools import accumulate, chain, filterfalse, groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from .parameters import Parameters, Values, opened
 from .plan import Part, Round, SavePlan, Segment
 
 
-__all__ = ["WRITE_BYTES", "Put", "bytes_of", "execute_save", "write_alone", "write_exchanged"]
+__all__ = ["WRITE_BYTES", "Put", "Task", "bytes_of", "execute_saves", "write_alone", "write_exchanged"]
 
 WRITE_BYTES = 8 * 2**20
 """Largest single write, and the size of the buffer that casts and device copies go through."""
@@ -27,10 +28,24 @@ Put = Callable[[int, int, Sequence[torch.Tensor]], None]
 """``put(shard, position, values)``: take flat `values`, one after the other, as the bytes of a shard from there on."""
 
 
-def execute_save(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator, threads: int) -> None:
-    """Give `put`, from several `threads`, all bytes that this rank writes; all ranks must call it together."""
-    coordinator.run_on_all(lambda: write_alone(plan, parameters, put, threads))
-    write_exchanged(plan, parameters, put, coordinator)
+class Task(NamedTuple):
+    """A plan, what it is about, and what takes its bytes."""
+
+    plan: SavePlan
+    parameters: Parameters
+    put: Put
+
+
+def execute_saves(tasks: Sequence[Task], coordinator: Coordinator, threads: int) -> None:
+    """Give each `put`, from several `threads`, all bytes that this rank writes; all ranks must call it together."""
+
+    def write_all_alone() -> None:
+        for task in tasks:
+            write_alone(*task, threads)
+
+    coordinator.run_on_all(write_all_alone)
+    for task in tasks:
+        write_exchanged(*task, coordinator)
 
 
 def write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator) -> None:
