@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.profiler import ProfilerActivity, profile
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.config import StreamingConfig
@@ -19,8 +21,9 @@ from hf_zero_stream.destinations.base import Batch, Destination
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.loading.dry_load import lazily_loaded
+from hf_zero_stream.packed import pieces
 from hf_zero_stream.packed.modules import packed_weights
-from hf_zero_stream.packed.weights import sources
+from hf_zero_stream.packed.weights import PackedWeight, sources
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.quantised_checkpoints import (
     SCHEMES,
@@ -97,6 +100,47 @@ def test_experts_that_transformers_cannot_dequantise(tmp_path: Path, scheme: str
             pass
 
 
+def in_small_pieces(weight: PackedWeight, parameter: torch.Tensor, number: int) -> torch.Tensor:
+    """The matrix, computed in pieces that end within blocks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pieces, "PIECE_NUMEL", 1)
+        patch.setattr(pieces, "_ALIGNMENT", 7)
+        return weight.matrix(parameter, number)
+
+
+LARGE: dict[str, Callable[[Path], Any]] = {
+    "fp8": lambda folder: fp8(folder, width=1024),
+    "fp4 experts": lambda folder: fp4_experts(folder, width=1024),
+    "mxfp4": lambda folder: mxfp4(folder, width=1024),
+    "int4": lambda folder: compressed_tensors(folder, "int4 with zero points", width=1024),
+    "nf4": lambda folder: bitsandbytes(folder, "double nf4", width=1024),
+    "int8": lambda folder: bitsandbytes(folder, "int8", width=1024),
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_peak_of_dequantising(tmp_path: Path, name: str) -> None:
+    """Beside the matrix itself a few MiB, however large it is; all at once would be up to nine times the matrix."""
+    LARGE[name](tmp_path)
+    with lazy_model(tmp_path, keep_quantized=True, dtype=torch.bfloat16) as packed:
+        found = [
+            (weight.shape[-2] * weight.shape[-1], weight, module._parameters[key])
+            for module in packed.modules()
+            for key, weight in packed_weights(module).items()
+        ]
+        numel, weight, param = max(found, key=lambda each: each[0])
+        assert isinstance(param, LazyTensor)
+        parameter = param.materialise()
+        weight.matrix(parameter)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
+            matrix = weight.matrix(parameter)
+    assert matrix.nbytes == 2 * numel > 4 * 2**20 * 0.99
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    in_order = sorted(events, key=lambda event: event.start_ns())
+    peak = max(accumulate(event.nbytes() for event in in_order))
+    assert matrix.nbytes <= peak <= matrix.nbytes + 8 * 2**20
+
+
 def check(folder: Path, dtype: torch.dtype, expected: dict[str, torch.Tensor]) -> None:
     """What is packed of the checkpoint in `folder` has the `expected` values, in `dtype`, and the file's bytes."""
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -113,8 +157,9 @@ def check(folder: Path, dtype: torch.dtype, expected: dict[str, torch.Tensor]) -
                 assert param.nbytes < values.numel() * dtype.itemsize
                 matrices = values if weight.is_stack else [values]
                 for number, matrix in enumerate(matrices):
-                    mine = weight.matrix(parameter, number)
-                    assert mine.dtype == dtype and torch.equal(mine, matrix.to(dtype)), (prefix, key, number)
+                    for mine in (weight.matrix(parameter, number), in_small_pieces(weight, parameter, number)):
+                        assert mine.dtype == dtype and mine.is_contiguous()
+                        assert torch.equal(mine, matrix.to(dtype)), (prefix, key, number)
                 held[f"{prefix}.{key}"] = weight, param.view_of_node
         assert held
         assert not any(param.requires_grad for param in packed.parameters())

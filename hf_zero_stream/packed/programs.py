@@ -29,6 +29,7 @@ from ..checkpoint.nodes import (
     View,
     row_major_strides,
 )
+from .pieces import Input, bounds, computed, pieces_of
 
 
 __all__ = ["NotPackable", "NotQuantised", "Program", "Region", "taken_apart"]
@@ -53,13 +54,6 @@ class Region(NamedTuple):
     numel: int
 
 
-@dataclass(eq=False, slots=True)
-class _Input(Node):
-    """Stands for the elements of a region: the input `number` of a program."""
-
-    number: int
-
-
 @dataclass(frozen=True)
 class Program:
     """The rule by which one matrix comes from its inputs; `signature` is equal for programs that do the same."""
@@ -67,9 +61,12 @@ class Program:
     result: View
     signature: Hashable
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The matrix, of the sizes of `result`, from flat inputs of the dtypes of their regions."""
-        return _values(self.result, inputs)
+    def run(self, inputs: Sequence[torch.Tensor], *dtypes: torch.dtype) -> torch.Tensor:
+        """The matrix, of the sizes of `result`, from flat inputs of the dtypes of their regions.
+
+        It is cast to each of `dtypes` in turn.
+        """
+        return computed(self.result, inputs, *dtypes)
 
     @property
     def does_nothing(self) -> bool:
@@ -138,7 +135,9 @@ def _with_args(node: Computed, args: tuple[Any, ...]) -> Computed:
 
 
 def _input(view: View, node: FileTensor, regions: list[Region]) -> tuple[View, Hashable]:
-    first, last = _bounds(view)
+    if not view.numel:
+        raise NotPackable("it has no elements")
+    first, last = bounds(view)
     numel = last + 1 - first
     if numel != prod(size for size, stride in zip(view.sizes, view.strides, strict=True) if stride):
         raise NotPackable(f"it takes elements of {node.entry.name} that do not lie side by side")
@@ -146,25 +145,16 @@ def _input(view: View, node: FileTensor, regions: list[Region]) -> tuple[View, H
     if region not in regions:
         regions.append(region)
     number = regions.index(region)
-    new = View(_Input((numel,), node.dtype, number), view.sizes, view.strides, view.offset - first)
+    new = View(Input((numel,), node.dtype, number), view.sizes, view.strides, view.offset - first)
     return new, ("input", number, str(node.dtype), numel, new.sizes, new.strides, new.offset)
-
-
-def _bounds(view: View) -> tuple[int, int]:
-    """The numbers of the first and of the last element of the node that `view` touches; strides are not negative."""
-    if not view.numel:
-        raise NotPackable("it has no elements")
-    return view.offset, view.offset + sum(
-        (size - 1) * stride for size, stride in zip(view.sizes, view.strides, strict=True)
-    )
 
 
 def _touched_rows(view: View, node: Node) -> tuple[Node, int]:
     """`node` without the indices along its first dimension that `view` does not touch, and the view's offset in it."""
-    if not node.sizes or node.sizes[0] == 1:
+    if not node.sizes or node.sizes[0] == 1 or not view.numel:
         return node, view.offset
     row = row_major_strides(node.sizes)[0]
-    first, last = _bounds(view)
+    first, last = bounds(view)
     begin, count = first // row, last // row + 1 - first // row
     if count == node.sizes[0]:
         return node, view.offset
@@ -174,7 +164,7 @@ def _touched_rows(view: View, node: Node) -> tuple[Node, int]:
         case Copy():
             narrowed = Copy(sizes, node.dtype, node.source.narrow(0, begin, count))
         case Cat() if node.dim == 0:
-            narrowed = View.joined(tuple(_pieces_of(node, begin, begin + count)), 0).node
+            narrowed = View.joined(tuple(pieces_of(node, begin, begin + count)), 0).node
         case Cat():
             pieces = tuple(piece.narrow(0, begin, count) for piece in node.pieces)
             narrowed = Cat(sizes, node.dtype, node.dim, pieces, node.starts)
@@ -189,15 +179,6 @@ def _touched_rows(view: View, node: Node) -> tuple[Node, int]:
         case _:
             return node, view.offset
     return narrowed, view.offset - begin * row
-
-
-def _pieces_of(node: Cat, begin: int, end: int) -> list[View]:
-    pieces = []
-    for piece, start in zip(node.pieces, node.starts, strict=False):
-        first, stop = max(begin, start), min(end, start + piece.sizes[0])
-        if first < stop:
-            pieces.append(piece.narrow(0, first - start, stop - first))
-    return pieces
 
 
 def _identity(value: Any) -> Hashable:
@@ -219,36 +200,3 @@ def _identity(value: Any) -> Hashable:
 
 def _computes(view: View) -> bool:
     return isinstance(view.node, Computed) or any(map(_computes, view.node.inputs()))
-
-
-def _values(view: View, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    buffer = _buffer(view.node, inputs)
-    return buffer.as_strided(view.sizes, view.strides, buffer.storage_offset() + view.offset)
-
-
-def _buffer(node: Node, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All values of `node`, row-major."""
-
-    def value_of(view: View) -> torch.Tensor:
-        return _values(view, inputs)
-
-    match node:
-        case _Input():
-            return inputs[node.number]
-        case HostTensor():
-            return node.tensor.to(inputs[0].device)
-        case Copy():
-            return value_of(node.source).to(node.dtype).contiguous()
-        case Cat():
-            pieces = [value_of(piece) for piece in node.pieces]
-            return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, node.dim)
-        case Blockwise():
-            result = node.function((0,) * len(node.sizes), *map(value_of, node.args))
-            return result[tuple(map(slice, node.sizes))].contiguous()
-        case Computed():
-            result = node.result(value_of)
-            if isinstance(node, Opaque) and node.output is not None:
-                result = result[node.output]
-            return result.contiguous()
-        case _:
-            raise TypeError(f"a {type(node).__name__} is no part of a program")

@@ -60,9 +60,9 @@ class PackedWeight:
     def matrix(self, parameter: torch.Tensor, number: int = 0) -> torch.Tensor:
         """The dequantised matrix `number`, new memory, from the whole `parameter`, gathered if it is partitioned."""
         row = parameter.detach().view(-1)[number * self.row_bytes : (number + 1) * self.row_bytes]
-        values = self.program.run([_as_dtype(row, *place) for place in self.inputs])
-        values = values.view(values.shape[1:] if self.is_stack else values.shape).to(self.dtype)
-        return values.to(self.matrix_dtype)
+        inputs = [_as_dtype(row, *place) for place in self.inputs]
+        values = self.program.run(inputs, self.dtype, self.matrix_dtype)
+        return values.view(values.shape[1:] if self.is_stack else values.shape)
 
     @property
     def matrix_dtype(self) -> torch.dtype:

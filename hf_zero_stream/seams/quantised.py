@@ -202,6 +202,9 @@ def _unpack_from_int32(original: Original, value: Any, num_bits: int, shape: Any
     def unpack(origin: tuple[int, ...], words: torch.Tensor) -> torch.Tensor:
         unpacked = list(words.shape)
         unpacked[packed_dim] = words.shape[packed_dim] * 32 // num_bits
+        if packed_dim == 0:  # compressed-tensors itself fails at a single row of words, whose transpose is contiguous
+            rows = words.t().clone(memory_format=torch.contiguous_format)
+            return original(rows, num_bits, torch.Size(unpacked[::-1]), 1).t()
         return original(words, num_bits, torch.Size(unpacked), packed_dim)
 
     return LazyTensor.of_blocks(
