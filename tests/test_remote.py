@@ -88,6 +88,9 @@ def load_everywhere(root: Path, urls: list[str], environment: dict[str, str], te
         assert transformers.AutoConfig.from_pretrained(f"{urls[0]}/single").hidden_size == 12
         assert [path.name for path in temporary.rglob("*") if path.is_file()].count("config.json")
     values = whole.state_dict()
+    read = sum(rank.bytes_read for rank in whole.streaming_report.ranks)
+    if read > 1.01 * sum(value.nbytes for value in values.values()):
+        found.append(f"{urls[0]}/single: all ranks hold the same, and read {read} bytes")
     found += [name for name, value in plain["single"].state_dict().items() if not torch.equal(value, values[name])]
     for url, name in product(urls, MODELS):
         dtype, streaming_class = hows[name]["dtype"], getattr(hf_zero_stream, f"Streaming{MODELS[name]}")
