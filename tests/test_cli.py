@@ -4,10 +4,12 @@ import itertools
 import json
 import random
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,29 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
 def test_wrong_usage(arguments: list[str], message: str) -> None:
     result = run(*arguments, code=USAGE)
     assert message in re.sub(r"\s+", " ", result.stderr) and result.stdout == ""
+
+
+def test_version() -> None:
+    assert run("--version").stdout.split() == [metadata.version("hf_zero_stream")]
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "~/nowhere", "./nowhere"])
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_path_is_no_repository(command: str, path: str) -> None:
+    message = run(command, path, code=1).stderr
+    assert f"ReadError: {path}: there is no such file or folder" in message and "hf://" not in message
+
+
+def test_sizes_make_the_world_size(tiny_moe: Path) -> None:
+    assert run_json("plan", str(tiny_moe), "--fsdp", "4", "--tp", "2")["world_size"] == 8
+
+
+def test_a_layout_needs_a_config(tiny_moe: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_moe, tmp_path / "model")
+    (folder / "config.json").unlink()
+    message = run("convert", str(folder), str(tmp_path / "new"), "--layout", "model", code=1).stderr
+    assert f"CheckpointError: {folder}: no model can be made of it" in message
+    assert not list((tmp_path / "new").iterdir())
 
 
 @pytest.mark.parametrize(

@@ -202,6 +202,10 @@ def test_doctor_reads_a_path(tmp_path: Path, no_accelerate: list[str]) -> None:
     assert statuses(run_json("doctor", str(tmp_path / "empty"), *no_accelerate)["storage"])["speed"] == "no"
     missing = run_json("doctor", str(tmp_path / "nowhere"), *no_accelerate, code=1)
     assert statuses(missing["storage"]) == {"path": PROBLEM}
+    (tmp_path / "config.json").write_text("{")
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    (check,) = run_json("doctor", str(tmp_path), *no_accelerate, code=1)["checkpoint"]
+    assert check["status"] == PROBLEM and check["text"].startswith("2 faults;")
 
 
 def settings(tmp_path: Path, config: dict[str, Any], code: int) -> dict[str, str]:

@@ -118,12 +118,17 @@ def lose_index(folder: Path) -> None:
     (folder / INDEX).unlink()
 
 
+def cut_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "lla')
+
+
 def lose_all(folder: Path) -> None:
     for path in folder.iterdir():
         path.unlink()
 
 
 FAULTS: list[tuple[Callable[[Path], None], list[tuple[str, str, str]]]] = [
+    (cut_config, [("config.json", "config", "not JSON")]),
     (lose_shard, [(SECOND, "missing", "not there")]),
     (dangle, [(SECOND, "missing", "link to a file that is not there")]),
     (make_unreadable, [(SECOND, "unreadable", "found a folder")]),

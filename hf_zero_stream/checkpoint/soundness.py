@@ -7,6 +7,7 @@ the Hub names what it stores by SHA-256, and its downloads keep that (see :func:
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ __all__ = [
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
 TORCH_SINGLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
@@ -54,7 +56,7 @@ class Fault:
     The kinds: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (not valid, or the file
     is truncated), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in another shard than
     promised), "link" (to something that is no regular file), "sha256" (contents that differ, or no checksum), "map"
-    (files of a ZeRO or distributed checkpoint do not fit together).
+    (files of a ZeRO or distributed checkpoint do not fit together), "config" (``config.json`` is no JSON object).
     """
 
     file: str
@@ -104,6 +106,7 @@ def check_soundness(
     leftovers = sorted({entry.name for entry in folder.glob("*.safetensors")} - set(found.shards))
     if weight_map is not None and leftovers:
         found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}.")
+    _check_config(folder, found)
     _note_links(folder, found)
     if sha256 or sums is not None:
         check_sums(folder, sums, found, on_bytes)
@@ -224,6 +227,22 @@ def check_tensors(
     unlisted = sorted(homes.keys() - weight_map.keys())
     if unlisted:
         found.notes.append(f"Tensors that the index does not list: {len(unlisted)}, among them {unlisted[0]!r}.")
+
+
+def _check_config(folder: Path, found: Soundness) -> None:
+    """Without a config that can be read there is no model, however sound the weights are."""
+    path = folder / CONFIG
+    if not path.is_file():
+        return
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        found.fault(CONFIG, "unreadable", f"Cannot read it: {error.strerror or error}.")
+    except (ValueError, RecursionError) as error:
+        found.fault(CONFIG, "config", f"It is not JSON: {error}. Download or save it again.")
+    else:
+        if not isinstance(config, dict):
+            found.fault(CONFIG, "config", f"Expected a JSON object; found {excerpt(config)}.")
 
 
 def _note_links(folder: Path, found: Soundness) -> None:

@@ -6,13 +6,13 @@ Exit codes: 0 all is well; 1 the check failed, or one of our own errors ended th
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from typing import Any
+from importlib import import_module, metadata
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..errors import HfZeroStreamError
+from ..errors import PACKAGE, HfZeroStreamError
 from ..reports.text import printable
 
 
@@ -44,6 +44,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(metadata.version(PACKAGE))
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Options of no command; the text of the help is that of `app`."""
+
+
 for _name, _module in COMMANDS.items():
     app.command(_name, epilog=f"Example: {_module.EXAMPLE}")(_module.run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -54,7 +55,7 @@ def cached_folder(path: str, revision: str | None) -> Path:
         # Files are missing from the snapshot; whether they matter is for the readers of the folder to say.
         if incomplete := getattr(error, "snapshot_path", None):
             return Path(incomplete)
-        hint = "" if path.startswith(("/", ".")) else f" To read it from the Hub without a download: hf://{path}."
+        hint = f" To read it from the Hub without a download: hf://{path}." if _is_id(path) else ""
         raise ReadError(
             f"{path}: there is no such file or folder, and no such repository in the Hub's cache. Check the path, or "
             f"download the checkpoint first.{hint}"
@@ -72,7 +73,7 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
             yield path
         elif _is_cached_whole(path, revision):
             yield str(cached_folder(path, revision))
-        elif path.count("/") != 1 or path.startswith("."):
+        elif not _is_id(path):
             raise ReadError(f"{path}: there is no such file or folder, and no repository on the Hub has such an id.")
         else:
             yield Repository(path, revision or "", "").url
@@ -142,6 +143,11 @@ def _index_of(place: str) -> CheckpointIndex:
     paths, weight_map = shards_at(place)
     with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
         return CheckpointIndex.from_headers(paths, checkpoint.read_headers(paths), weight_map)
+
+
+def _is_id(path: str) -> bool:
+    """Whether `path` may be the id of a repository on the Hub; "/name" and "~/name" are paths."""
+    return re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]+\b", path, re.ASCII) is not None
 
 
 def _is_cached_whole(repository: str, revision: str | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -49,8 +50,9 @@ def run(
     save_pretrained writes them, or "model" for the tensors as the model has them.
     """
     from .checkpoints import cached_folder
+    from .models import transformers_errors
 
-    with frame.quiet():
+    with frame.quiet(), nullcontext() if layout == "same" else transformers_errors(path):
         from ..convert import convert
 
         done = convert(

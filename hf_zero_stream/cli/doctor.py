@@ -67,7 +67,7 @@ def run(
             "versions": list(_check_versions()),
             "features": list(_check_features(ops)),
             "storage": [] if path is None else list(_check_storage(path)),
-            "checkpoint": [] if path is None else list(_check_stock_shards(Path(path))),
+            "checkpoint": [] if path is None else list(_check_checkpoint(Path(path))),
             "settings": list(_check_launcher(accelerate_config)),
         }
         if ds_config is not None:
@@ -184,9 +184,25 @@ def _check_storage(path: str) -> Iterator[Check]:
     yield Check("speed", "ok", f"{text}, past the page cache where the file system can")
 
 
+def _check_checkpoint(folder: Path) -> Iterator[Check]:
+    """Whether the checkpoint in `folder`, if there is one, is sound, and what stock would make of its shards."""
+    from ..checkpoint.contents import soundness_of
+
+    if not (folder / "config.json").is_file():
+        return
+    faults = soundness_of(folder).faults
+    if faults:
+        first = f"{faults[0].file}: {faults[0].message}"
+        advice = f"hf-zero-stream verify {folder} shows all"
+        yield Check("files", "problem", f"{count_text(len(faults), 'fault')}; {advice}. The first is {first}")
+    else:
+        yield Check("files", "ok", "sound, as far as headers and sizes show")
+        yield from _check_stock_shards(folder)
+
+
 def _check_stock_shards(folder: Path) -> Iterator[Check]:
     """What stock transformers makes of the checkpoint in `folder` where ``distributed_config`` shards it."""
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+    if not any(folder.glob("*.safetensors")):
         return
     from .models import transformers_errors
 

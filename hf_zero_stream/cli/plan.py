@@ -62,7 +62,9 @@ def _size_option(what: str) -> Any:
 
 def run(
     path: frame.CheckpointArgument,
-    world_size: Annotated[int, typer.Option(min=1, help="Number of ranks.")],
+    world_size: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks; --replicate, --fsdp and --tp make it superfluous.")
+    ] = None,
     ds_config: frame.DsConfigOption = None,
     dtype: frame.DtypeOption = None,
     fsdp: Annotated[int | None, _size_option("that FSDP2 shards over")] = None,
@@ -98,11 +100,11 @@ def run(
     Works for any world size on any machine: reads headers only, also from a repository on the Hub. Activations are
     not counted.
     """
+    sharding, world_size = _sharding(world_size, fsdp=fsdp, tp=tp, ep=ep, replicate=replicate)
     if rank >= world_size:
         raise typer.BadParameter(f"--rank: expected a rank below --world-size ({world_size}); got {rank}")
     if device == HOST and device_memory is not None:
         raise typer.BadParameter("--device-memory: a CPU's memory is the host's; give --host-memory")
-    sharding = _sharding(world_size, fsdp=fsdp, tp=tp, ep=ep, replicate=replicate)
     if sharding and ds_config is not None:
         raise typer.BadParameter("--ds-config: expected ZeRO-3 alone; got --fsdp, --tp, --ep or --replicate too")
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
@@ -168,16 +170,20 @@ def run(
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
 
-def _sharding(world_size: int, **sizes: int | None) -> dict[str, int]:
-    """The fields of a DistributedConfig for these options; empty without any of them."""
+def _sharding(world_size: int | None, **sizes: int | None) -> tuple[dict[str, int], int]:
+    """(the fields of a DistributedConfig for these options, empty without any of them; the number of ranks)."""
     names = {"fsdp": "fsdp_size", "tp": "tp_size", "ep": "ep_size", "replicate": "dp_replicate_size"}
     given = {names[option]: size for option, size in sizes.items() if size is not None}
+    if not given and world_size is None:
+        raise typer.BadParameter("--world-size: expected the number of ranks; got nothing")
     ranks = prod(size for name, size in given.items() if name != "ep_size")
+    if world_size is None:
+        world_size = ranks
     if given and ranks != world_size:
         raise typer.BadParameter(
             f"--world-size: expected {ranks}, which is --replicate * --fsdp * --tp; got {world_size}"
         )
-    return given
+    return given, world_size
 
 
 def ranks_to_draw(world_size: int, rank: int, most: int = MOST_RANKS) -> list[int]:
