@@ -318,6 +318,10 @@ def refusals(folder: Path) -> dict[str, str]:
     note("target_parameters", lambda: peft.get_peft_model(base, targets))
     note("load_into", lambda: hf_zero_stream.load_into(base, str(folder)))
     note("train", lambda: base.requires_grad_(True))
+    base.requires_grad_(False)
+    weight = base.get_parameter(packed_names(base)[0])
+    assert weight.requires_grad_(False) is weight
+    note("train one", weight.requires_grad_)
     return found
 
 
@@ -326,7 +330,8 @@ def test_refused(cluster: None, folders: dict[str, Path]) -> None:
         expected = "UnsupportedError: target_parameters: model.layers.1.mlp.experts.gate_up_proj"
         assert expected in found["target_parameters"]
         assert "UnsupportedError: load_into(model): the model's weights are packed" in found["load_into"]
-        assert "only Tensors of floating point" in found["train"]
+        for name in ("train", "train one"):
+            assert "UnsupportedError: requires_grad_(True)" in found[name] and "keep_quantized" in found[name]
 
 
 def attempts_to_merge(folders: dict[str, Path], out: Path) -> dict[str, str]:

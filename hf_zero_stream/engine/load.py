@@ -25,6 +25,7 @@ from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
 from ..errors import CheckpointError, DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..footprint.memory import MemoryFootprint
+from ..packed.modules import refuse_training
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, PhaseClock, RankReport
@@ -284,6 +285,7 @@ class Load:
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures, log them on the main process and return the report (all ranks)."""
         self.destination.complete(model)
+        refuse_training(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         if self.destination.leaves_lazy:
             tensors = [named for named in tensors if not isinstance(named[1], LazyTensor)]

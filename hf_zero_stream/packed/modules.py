@@ -14,10 +14,26 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..errors import UnsupportedError
 from .weights import PackedWeight
 
 
-__all__ = ["PackedLinear", "grouped_product", "packed_weights"]
+__all__ = ["PackedLinear", "PackedParameter", "grouped_product", "packed_weights", "refuse_training"]
+
+
+class PackedParameter(nn.Parameter):
+    """A frozen parameter of packed bytes."""
+
+    def requires_grad_(self, requires_grad: bool = True) -> PackedParameter:
+        """Raises an UnsupportedError if `requires_grad`: bytes have no gradient."""
+        if requires_grad:
+            raise UnsupportedError(
+                "requires_grad_(True): this model has weights that are quantised and packed (hf_zero_stream's "
+                "keep_quantized), and bytes have no gradient. Train adapters beside them, or load the values: "
+                "StreamingConfig(keep_quantized=False), or a quantization_config with dequantize=True."
+            )
+        super().requires_grad_(False)
+        return self
 
 
 class PackedLinear(nn.Linear):
@@ -36,6 +52,17 @@ def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of `module` itself, by the names of its parameters."""
     found: dict[str, PackedWeight] = vars(module).setdefault("_hf_zero_stream_packed", {})
     return found
+
+
+def refuse_training(model: nn.Module) -> None:
+    """Have ``requires_grad_`` answer for the packed weights of `model`; torch's answer names no setting.
+
+    Lazy parameters and DTensors are left as they are: they have classes of their own.
+    """
+    for module in model.modules():
+        for key in packed_weights(module):
+            if type(module._parameters[key]) is nn.Parameter:
+                module._parameters[key].__class__ = PackedParameter
 
 
 class _Product(torch.autograd.Function):
