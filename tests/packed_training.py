@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import peft
 import torch
 import transformers
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 TARGETS = ["q_proj", "o_proj", "q_b_proj", "kv_b_proj"]
@@ -99,3 +103,35 @@ def plain_losses_of(base: Any) -> list[float]:
 
 def packed_names(model: nn.Module) -> list[str]:
     return sorted(name for name, param in model.named_parameters() if param.dtype == torch.uint8)
+
+
+@contextmanager
+def watched_memory() -> Iterator[dict[str, Any]]:
+    """Weak references to the gathered bytes of every weight that is dequantised inside, and to the last matrix."""
+    from hf_zero_stream.packed.weights import PackedWeight
+
+    seen: dict[str, Any] = {"gathered": [], "matrices": 0, "overlapping": 0}
+    original, last = PackedWeight.matrix, []
+
+    def matrix(self: PackedWeight, parameter: torch.Tensor, number: int = 0) -> torch.Tensor:
+        assert parameter.numel() >= self.row_bytes * len(self.rows), "the whole parameter is gathered"
+        seen["gathered"].append(StorageWeakRef(parameter.untyped_storage()))
+        seen["overlapping"] += sum(not each.expired() for each in last)
+        result = original(self, parameter, number)
+        last[:] = [StorageWeakRef(result.untyped_storage())]
+        seen["matrices"] += 1
+        return result
+
+    PackedWeight.matrix = matrix  # type: ignore[method-assign]
+    try:
+        yield seen
+    finally:
+        PackedWeight.matrix = original  # type: ignore[method-assign]
+
+
+def count_alive(references: list[StorageWeakRef]) -> int:
+    """How many are alive, once gloo's own thread has let go of what it gathered a moment ago."""
+    deadline = time.monotonic() + 5
+    while (alive := sum(not each.expired() for each in references)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return alive

@@ -5,9 +5,7 @@ from __future__ import annotations
 import filecmp
 import json
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +14,21 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
 from tests.cluster import run_ranks, run_ranks_expecting_errors
-from tests.packed_training import CONFIGS, inputs, load, packed_names, plain_losses, trained, with_adapters
+from tests.packed_training import (
+    CONFIGS,
+    count_alive,
+    inputs,
+    load,
+    packed_names,
+    plain_losses,
+    trained,
+    watched_memory,
+    with_adapters,
+)
 from tests.parity import ds_config
 from tests.quantised_checkpoints import bitsandbytes, compressed_tensors, fp8, mxfp4
 
@@ -119,38 +126,6 @@ def test_homes(cluster: None, folders: dict[str, Path], name: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------- memory and saving
-
-
-@contextmanager
-def watched_memory() -> Iterator[dict[str, Any]]:
-    """Weak references to the gathered bytes of every weight that is dequantised inside, and to the last matrix."""
-    from hf_zero_stream.packed.weights import PackedWeight
-
-    seen: dict[str, Any] = {"gathered": [], "matrices": 0, "overlapping": 0}
-    original, last = PackedWeight.matrix, []
-
-    def matrix(self: PackedWeight, parameter: torch.Tensor, number: int = 0) -> torch.Tensor:
-        assert parameter.numel() >= self.row_bytes * len(self.rows), "the whole parameter is gathered"
-        seen["gathered"].append(StorageWeakRef(parameter.untyped_storage()))
-        seen["overlapping"] += sum(not each.expired() for each in last)
-        result = original(self, parameter, number)
-        last[:] = [StorageWeakRef(result.untyped_storage())]
-        seen["matrices"] += 1
-        return result
-
-    PackedWeight.matrix = matrix  # type: ignore[method-assign]
-    try:
-        yield seen
-    finally:
-        PackedWeight.matrix = original  # type: ignore[method-assign]
-
-
-def count_alive(references: list[StorageWeakRef]) -> int:
-    """How many are alive, once gloo's own thread has let go of what it gathered a moment ago."""
-    deadline = time.monotonic() + 5
-    while (alive := sum(not each.expired() for each in references)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return alive
 
 
 def memory(folder: Path) -> dict[str, Any]:
