@@ -97,6 +97,8 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "0"], "world-size"),
         (["plan", ".", "--world-size", "2", "--rank", "2"], "below --world-size"),
         (["plan", ".", "--world-size", "2", "--device-memory", "much"], "much"),
+        (["plan", ".", "--world-size", "2", "--lora-rank", "4"], "--lora-targets"),
+        (["plan", ".", "--fsdp", "2", "--lora-rank", "4", "--lora-targets", "q_proj"], "expected ZeRO-3"),
         (["plan", ".", "--world-size", "2", "--device", "cpu", "--device-memory", "1GiB"], "--host-memory"),
         (["plan", ".", "--world-size", "2", "--ds-config", "nowhere.json"], "nowhere.json"),
         (["plan", ".", "--world-size", "2", "--plot", "plan.doc"], "plan.doc"),
@@ -353,6 +355,20 @@ def test_plan_for_a_cpu_counts_all_as_the_hosts(tiny_moe: str) -> None:
     assert found["needs"]["host"] == 4 * most_in_training(found["memory"], "cpu")
     assert found["needs"]["device"] == 0 and found["fits"] is True
     assert "device needs" not in run("plan", tiny_moe, "--world-size", "4", "--device", "cpu").stdout
+
+
+def test_plan_counts_adapters(tiny_moe: str) -> None:
+    def memory(*lora: str) -> dict[str, Any]:
+        found: dict[str, Any] = run_json("plan", tiny_moe, "--world-size", "4", *lora)["memory"]
+        return found
+
+    whole, narrow, wide = (
+        memory(),
+        *(memory("--lora-rank", rank, "--lora-targets", "q_proj,o_proj") for rank in ("4", "8")),
+    )
+    adapters = [each["partitions"]["cuda"] - whole["partitions"]["cuda"] for each in (narrow, wide)]
+    assert 0 < 2 * adapters[0] == adapters[1]
+    assert [each["optimizer_states"]["cuda"] for each in (narrow, wide)] == [2 * nbytes for nbytes in adapters]
 
 
 def test_warnings(tiny_moe: str, tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import transformers
 from safetensors import safe_open
 
 import hf_zero_stream
-from hf_zero_stream.errors import UnsupportedError
+from hf_zero_stream.errors import ConfigError, UnsupportedError
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.packed_training import (
     CONFIGS,
+    TARGETS,
     count_alive,
     inputs,
     load,
@@ -263,6 +264,51 @@ def test_plan_of_a_large_model(tmp_path: Path) -> None:
     assert 3 * 128 * 4096 * 4096 * 17 / 32 < memory.largest_gather < 1.001 * 3 * 128 * 4096 * (4096 * 17 / 32 + 2)
     assert not memory.master and not memory.optimizer_states, "all of it is frozen"
     assert memory.held["cuda"] + memory.largest_gather <= 25 * 2**30
+
+
+LORA = {"r": 3, "target_modules": TARGETS}
+
+
+def held_in_training(folders: dict[str, Path], dtype: torch.dtype) -> dict[str, dict[str, int]]:
+    """What a rank really holds after three steps, in the words of a footprint."""
+    found = {}
+    for name, folder in folders.items():
+        engine, _ = trained(folder, ds_config(dtype), True)
+        masters = engine.optimizer.fp32_partitioned_groups_flat
+        states = [engine.optimizer.optimizer.state[master] for master in masters]
+        adam = [state[key] for state in states for key in ("exp_avg", "exp_avg_sq")]
+        found[name] = {
+            "partitions": sum(param.ds_tensor.nbytes for param in engine.module.parameters()),
+            "master": sum(master.nbytes for master in masters),
+            "optimizer_states": sum(state.nbytes for state in adam),
+            "gradients": engine.optimizer.grad_partitions_flat_buffer.nbytes,
+        }
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_plan_counts_adapters(cluster: None, folders: dict[str, Path], dtype: torch.dtype) -> None:
+    config = ds_config(dtype)
+    for rank, of_rank in enumerate(run_ranks(2, held_in_training, folders, dtype, timeout=300)):
+        for name, found in of_rank.items():
+            where = {"world_size": 2, "rank": rank, "ds_config": config, "device": "cpu"}
+            bare = hf_zero_stream.plan(str(folders[name]), **where).memory
+            memory = hf_zero_stream.plan(str(folders[name]), lora=LORA, **where).memory
+            for part, nbytes in found.items():
+                assert getattr(memory, part) == {"cpu": nbytes}, (name, part)
+            assert memory.load_peak == bare.load_peak and not bare.master
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        ({"r": 2, "target_modules": ["no_such"]}, "lora: Target modules .*no_such"),
+        ({"rank": 2}, "lora: .*unexpected keyword argument 'rank'"),
+    ],
+)
+def test_plan_refuses_adapters(folders: dict[str, Path], lora: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        hf_zero_stream.plan(str(folders["fp8"]), world_size=2, lora=lora)
 
 
 # ------------------------------------------------------------------------------------------------------ refused

@@ -77,6 +77,12 @@ def run(
         Literal["single", "foreach", "fused"] | None,
         typer.Option(help="How torch's AdamW steps, if the config leaves it open; default: torch's choice."),
     ] = None,
+    lora_rank: Annotated[
+        int | None, typer.Option(min=1, help="Rank of LoRA adapters, which are trained alone; needs --lora-targets.")
+    ] = None,
+    lora_targets: Annotated[
+        str | None, typer.Option(metavar="NAMES", help="Modules that get an adapter: q_proj,o_proj or all-linear.")
+    ] = None,
     device_memory: Annotated[int | None, _memory_option("device")] = None,
     host_memory: Annotated[int | None, _memory_option("node")] = None,
     ranks_per_node: Annotated[int, typer.Option(min=1, help="Ranks that share a node's memory.")] = 8,
@@ -107,6 +113,9 @@ def run(
         raise typer.BadParameter("--device-memory: a CPU's memory is the host's; give --host-memory")
     if sharding and ds_config is not None:
         raise typer.BadParameter("--ds-config: expected ZeRO-3 alone; got --fsdp, --tp, --ep or --replicate too")
+    lora = _lora(lora_rank, lora_targets)
+    if sharding and lora is not None:
+        raise typer.BadParameter("--lora-rank: expected ZeRO-3; got --fsdp, --tp, --ep or --replicate")
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     most = MOST_BARS if html else MOST_RANKS if plot else 1
     ranks = ranks_to_draw(world_size, rank, most)
@@ -124,6 +133,7 @@ def run(
                 "ds_config": config or None,
                 "device": device,
                 "adamw": adamw,
+                "lora": lora,
                 **arguments,
             }
             if sharding:
@@ -168,6 +178,15 @@ def run(
             list(_blocks(data, forecast.memory)),
         )
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
+
+
+def _lora(rank: int | None, targets: str | None) -> dict[str, Any] | None:
+    if (rank is None) != (targets is None):
+        raise typer.BadParameter("expected both or neither of --lora-rank and --lora-targets; got one")
+    if rank is None or targets is None:
+        return None
+    names = [name.strip() for name in targets.split(",")]
+    return {"r": rank, "target_modules": names[0] if names == ["all-linear"] else names}
 
 
 def _sharding(world_size: int | None, **sizes: int | None) -> tuple[dict[str, int], int]:

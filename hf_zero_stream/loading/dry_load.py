@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..footprint.optimizers import ADAMW_COPIES, AdamW
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
+from ..seams.adapters import put_adapters_on
 from ..seams.ds_config import zero3_hidden
 from ..seams.entrances import MODEL_FILES
 from ..seams.remote import asked_at_once
@@ -51,6 +52,7 @@ def plan(
     dtype: torch.dtype | str | None = None,
     device: str | None = None,
     adamw: AdamW | None = None,
+    lora: Any = None,
     **kwargs: Any,
 ) -> Forecast:
     """The load plan and the memory of one rank of a world of any size; needs no process group and reads no weights.
@@ -73,11 +75,14 @@ def plan(
         adamw: how torch's AdamW steps, for ``memory.step_peak``, where `ds_config` does not say it: "single" (tensor
             by tensor), "foreach", or "fused" (the Trainer's default). Default: what torch chooses, which is "foreach"
             on a GPU and "single" on a CPU.
+        lora: adapters that are put on the loaded model, and trained alone, for ``memory``: PEFT's ``LoraConfig``, or a
+            dict of its arguments. Only under ZeRO-3.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
         ConfigError: `rank` is not below `world_size`, the stage of `ds_config` is not 3, the sizes in
-            `distributed_config` do not make up `world_size`, or `adamw` is none of the three.
+            `distributed_config` do not make up `world_size`, `adamw` is none of the three, or PEFT does not take
+            `lora`.
         HfZeroStreamError: the checkpoint is not sound.
         RuntimeError: it does not fit its model (transformers' own error, after its LOAD REPORT).
 
@@ -101,6 +106,8 @@ def plan(
         _check_world(sharding, world_size)
         if ds_config is not None:
             raise ConfigError("plan(): expected ds_config or distributed_config; got both")
+        if lora is not None:
+            raise ConfigError("plan(lora=...): expected ZeRO-3; got distributed_config, which does not shard adapters")
         training = {"trains_on": device or device_type(), "adamw": adamw}
         training["unpacked_because"] = cuts_matrices(sharding)
         return _plan_of_shards(path, coordinator, training, {"dtype": "auto" if dtype is None else dtype, **kwargs})
@@ -113,14 +120,26 @@ def plan(
     config = completed(found) if found else {}
     destination = Partitioned(config, coordinator, trains_on=device, adamw=adamw)
     load = Load(StreamingConfig.resolve(None, found), config, coordinator, destination)
-    return _forecast(path, load, {"dtype": "auto" if dtype is None else dtype, **kwargs})
+    return _forecast(path, load, {"dtype": "auto" if dtype is None else dtype, **kwargs}, lora)
 
 
-def _forecast(path: str, load: Load, arguments: Mapping[str, Any]) -> Forecast:
+def _forecast(path: str, load: Load, arguments: Mapping[str, Any], lora: Any = None) -> Forecast:
     with closing(load), collector_paused():
-        load.make_plan(*lazily_loaded(path, load, **arguments), only_planned=True)
-    assert load.plan is not None and load.footprint is not None
-    return Forecast(load.plan, load.footprint)
+        model, missing, tied = lazily_loaded(path, load, **arguments)
+        load.make_plan(model, missing, tied, only_planned=True)
+        assert load.plan is not None and load.footprint is not None
+        return Forecast(load.plan, load.footprint if lora is None else _with_adapters(load, model, tied, lora))
+
+
+def _with_adapters(load: Load, model: Any, tied: set[str], lora: Any) -> MemoryFootprint:
+    """What the planned `model` needs if adapters are put on it after the load."""
+    put_adapters_on(model, lora)
+    # PEFT moves the parameters of a module that gets an adapter into its `base_layer`.
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    tied = {name for name in names if name.replace(".base_layer.", ".") in tied}
+    trained = load.destination.footprint(model, tied, load.config.staging_bytes)
+    assert trained is not None and load.footprint is not None
+    return replace(trained, load_peak=load.footprint.load_peak)
 
 
 def _plan_of_shards(

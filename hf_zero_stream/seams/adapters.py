@@ -1,4 +1,4 @@
-"""What PEFT cannot do with packed weights is refused by name; else it fails deep inside, or trains something else.
+"""PEFT's adapters: put on a model that is only planned, and refused by name where packed weights cannot have them.
 
 From the first packed model on two of PEFT's methods stay replaced: they are called outside of ``streaming()`` too.
 """
@@ -7,13 +7,35 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UnsupportedError, refuse_unknown_version
+from torch import nn
+
+from ..errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ..packed.modules import packed_weights
 
 
-__all__ = ["refuse_for_packed"]
+__all__ = ["put_adapters_on", "refuse_for_packed"]
+
+
+def put_adapters_on(model: nn.Module, lora: Any) -> None:
+    """Freeze `model`, which is only planned, and put LoRA adapters without memory on it.
+
+    `lora` is PEFT's ``LoraConfig``, or a mapping of its arguments. Raises a ConfigError if PEFT does not take them.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("lora: expected PEFT to be installed (pip install peft); it is not")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    try:
+        config = LoraConfig(**lora) if isinstance(lora, Mapping) else lora
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=True)
+    except (TypeError, ValueError) as error:  # an unknown argument; no module of these names
+        raise ConfigError(f"lora: {error}") from error
+    for param in model.parameters():
+        if param.requires_grad:
+            param.data = param.data.float()  # as get_peft_model does, and DeepSpeed leaves it
 
 
 @functools.cache

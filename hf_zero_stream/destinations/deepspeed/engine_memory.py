@@ -72,7 +72,8 @@ def model_footprint(
     seen: set[int] = set()
     for name, param in named:
         _, ranks = zero3.place_in_group(param, 0, world_size)
-        own_dtype = dtype if param.is_floating_point() else param.dtype
+        # DeepSpeed leaves the dtype of adapters, which are put on a model after its load.
+        own_dtype = dtype if param.is_floating_point() and zero3.is_placeholder(param) else param.dtype
         is_tied = name in tied or id(param) in seen
         seen.add(id(param))
         parameters.append(ParameterShape(name, param.numel(), own_dtype, param.requires_grad, ranks, is_tied))
