@@ -90,11 +90,13 @@ def plain_losses(folder: Path, dtype: torch.dtype) -> list[float]:
 def plain_losses_of(base: Any) -> list[float]:
     """Of one process, without DeepSpeed: of a whole model, on the same adapters and inputs."""
     model = with_adapters(base)
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-3)
     losses = []
     for _ in range(3):
         loss = model(**inputs()).loss
         loss.backward()
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)  # as DeepSpeed does by default
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
