@@ -78,8 +78,10 @@ def _answer(take: Iterator[int], start: int, stop: int, size: int) -> bytes:
     if tag is not None:
         headers.append(("ETag", tag))
     if shape == "gzip":
-        body = gzip.compress(body)
-        headers.append(("Content-Encoding", choose("gzip", "br", "identity", "x")))
+        encoding = choose("gzip", "br", "identity", "x")
+        headers.append(("Content-Encoding", encoding))
+        if encoding != "identity":  # of bytes that are said to be as they are, nothing tells that they are not
+            body = gzip.compress(body)
     elif shape == "shorter":
         body = body[: len(body) // 2]
     elif shape == "longer":
@@ -288,6 +290,7 @@ class _Answer:
             "last_modified": choose(*moments, datetime(9999, 12, 31, tzinfo=UTC)),
         }
         self.range = (begin, end)
+        self.attributes: dict[str, str] = {}
         body = CONTENT[max(0, begin) : max(0, end)]
         body = choose(body, body, body[:-1], body + b"x", b"", body * 2, body[: len(body) // 2])
         step = choose(len(body), 1, 7, 1000) or 1
@@ -378,6 +381,8 @@ def seeds() -> dict[str, bytes]:
                     choices = bytearray(9)
                     choices[field] = value
                     found[f"{name}-{hostile}-{field}-{value}"] = bytes([way, hostile, hostile % 2]) + bytes(choices)
+    # A range that is compressed, and cut to the length of the range.
+    found["load-compressed"] = bytes([0, 2, 1, 8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0])
     # What the Hub redirects to.
     for name, location in (
         ("scheme-in-capitals", 4),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import socket
@@ -146,6 +147,15 @@ class Handler(BaseHTTPRequestHandler):
         self.range(file, start, stop, size, with_body=False, Content_Length=stop - start + 7)
         self.send(file, start, stop)
         self.wfile.write(b"7 bytes")
+
+    def fault_compressed(self, file: Path, start: int, stop: int, size: int) -> None:
+        """The length is right: something before the server has cut or filled what it compressed."""
+        self.range(file, start, stop, size, with_body=False, Content_Encoding="gzip")
+        body = gzip.compress(file.read_bytes()[start:stop])[: stop - start]
+        self.wfile.write(body.ljust(stop - start, b"\0"))
+
+    def fault_aws_chunked(self, file: Path, start: int, stop: int, size: int) -> None:
+        self.range(file, start, stop, size, Content_Encoding="aws-chunked")
 
     def fault_other_size(self, file: Path, start: int, stop: int, size: int) -> None:
         self.range(file, start, stop, size, Content_Range=f"bytes {start}-{stop - 1}/{size + 1}")

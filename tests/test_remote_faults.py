@@ -87,6 +87,7 @@ def test_what_passes_is_tried_again(server: Behaviour, fault: str) -> None:
         ("less", ReadError, "Requested .*, got "),
         ("no_numbers", ReadError, "cannot read bytes"),
         ("long", ReadError, "sent more bytes than it was asked for"),
+        ("compressed", ReadError, "compressed .Content-Encoding: 'gzip'., although this was not asked for"),
         ("to_file", ReadError, "302 Found|cannot read bytes"),
         ("in_circles", ReadError, "cannot read bytes"),
         ("other_size", CheckpointError, "was replaced while it was being loaded"),
@@ -100,6 +101,12 @@ def test_what_does_not_pass(server: Behaviour, fault: str, error: type[Exception
     assert "Debug source" not in str(caught.value) and time.monotonic() - began < 5
     if fault != "in_circles":
         assert len(server.requests) - FIRST == (3 if fault in ("503", "429", "short") else 1)
+
+
+def test_what_an_upload_was_encoded_in_says_nothing(server: Behaviour) -> None:
+    server.fault = at(range(1000), "aws_chunked")
+    _, found = read_all(server)
+    assert all(torch.equal(found[name], TENSORS[name]) for name in TENSORS)
 
 
 def test_a_server_without_ranges_sends_no_terabyte(server: Behaviour, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ class RemoteFiles:
 
         Both this and iterating raise:
             RequestFailed: the request failed, or its answer ended too early.
-            ReadError: the answer is longer than what was asked for.
+            ReadError: the answer is longer than what was asked for, or compressed.
             CheckpointError: the object is not the one that this rank, or rank 0, saw first.
         """
         with self._explaining(path):
@@ -172,6 +172,7 @@ class RemoteFiles:
 
             store, key = self._place(path)
             answer = obstore.get(store, key, options={"range": (start, stop)})
+            _refuse_encoded(path, answer)
             meta, (begin, end) = answer.meta, answer.range
             tag = self.hub.tag(path) or meta["e_tag"] or meta["version"] or ""
             if not tag and meta["last_modified"].timestamp() > 0:
@@ -303,6 +304,18 @@ def _open_store(url: str, headers: dict[str, str]) -> Any:
         account, container = url.removeprefix("az://").split("/")
         return AzureStore(container, account_name=account, client_options=options, retry_config=never)
     return from_url(url, client_options=options, retry_config=never)
+
+
+def _refuse_encoded(path: str, answer: GetResult) -> None:
+    """Raise a ReadError if the bytes of an answer are not those of the object: its length alone would not tell."""
+    encoding = str(answer.attributes.get("Content-Encoding") or "")
+    # Stores that speak S3's protocol may keep "aws-chunked" from an upload; it says nothing of a download.
+    if {name.strip().lower() for name in encoding.split(",")} - {"", "identity", "aws-chunked"}:
+        raise ReadError(
+            f"{path}: the server sends it compressed (Content-Encoding: {encoding[:40]!r}), although this was not "
+            "asked for. Upload the file without this Content-Encoding, or have the server, or the proxy before it, "
+            "leave files as they are."
+        )
 
 
 def _fill(pending: list[memoryview], piece: bytes) -> None:
