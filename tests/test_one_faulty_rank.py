@@ -267,3 +267,37 @@ def test_the_others_stop_reading(cluster: None, zoo_checkpoint: Callable[..., Pa
     for message, reads in (plain, other):
         assert message.startswith("rank 1: ") and "Invalid argument" in message
         assert reads < 20
+
+
+# -------------------------------------------------------------------------------- before the class of a model is known
+
+
+def load_from_nowhere(folder: Path) -> list[tuple[str, str]]:
+    """An Auto class needs the config to know the model's class, so rank 1 fails before it comes to the load."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    import hf_zero_stream
+
+    path = folder / "nowhere" if dist.get_rank() == 1 else folder
+    caught = []
+
+    def load_it(**kwargs: Any) -> None:
+        with pytest.raises(Exception) as error, hf_zero_stream.streaming():  # noqa: PT011 - which, the test asks
+            transformers.AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        caught.append((type(error.value).__name__, str(error.value)))
+        with hf_zero_stream.streaming():
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+        assert model.streaming_report.world_size == 2
+
+    load_it(ds_config=ds_config())
+    zero3 = HfDeepSpeedConfig(ds_config())  # noqa: F841 - transformers finds it as long as it lives
+    load_it()
+    return caught
+
+
+def test_no_config_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    rank_0, rank_1 = run_ranks(2, load_from_nowhere, zoo_checkpoint("qwen3_moe"), timeout=60)
+    assert len(rank_0) == 2
+    for (kind, message), (own_kind, own_message) in zip(rank_0, rank_1, strict=True):
+        assert "nowhere" in own_message and own_kind != "PeerError"
+        assert kind == "PeerError" and "rank 1" in message and "nowhere" in message

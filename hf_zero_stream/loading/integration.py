@@ -56,8 +56,7 @@ def _in_block(around: Session | None, cls: Any, stock: Stock, path: Any, kwargs:
         return _nested(around, stock, path, kwargs, bool(strict))
     if ds_config is None:
         return _load(cls, stock, path, kwargs, strict, None)
-    with expected_at(_occasion_of(ds_config)):
-        ds_config = buildable(ds_config)
+    ds_config = _buildable(ds_config)
     with expected_at(_occasion_of(ds_config)):  # the stage is known now, if the config was a file's path
         own_config = ModelsConfig(ds_config)
     try:
@@ -67,6 +66,28 @@ def _in_block(around: Session | None, cls: Any, stock: Stock, path: Any, kwargs:
         raise
     _model_of(result)._hf_zero_stream_ds_config = own_config
     return result
+
+
+def _auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """An Auto class's ``from_pretrained``: it reads the config, then calls that of the model's class.
+
+    A config that one rank cannot read ends a load under ZeRO-3 for all ranks, which else would wait for this one.
+    """
+    if not scope.active_configs() or Session.current() is not None:
+        return original(*args, **kwargs)
+    ds_config = kwargs.get("ds_config")
+    if ds_config is None:
+        is_for_all = found_config()[1]
+    else:
+        ds_config = kwargs["ds_config"] = _buildable(ds_config)
+        is_for_all = _occasion_of(ds_config) is LOAD
+    with expected_at(LOAD) if is_for_all else nullcontext():
+        return original(*args, **kwargs)
+
+
+def _buildable(ds_config: Any) -> dict[str, Any]:
+    with expected_at(_occasion_of(ds_config)):
+        return buildable(ds_config)
 
 
 def _occasion_of(ds_config: Any) -> Occasion:
@@ -182,7 +203,7 @@ def _stock_from_pretrained(stock: Stock, kwargs: dict[str, Any], strict: bool) -
     return (model, info) if wants_info else model
 
 
-entrances.handle(from_pretrained=_from_pretrained)
+entrances.handle(from_pretrained=_from_pretrained, auto_model=_auto_model)
 
 patches = Patches(REPLACEMENTS, on_top_of=entrances.patches)
 """What is replaced while any thread is inside ``streaming()``; to a thread that is not, each replacement is stock."""

@@ -44,7 +44,8 @@ def on_opening(opening: Callable[[], None]) -> None:
 
 def handle(**handlers: Callable[..., Any]) -> None:
     """Register what is called for `from_pretrained`, `save_pretrained`, `cached_files`: as a :data:`Replacement`;
-    and for `asked_at_once`: a function of the first argument of a ``from_pretrained``, the others, and names of files.
+    for `auto_model`: the same of an Auto class's ``from_pretrained``; and for `asked_at_once`: a function of the first
+    argument of a ``from_pretrained``, the others, and names of files.
     """
     _handlers.update(handlers)
 
@@ -153,8 +154,15 @@ def patch_auto_classes() -> None:
         for each in list(vars(sys.modules.get(name, object)).values()):
             is_own = isinstance(each, type) and each.__module__ == name and not each.__name__.startswith("_")
             if is_own and "from_pretrained" in vars(each):
-                found[each, "from_pretrained"] = partial(_ask_at_once, files)
+                found[each, "from_pretrained"] = _auto_model if files is MODEL_FILES else partial(_ask_at_once, files)
     patches.add(found)
+
+
+def _auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
+    if scope.active_configs() and must_open():
+        _open()
+        original = partial(_handlers["auto_model"], original)
+    return _ask_at_once(MODEL_FILES, original, *args, **kwargs)
 
 
 def _ask_at_once(names: Sequence[str], original: Original, *args: Any, **kwargs: Any) -> Any:
