@@ -102,3 +102,27 @@ def test_a_death_before_a_save(
     found = re.findall(rf"rank (\d) after (\d+) s: rank {victim} has died", printed)
     assert sorted(int(rank) for rank, _ in found) == [rank for rank in range(world_size) if rank != victim], printed
     assert all(int(seconds) < 10 for _, seconds in found)
+
+
+def test_no_launcher(tmp_path: Path) -> None:
+    """DeepSpeed would ask mpi4py, which is seldom there, and raise its ModuleNotFoundError."""
+    script = """
+import os, sys
+from transformers import LlamaConfig, LlamaForCausalLM
+
+sys.modules["mpi4py"] = None  # where it is installed
+tiny = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+LlamaForCausalLM(LlamaConfig(**tiny)).save_pretrained(sys.argv[1])
+for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+    os.environ.pop(name, None)
+from hf_zero_stream import StreamingAutoModelForCausalLM, errors
+
+config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+try:
+    StreamingAutoModelForCausalLM.from_pretrained(sys.argv[1], ds_config=config)
+except errors.ConfigError as error:
+    print(f"\\nrefused: {error}", flush=True)
+"""
+    (tmp_path / "script.py").write_text(script)
+    printed = run_command(f"python {tmp_path}/script.py {tmp_path}/model", tmp_path)
+    assert re.search("^refused: .*RANK, WORLD_SIZE, .* are not set. Start it with `torchrun", printed, re.MULTILINE)

@@ -8,6 +8,7 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamSt
 from deepspeed.utils import groups
 from torch import nn
 
-from ...errors import UnsupportedError, refuse_unknown_version
+from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.topology import announced_local_rank
@@ -55,6 +56,9 @@ __all__ = [
 
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}  # by section of a config
 _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpeed parses its config
+
+_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables without which DeepSpeed asks MPI."""
 
 _RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
 refuse_unknown_version("deepspeed", [f"zero.Init.{name}" for name in _RELIED_ON if not hasattr(Init, name)])
@@ -207,9 +211,22 @@ def partition_digest(model: nn.Module) -> str | None:
 
 
 def init_distributed() -> None:
-    """Initialise torch.distributed as ``zero.Init`` would, if nobody has done it yet."""
+    """Initialise torch.distributed as ``zero.Init`` would, if nobody has done it yet.
+
+    Raises a ConfigError if no launcher has said which ranks there are. DeepSpeed asks MPI then, but has no mpi4py.
+    """
     if not dist.is_initialized() or not deepspeed.comm.is_initialized():
-        deepspeed.init_distributed()
+        try:
+            deepspeed.init_distributed()
+        except ModuleNotFoundError as error:
+            if error.name != "mpi4py":
+                raise
+            missing = [name for name in _OF_LAUNCHERS if name not in os.environ]
+            raise ConfigError(
+                "ZeRO-3 shards a model over the ranks of a launcher, and none has started this process: "
+                f"{', '.join(missing)} are not set. Start it with `torchrun --nproc-per-node N`, `accelerate launch` "
+                "or `deepspeed`; one rank is enough. Under mpirun, install mpi4py."
+            ) from error
 
 
 def local_device() -> torch.device:
