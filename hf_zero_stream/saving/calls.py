@@ -7,7 +7,6 @@ runs it, the others wait, and each save that it comes to is carried out by all r
 
 from __future__ import annotations
 
-import inspect
 import os
 import pickle
 from collections.abc import Callable, Mapping
@@ -30,12 +29,11 @@ from ..scope import active_configs
 from ..seams import entrances
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
+from .arguments import SIGNATURE, refuse_unknown, refuse_url
 from .plan import CHUNK_BYTES
 
 
 __all__ = ["is_led", "led", "save_pretrained"]
-
-_SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
 
 
 def save_pretrained(
@@ -61,7 +59,7 @@ def save_pretrained(
 
     Args:
         model: the model, or the engine, or what ``accelerator.prepare`` made of it.
-        folder: where to save; it need not be seen by other ranks than rank 0.
+        folder: where to save, no URL; it need not be seen by other ranks than rank 0.
         max_shard_size: of a file, in bytes, or as in ``"5GB"``.
         dtype: of the floating-point weights; default: the model's own. ``torch.float32`` takes the fp32 values that
             the optimizer trains, where there are any.
@@ -77,7 +75,8 @@ def save_pretrained(
 
     Raises:
         SaveError: on all ranks, if a file cannot be written on any.
-        ConfigError, UnsupportedError: an argument has a value that is not known, or cannot be honoured.
+        ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
+        UrlError: `folder` is a URL.
 
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
@@ -92,6 +91,7 @@ def save_pretrained(
     with expected_at(SAVE):
         save = Save(model, folder, **call)
         if type(save.model).save_pretrained is PreTrainedModel.save_pretrained:
+            refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
             return save.pretrained()
         report = led(save.model, save.call_own_code, settings)
         if report is None:
@@ -100,12 +100,15 @@ def save_pretrained(
 
 
 def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-    bound = _SIGNATURE.bind(self, *args, **kwargs)
+    bound = SIGNATURE.bind(self, *args, **kwargs)
     arguments = bound.arguments
     if not _is_ours(arguments):
+        if active_configs() and not is_noting():
+            refuse_url(arguments["save_directory"])
         return original(self, *args, **kwargs)
     leader = _leader.get()
     if leader is None and arguments.get("state_dict") is None and is_gathered_whole(self):
+        refuse_url(arguments["save_directory"])
         # Of several callers rank 0 writes, as in newer versions of transformers.
         arguments["is_main_process"] = arguments.get("is_main_process", True) and dist.get_rank() == 0
         return original(*bound.args, **bound.kwargs)
@@ -196,6 +199,7 @@ class _Leader:
         """Carry out one save with all ranks, of a module that is named for them."""
         if self.failure is not None:
             raise _Failed from self.failure
+        refuse_url(folder)
         part = unwrapped(model)
         name = next((name for name, module in self.model.named_modules() if module is part), None)
         if name is None:

@@ -36,6 +36,7 @@ from ..seams.wrappers import (
     unwrapped,
 )
 from . import calls
+from .arguments import refuse_url
 
 
 __all__ = ["noted_saves", "noting_saves", "patches", "replace_trainer"]
@@ -133,6 +134,8 @@ def _trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:
     model: Any = getattr(self, "deepspeed", None) or self.model
+    if active_configs():  # all ranks are here
+        refuse_url(output_dir or self.args.output_dir)
     is_ours = active_configs() and shares_its_model(model) and _saves_as_transformers(self)
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, output_dir, _internal_call=_internal_call)

@@ -18,12 +18,12 @@ from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.without_values import refuse_wrapped
-from ..config import WRITERS, StreamingConfig
+from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_gathered
 from ..destinations.deferred import fill_whole
 from ..destinations.shards import local_of
 from ..engine.lanes import settle
-from ..errors import ConfigError, UnsupportedError
+from ..errors import UnsupportedError
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import SAVE, Occasion
@@ -36,6 +36,7 @@ from ..seams.adapted import is_adapted
 from ..seams.ds_config import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
+from .arguments import dtype_of_argument, refuse_url, refuse_values
 from .background import BackgroundSave
 from .files import Comparison, Publication, ShardWriter, reserve, sync_all
 from .host_copy import HostCopy, HostMemory
@@ -87,14 +88,15 @@ class Save:
         takes_adapted: bool = False,
         **kwargs: Any,
     ) -> None:
-        if write_from is not None and write_from not in WRITERS:
-            raise ConfigError(f"write_from: expected one of {', '.join(WRITERS)}; got {write_from!r}")
-        if chunk_bytes < 1:
-            raise ConfigError(f"chunk_bytes: expected a size in bytes, at least 1; got {chunk_bytes!r}")
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise ConfigError(f'dtype: expected a floating-point torch dtype or its name ("float32"); got {dtype!r}')
+        refuse_url(folder)
+        refuse_values(
+            write_from=write_from,
+            verify=verify,
+            chunk_bytes=chunk_bytes,
+            state_dict=state_dict,
+            variant=kwargs.get("variant"),
+        )
+        dtype = dtype_of_argument(dtype)
         if kwargs.get("push_to_hub"):
             raise UnsupportedError(
                 "push_to_hub=True: save first, then upload the folder from one rank: "

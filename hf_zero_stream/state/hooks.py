@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..loading.into import load_into
 from ..patching import Patches
+from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import noted_saves, noting_saves, replace_trainer
 from ..saving.pending import after_pending, finish_pending
@@ -72,6 +73,7 @@ def _save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
     replace_imported()
     if not active_configs():
         return original(self, *args, **kwargs)
+    refuse_url(args[0] if args else kwargs.get("output_dir"))
     finish_pending()  # before accelerate removes older checkpoints
     with entered(_of_accelerator(self)):
         return original(self, *args, **kwargs)

@@ -29,6 +29,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
+from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.planned import Alike, Content, Ending
@@ -98,15 +99,18 @@ def save_state(
 
     Raises:
         UnsupportedError: the optimizer's state is not elementwise, or gradients are being accumulated.
+        ConfigError: an argument or its value is not known. UrlError: `folder` is a URL.
         SaveError: on all ranks, if a file cannot be written on any, or could not be in the background the last time.
 
     Example:
         >>> hf_zero_stream.save_state(engine, "checkpoints", data={"epoch": 3, "batch": 1200})
     """
     finish_pending()
-    folder = Path(folder)
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
+        refuse_url(folder)
+        refuse_unknown(kwargs, ("write_from", "verify", "chunk_bytes", "progress", "dtype"))
+        folder = Path(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).of_trained()
         refuse_optimizer(training.optimizer)
         if not training.is_between_steps:
@@ -121,7 +125,7 @@ def save_state(
         tag = tag or f"global_step{training.counters[STEPS]}"
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
-    save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
+        save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
         name, older = coordinator.broadcast(partial(_free_name, folder, tag))
         states = RandomStates.gathered(coordinator)

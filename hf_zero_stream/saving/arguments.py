@@ -1,0 +1,86 @@
+"""What a save is asked for and cannot do: refused before anything is written, not ignored."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..config import WRITERS
+from ..errors import ConfigError, UnsupportedError, UrlError
+
+
+__all__ = ["SIGNATURE", "dtype_of_argument", "refuse_unknown", "refuse_url", "refuse_values"]
+
+SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
+
+_OF_EARLIER_VERSIONS = {"safe_serialization", "save_function"}
+"""transformers takes these still, and does nothing with them."""
+
+_SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
+_ADDRESS = re.compile(r"[A-Za-z][\w+.-]+://|(s3|gs|az|https?|hf):/")
+"""The second form is what is left of a URL in a ``Path``."""
+
+
+def refuse_url(folder: Any) -> None:
+    """Raise an UrlError if `folder` is a URL, which would become the path of a local folder."""
+    if isinstance(folder, (str, os.PathLike)) and (found := _ADDRESS.match(str(folder))) is not None:
+        raise UrlError(
+            f"Expected a local folder to save into; got a URL, {found[0]}... Checkpoints are read from URLs, and not "
+            "written there. Save into a folder, then upload it from one rank, for instance with `aws s3 sync`. "
+            "(If you mean a local folder of this name, begin it with ./)"
+        )
+
+
+def refuse_unknown(arguments: Mapping[str, Any], settings: Iterable[str] = ()) -> None:
+    """Raise if an argument of a save by all ranks is neither transformers' nor in `settings`, or has no effect.
+
+    ``model.save_pretrained`` itself ignores arguments that it does not know.
+
+    Raises:
+        ConfigError: no such argument, or no such value.
+        UnsupportedError: the argument asks for files of ``torch.save``.
+    """
+    known = {*SIGNATURE.parameters, *_OF_EARLIER_VERSIONS, *settings} - {"self", "save_directory", "kwargs"}
+    if unknown := sorted(set(arguments) - known):
+        raise ConfigError(f"save: unknown argument {unknown[0]}; known are {', '.join(sorted(known))}")
+    if arguments.get("safe_serialization") not in (None, True):
+        raise UnsupportedError(
+            "safe_serialization=False: files of torch.save are not written; transformers 5 does not write them "
+            "either. Leave it out."
+        )
+    size = arguments.get("max_shard_size", "5GB")
+    is_size = _SIZE.fullmatch(size) if isinstance(size, str) else type(size) is int and size >= 1
+    if not is_size:
+        raise ConfigError(f'max_shard_size: expected bytes, at least 1, or a text like "5GB"; got {size!r}')
+
+
+def refuse_values(
+    *, write_from: Any, verify: Any, chunk_bytes: Any, state_dict: Mapping[str, Any] | None, variant: Any
+) -> None:
+    """Raise a ConfigError if one of these arguments has a value that means nothing."""
+    if write_from is not None and write_from not in WRITERS:
+        raise ConfigError(f"write_from: expected one of {', '.join(WRITERS)}; got {write_from!r}")
+    if not isinstance(verify, bool):
+        raise ConfigError(f"verify: expected True or False; got {verify!r}")
+    if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+        raise ConfigError(f"chunk_bytes: expected a size in bytes, at least 1; got {chunk_bytes!r}")
+    if state_dict is not None and not state_dict:
+        raise ConfigError("state_dict: expected at least one tensor; got none. Leave it out to save all of the model.")
+    if variant is not None and re.search(r"[/\\\0]", str(variant)):
+        raise ConfigError(
+            f"variant: expected a part of a file's name, as in model.VARIANT.safetensors; got {variant!r}"
+        )
+
+
+def dtype_of_argument(dtype: Any) -> torch.dtype | None:
+    """The dtype that `dtype` is or names; raises a ConfigError if it is no floating-point dtype."""
+    found = getattr(torch, dtype.removeprefix("torch."), dtype) if isinstance(dtype, str) else dtype
+    if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ConfigError(f'dtype: expected a floating-point torch dtype or its name ("float32"); got {dtype!r}')
+    return found
