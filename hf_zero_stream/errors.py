@@ -8,6 +8,7 @@ from importlib import metadata
 
 
 __all__ = [
+    "PACKAGE",
     "CheckpointError",
     "ConfigError",
     "DisagreementError",
