@@ -27,7 +27,7 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -60,25 +60,38 @@ def main(arguments: Sequence[str]) -> None:
     own = [rest.pop(0)] if rest and rest[0].startswith(("--local_rank=", "--local-rank=")) else []
     is_module = rest[:1] == ["-m"]
     target, rest = "".join(rest[is_module : is_module + 1]), rest[is_module + 1 :]
-    if not target or (target.startswith("-") and not is_module):
+    if not target or (target.startswith("-") and target != "-" and not is_module):
         is_help = target in ("-h", "--help")
         print(USAGE, file=sys.stdout if is_help else sys.stderr, end="")
         sys.exit(0 if is_help else 2)
     sys.argv[:] = [target, *own, *rest]
-    sys.excepthook = functools.partial(_excepthook, sys.excepthook)
     sys.meta_path.insert(0, _Watch())
     for module in {module for module, _, _ in ENTRANCES} & set(sys.modules):
         _put_entrances(sys.modules[module])
     main_module = sys.modules["__main__"] = ModuleType("__main__")
     vars(main_module).update(__builtins__=builtins)
+    try:
+        _run(target, vars(main_module), is_module=is_module)
+    except BaseException:
+        # Only now: the script must find Python's own hook, and may have put another in its place.
+        sys.excepthook = functools.partial(_excepthook, sys.excepthook)
+        raise
+
+
+def _run(target: str, names: dict[str, Any], *, is_module: bool) -> None:
     path = os.path.abspath(target)
     if is_module:
         _run_module(target)
+    elif target == "-":
+        if not sys.flags.safe_path:
+            sys.path[0] = ""
+        names.update(__file__="<stdin>", __cached__=None, __loader__=BuiltinImporter)
+        exec(compile(sys.stdin.buffer.read(), "<stdin>", "exec", dont_inherit=True), names)
     elif os.path.isdir(path) or zipfile.is_zipfile(path):
         sys.path[: 0 if sys.flags.safe_path else 1] = [path]
         _run_module("__main__", False)
     else:
-        _run_file(path, vars(main_module))
+        _run_file(path, names)
 
 
 def _run_file(path: str, names: dict[str, Any]) -> None:
@@ -164,25 +177,15 @@ def _put_entrance(owner: type, name: str) -> None:
 def _excepthook(
     shown_by: Callable[..., Any], kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Show an uncaught error as ``python train.py`` would: without the frames of this module."""
-    frames = []
-    while trace is not None:
-        frames.append(trace)
+    """Show an uncaught error as ``python train.py`` would: without our frames, and those of runpy that called them.
+
+    A frame of ours that the script has called stays, with the script's frames before it.
+    """
+    while trace is not None and trace.tb_frame.f_code.co_filename != __file__:
         trace = trace.tb_next
-    names = [frame.tb_frame.f_code.co_filename for frame in frames]
-    own = [number for number, name in enumerate(names) if name == __file__]
-    if own:
-        first = next((n for n in range(own[-1], len(names)) if names[n] not in (__file__, *_RUNPY)), len(names))
-        # `python -m` shows runpy's frames too. They have come here already, in front of ours.
-        kept = [*frames[: own[0]], *frames[first:]] if names[own[-1] + 1] in _RUNPY else frames[first:]
-        for frame, following in zip(kept, [*kept[1:], None], strict=True):
-            frame.tb_next = following
-        frames = kept
-    top = frames[0] if frames else None
-    shown_by(kind, error.with_traceback(top), top)
-
-
-_RUNPY = (runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    shown_by(kind, error.with_traceback(trace), trace)
 
 
 if __name__ == "__main__":

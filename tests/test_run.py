@@ -31,11 +31,37 @@ def act(arguments):
 """
 
 
-def python(*arguments: str, folder: Path) -> tuple[int, str, str]:
+WORKERS = """\
+from .helper import act
+import multiprocessing
+def work(number):
+    return number + 1, __name__, __package__
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.map(work, [1]))
+"""
+HOOK = """\
+import sys, traceback
+print(sys.excepthook is sys.__excepthook__)
+def hook(kind, error, trace):
+    print([(frame.name, frame.lineno) for frame in traceback.extract_tb(trace)])
+sys.excepthook = hook
+1 / 0
+"""
+ABSENT = """\
+from transformers import BertModel
+def load():
+    BertModel.from_pretrained("/absent/folder")
+load()
+"""
+
+
+def python(*arguments: str, folder: Path, standard_input: str = "") -> tuple[int, str, str]:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
         env=command_environment(),
+        input=standard_input,
         capture_output=True,
         text=True,
         timeout=240,
@@ -55,6 +81,9 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(folder / "archive.zip", "w") as archive:
         archive.writestr("__main__.py", SCRIPT)
         archive.writestr("helper.py", HELPER)
+    (folder / "package" / "workers.py").write_text(WORKERS)
+    for name, text in {"hook": HOOK, "absent_model": ABSENT, "syntax": "print(\nx = = 2"}.items():
+        (folder / f"{name}.py").write_text(text)
     (folder / "linked.py").symlink_to(folder / "package" / "train.py")
     return folder
 
@@ -80,6 +109,27 @@ def test_a_script_sees_no_difference(scripts: Path, target: list[str], last: str
     plain = python(*arguments, folder=scripts)
     assert plain[0] == code and (plain[1].endswith("True\nset()\n") or "absent" in target[-1])
     assert python("-m", "hf_zero_stream.run", *arguments, folder=scripts) == plain
+
+
+@pytest.mark.parametrize("target", [["hook.py"], ["syntax.py"], ["-m", "syntax"], ["-m", "package.workers"]])
+def test_hooks_faulty_sources_and_spawned_workers(scripts: Path, target: list[str]) -> None:
+    assert python("-m", "hf_zero_stream.run", *target, folder=scripts) == python(*target, folder=scripts)
+
+
+def test_a_script_from_standard_input(scripts: Path) -> None:
+    plain = python("-", "code", folder=scripts, standard_input=SCRIPT)
+    assert plain[0] == 3 and "<stdin>" in plain[1]
+    assert python("-m", "hf_zero_stream.run", "-", "code", folder=scripts, standard_input=SCRIPT) == plain
+
+
+def test_the_traceback_of_a_load_has_the_scripts_lines(scripts: Path) -> None:
+    _, _, shown = python("-m", "hf_zero_stream.run", "absent_model.py", folder=scripts)
+    last = shown.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    assert "absent_model.py" in last[0] and last[1:4:2] == [
+        "    load()",
+        '    BertModel.from_pretrained("/absent/folder")',
+    ]
+    assert "absent_model.py" in last[2] and last[-1].startswith("OSError")
 
 
 def test_the_option_of_deepspeeds_launcher_is_the_scripts(scripts: Path) -> None:
