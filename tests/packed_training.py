@@ -133,7 +133,7 @@ def watched_memory() -> Iterator[dict[str, Any]]:
 
 def count_alive(references: list[StorageWeakRef]) -> int:
     """How many are alive, once gloo's own thread has let go of what it gathered a moment ago."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while (alive := sum(not each.expired() for each in references)) and time.monotonic() < deadline:
         time.sleep(0.01)
     return alive

@@ -83,8 +83,8 @@ def test_ranks_left_behind_by_a_failure_are_killed(monkeypatch: pytest.MonkeyPat
 
 
 def test_time_out_names_the_ranks_and_shows_their_stacks() -> None:
-    with pytest.raises(RankTimeout, match=r"rank\(s\) \[1\] no end after 3 s") as info:
-        run_ranks(2, sleep_on_rank_one, timeout=3)
+    with pytest.raises(RankTimeout, match=r"rank\(s\) \[1\] no end after 8 s") as info:
+        run_ranks(2, sleep_on_rank_one, timeout=8)
     assert "sleep_on_rank_one" in info.value.outcomes[1].traceback
     assert info.value.outcomes[0].error_type is None
 

@@ -129,7 +129,7 @@ def test_bad_checkpoint(
 ) -> None:
     fault(bad_checkpoint)
     expected_type, expected_text = FAULTS[fault]
-    for result in run_ranks(world_size, load_bad_then_good, bad_checkpoint, zoo_checkpoint("qwen3_moe"), timeout=30):
+    for result in run_ranks(world_size, load_bad_then_good, bad_checkpoint, zoo_checkpoint("qwen3_moe"), timeout=90):
         kind, message = result["caught"]
         assert kind == expected_type
         assert expected_text in message

@@ -195,7 +195,7 @@ def stock_and_moved(
 
 def _expires(storage: StorageWeakRef) -> bool:
     """Whether nothing holds it; gloo's thread may hold what it sent last for a moment longer."""
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while not storage.expired() and time.monotonic() < deadline:
         time.sleep(0.01)
     return storage.expired()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.system_packages import MPICH
-from tests.cluster import free_port
+from tests.cluster import SOON_S, free_port
 from tests.commands import run_command
 from tests.conftest import skip_if_lacking
 
@@ -101,7 +101,7 @@ def test_a_death_before_a_save(
         assert f"rank {rank} of {world_size}: reads={rank in readers}" in printed, printed
     found = re.findall(rf"rank (\d) after (\d+) s: rank {victim} has died", printed)
     assert sorted(int(rank) for rank, _ in found) == [rank for rank in range(world_size) if rank != victim], printed
-    assert all(int(seconds) < 10 for _, seconds in found)
+    assert all(int(seconds) < SOON_S for _, seconds in found)
 
 
 def test_no_launcher(tmp_path: Path) -> None:

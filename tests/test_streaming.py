@@ -100,11 +100,11 @@ def test_threads_that_overlap() -> None:
     def first() -> None:
         with streaming():
             entered.set()
-            leave.wait(10)
+            leave.wait(60)
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert entered.wait(10)
+    assert entered.wait(60)
     with streaming():
         pass
     assert is_patched()
