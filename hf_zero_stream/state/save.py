@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal, overload
 
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.slots import elementwise_keys, holdings_of
@@ -59,6 +59,18 @@ from .weights import fingerprint
 __all__ = ["save_state"]
 
 
+@overload
+def save_state(
+    trained: Any, folder: str | os.PathLike[str], *, asynchronous: Literal[False] = False, **kwargs: Any
+) -> SaveReport: ...
+@overload
+def save_state(
+    trained: Any, folder: str | os.PathLike[str], *, asynchronous: Literal[True], **kwargs: Any
+) -> PendingSave: ...
+@overload
+def save_state(
+    trained: Any, folder: str | os.PathLike[str], *, asynchronous: bool, **kwargs: Any
+) -> SaveReport | PendingSave: ...
 def save_state(
     trained: Any,
     folder: str | os.PathLike[str],
