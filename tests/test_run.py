@@ -212,7 +212,10 @@ def test_a_script_without_a_word_of_ours_is_streamed(launcher: str, tmp_path: Pa
     assert len(losses(ours)) == 3 and losses(ours) == losses(stock)
 
 
-TRL = "torchrun --nproc_per_node 2 -m hf_zero_stream.run examples/on_cpu.py trl.scripts.{0} --config examples/trl/{0}.yaml"
+TRL = (
+    "torchrun --nproc_per_node 2 -m hf_zero_stream.run examples/on_cpu.py trl.scripts.{0} "
+    "--config examples/trl/{0}.yaml"
+)
 TRAINED_ON = {
     "sft": ("texts", '{"text": "a small model learns words"}\n'),
     "dpo": ("pairs", '{"prompt": "a small", "chosen": " model learns words", "rejected": " words"}\n'),
