@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ..config import StreamingConfig, without_own_section
-from ..errors import ConfigError, HfZeroStreamError, UnsupportedError
+from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError
 from ..ranks.topology import announces_zero3, announces_zero3_init
 from ..reports.text import count_text, folded_names
 from ..sources.base import SourceFile
@@ -27,7 +27,6 @@ from .versions import newer_than_tried
 
 EXAMPLE = "hf-zero-stream doctor /data/checkpoints --ds-config ds.json"
 
-PACKAGE = "hf_zero_stream"
 _MOST_READ_BYTES = 256 << 20
 _REQUEST_BYTES = 8 << 20
 _TURN_INIT_ON = "each rank would load the whole model. Set zero3_init_flag: true."
