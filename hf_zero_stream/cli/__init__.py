@@ -6,13 +6,14 @@ Exit codes: 0 all is well; 1 the check failed, or one of our own errors ended th
 from __future__ import annotations
 
 import sys
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..errors import PACKAGE, HfZeroStreamError
+from .. import __version__
+from ..errors import HfZeroStreamError
 from ..reports.text import printable
 
 
@@ -48,7 +49,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        print(metadata.version(PACKAGE))
+        print(__version__)
         raise typer.Exit
 
 
