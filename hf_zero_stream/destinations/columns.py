@@ -86,11 +86,11 @@ def columns_of(
     Args:
         view: gives the whole parameter.
         cuts: what left ``shard.box`` of it.
-        spec: the DTensor, or its spec, that says which ranks share the columns; None: FSDP2 alone has cut.
+        spec: the DTensor, or its spec, that says which ranks share the columns.
         seek_bytes: longest hole that would be read.
     """
     of_columns = [cut for cut in cuts if cut.dim > 0]
-    if spec is None or len(of_columns) != 1 or of_columns[0].groups > 1:
+    if len(of_columns) != 1 or of_columns[0].groups > 1:
         return None
     (cut,) = of_columns
     mesh_dim = next((n for n, placement in enumerate(spec.placements) if placement.is_shard(cut.dim)), None)

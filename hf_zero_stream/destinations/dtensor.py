@@ -132,6 +132,8 @@ class DTensors(Destination):
         if sharded is None:
             return None
         spec = sharded if managed is None else fsdp.inner_spec(managed)
+        if spec is None:  # FSDP2 alone has cut it
+            return None
         return columns_of(name, local, view, shard, cuts_of(name, sharded, managed), spec, self.seek_bytes)
 
     def _new(
