@@ -24,7 +24,16 @@ from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance
 
 
-__all__ = ["Comparison", "Publication", "ShardWriter", "finish_interrupted", "is_unfinished", "reserve", "sync_all"]
+__all__ = [
+    "Comparison",
+    "Publication",
+    "ShardWriter",
+    "finish_interrupted",
+    "is_plain_name",
+    "is_unfinished",
+    "reserve",
+    "sync_all",
+]
 
 PREFIX = ".hf_zero_stream-saving-"
 _LIST = "renames.json"
@@ -254,6 +263,11 @@ def _carry_out(folder: Path, temporary: Path) -> list[str]:
     return pending
 
 
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is that of something in a folder, and leads nowhere else."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
+
+
 def _read_list(path: Path) -> dict[str, list[str]]:
     """The list at `path`. It may come with a folder from anywhere: it must not reach beyond that folder.
 
@@ -266,7 +280,7 @@ def _read_list(path: Path) -> dict[str, list[str]]:
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise SaveError(f"{path}: expected the list of an interrupted save: {error!r}. Remove its folder.") from error
     for name in names:
-        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\0" in name:
+        if not isinstance(name, str) or not is_plain_name(name):
             raise SaveError(f"{path}: expected names of files in {path.parent.parent}; found {name!r}. Remove it.")
     return order
 

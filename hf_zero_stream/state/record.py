@@ -15,6 +15,7 @@ import torch
 from ..checkpoint.untrusted_json import parse_object
 from ..destinations.slots import Slot, is_number
 from ..errors import CheckpointError, UnsupportedError
+from ..saving.files import is_plain_name
 
 
 __all__ = [
@@ -197,7 +198,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 
 def is_tag(name: str) -> bool:
     """Whether `name` can be that of a state's folder."""
-    return bool(name) and name not in (".", "..") and "/" not in name and "\0" not in name and len(name) < 250
+    return is_plain_name(name) and len(name) < 250
 
 
 def write_latest(folder: Path, tag: str) -> None:
