@@ -44,13 +44,18 @@ FORMATS: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def make_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of each of `FORMATS`, by name."""
     found = {}
     for name, make in FORMATS.items():
         make(folder := tmp_path_factory.mktemp(name.replace(" ", "_")))
         found[name] = folder
     return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_folders(tmp_path_factory)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from tests.cluster import run_ranks
 from tests.fsdp2 import announce, count_lazy, make_accelerator
 from tests.packed_training import dequantised, inputs, packed_names, with_adapters
 from tests.quantised_checkpoints import unquantised
-from tests.test_packed import FORMATS, check_saved, tensors_of
+from tests.test_packed import check_saved, make_folders, tensors_of
 
 
 DOUBLE_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -26,11 +26,7 @@ DOUBLE_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {}
-    for name, make in FORMATS.items():
-        make(folder := tmp_path_factory.mktemp(name.replace(" ", "_")))
-        found[name] = folder
-    return found
+    return make_folders(tmp_path_factory)
 
 
 def load(folder: Path, keep_quantized: bool = True, **kwargs: Any) -> Any:

@@ -223,9 +223,8 @@ def regions_of_box(node: Node, box: Box, casts: tuple[torch.dtype, ...] = ()) ->
         case Copy(source=source):
             if source.node.dtype != node.dtype:
                 casts = (node.dtype, *casts)
-            if (
-                source.is_row_major
-            ):  # as nearly every copy is: the general way gives the same, in several times as long
+            # As nearly every copy is. The general way gives the same, in several times as long.
+            if source.is_row_major:
                 yield from regions_of_box(source.node, box._replace(at=box.at + source.offset), casts)
                 return
             for placed in place(box, node.sizes):
