@@ -219,6 +219,8 @@ class _Machine:
         self.push_call(function, arguments)
 
     def push_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
+        if not isinstance(function, (Global, Call)):
+            raise TypeError(f"a call of a {type(function).__name__}")
         self.calls.append(Call(function, arguments))
         self.stack.append(self.calls[-1])
 

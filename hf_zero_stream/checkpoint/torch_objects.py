@@ -194,7 +194,7 @@ def _plain_tensor(value: Any) -> Any:
     """What makes a tensor, without the attributes that Python code has put on it; None if it is no tensor."""
     if isinstance(value, Call) and value.function == _WITH_ATTRIBUTES and len(value.arguments) == 4:
         function, kind, arguments, _ = value.arguments
-        if kind not in _TENSOR or not isinstance(arguments, tuple) or not isinstance(function, Global):
+        if not isinstance(kind, Global) or kind not in _TENSOR or not isinstance(arguments, tuple):
             return None
         value = Call(function, arguments)
     is_made = isinstance(value, Call) and isinstance(value.function, Global)
