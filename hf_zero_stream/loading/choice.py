@@ -150,9 +150,10 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
         return False
     sharding = _sharding_argument(kwargs)
     if sharding and dist.get_rank() == 0:
+        needs = "" if is_known() else ", which is streamed with transformers 5.17 or newer"
         logger.warning(
-            f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model: sharded models "
-            "are not streamed yet. Each rank reads the checkpoint by transformers' own code, and nothing is shared."
+            f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model{needs}. Each rank "
+            "reads the checkpoint by transformers' own code, and nothing is shared."
         )
     # Where FSDP_CPU_RAM_EFFICIENT_LOADING is set, transformers loads on rank 0 alone.
     return _is_plain(kwargs) and not is_fsdp_enabled()
@@ -211,6 +212,6 @@ def refuse_sharding(path: str, kwargs: Mapping[str, Any]) -> None:
     """Raise an UnsupportedError if transformers would shard the model that is to be streamed or planned."""
     if sharding := _sharding_argument(kwargs):
         raise UnsupportedError(
-            f"{path}: {sharding}= shards the model by transformers' own code, and sharded models are not streamed "
-            "yet. Leave it out, or load with from_pretrained."
+            f"{path}: {sharding}= shards the model by transformers' own code, and is known only to from_pretrained. "
+            "Leave it out, or load with from_pretrained."
         )
