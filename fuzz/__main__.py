@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 import sys
 from pathlib import Path
@@ -47,7 +48,11 @@ def main() -> None:
     folders = [] if given else [str(kept), str(CORPUS / name)]
 
     def target(content: bytes) -> None:
-        read(content)
+        try:
+            read(content)
+        except BaseException:  # libFuzzer writes it too, but not if the alarm for its 10 seconds comes first
+            Path(f"{kept}-crash-{hashlib.sha1(content).hexdigest()}").write_bytes(content)
+            raise
 
     # To merge folders, libFuzzer has a shell run what it was called with, beginning with this.
     program = f"{shlex.quote(sys.executable)} -m fuzz {name}"

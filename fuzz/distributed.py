@@ -97,7 +97,10 @@ def seeds() -> dict[str, bytes]:
     no_chunks = pickle.loads(text)
     no_chunks.state_dict_metadata["model.a"].chunks.clear()
     found = {"nested": text, "plain": plain, "hole": hole, "no-chunks": no_chunks}
-    return {name: each if isinstance(each, bytes) else pickle.dumps(each) for name, each in found.items()}
+    pickled = {name: each if isinstance(each, bytes) else pickle.dumps(each) for name, each in found.items()}
+    head, body = pickled["plain"][:3], pickled["plain"][11:]
+    inside_a_name = body.index(b"torch.distributed") + 5
+    return {**pickled, "across-a-frame": head + inside_a_name.to_bytes(8, "little") + body}
 
 
 def read_distributed(text: bytes) -> str:

@@ -262,3 +262,16 @@ def test_cut_metadata(saved: Path, tmp_path: Path, keep: int) -> None:
     (tmp_path / "plain" / ".metadata").write_bytes((saved / "plain" / ".metadata").read_bytes()[:keep])
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         contents_of(tmp_path / "plain")
+
+
+def test_an_opcode_across_the_end_of_a_frame(saved: Path, tmp_path: Path) -> None:
+    """There Python's unpickler in C drops what is left of the frame, so that two readers see two pickles."""
+    shutil.copytree(saved / "plain", tmp_path / "plain")
+    path = tmp_path / "plain" / ".metadata"
+    data = path.read_bytes()
+    protocol, length = data[:3], int.from_bytes(data[3:11], "little")
+    assert protocol == b"\x80\x04\x95" and 11 + length == len(data)  # one frame around everything
+    inside_a_name = data.index(b"torch.distributed") + 5 - 11
+    path.write_bytes(protocol + inside_a_name.to_bytes(8, "little") + data[11:])
+    with pytest.raises(CheckpointError, match="across the end of a frame"):
+        contents_of(tmp_path / "plain")

@@ -9,7 +9,7 @@ nothing either. Nodes are bounded, and nothing here recurses.
 from __future__ import annotations
 
 import pickletools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from pickle import HIGHEST_PROTOCOL
@@ -23,6 +23,9 @@ __all__ = ["MOST_BYTES", "Call", "Global", "Persistent", "Pickle", "kind_of", "r
 
 MOST_BYTES = 512 * 2**20
 """Of a pickle; those of checkpoints of a hundred thousand tensors have 20 MB."""
+
+_FRAME_BYTES = 1 + 8
+"""Of the opcode that begins a frame, with its argument."""
 
 MOST_NODES = 20_000_000
 """Objects that a pickle may make."""
@@ -101,22 +104,42 @@ def read_pickle(
         raise CheckpointError(f"{what}: expected a pickle of at most {MOST_BYTES} bytes; got {len(data)}")
     machine = _Machine(objects_as_keys)
     try:
-        for opcode, argument, position in pickletools.genops(data):
-            if opcodes is not None and opcode.name not in opcodes:
-                raise CheckpointError(f"the opcode {opcode.name} is in no such file")
-            if opcode.name == "FRAME" and (position or 0) + 9 + (argument or 0) > len(data):
-                raise ValueError("a frame that goes on behind the end")
-            if opcode.name == "PROTO" and (argument or 0) > HIGHEST_PROTOCOL:
-                raise ValueError(f"protocol {argument}, which Python does not read")
-            if opcode.name == "STOP":
+        for name, argument, position in _opcodes(data):
+            if opcodes is not None and name not in opcodes:
+                raise CheckpointError(f"the opcode {name} is in no such file")
+            if name == "STOP":
                 (root,) = machine.stack
-                return Pickle(root, (position or 0) + 1, machine.globals, machine.calls, machine.persistents)
-            machine.step(opcode.name, argument)
+                return Pickle(root, position + 1, machine.globals, machine.calls, machine.persistents)
+            machine.step(name, argument)
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
         raise CheckpointError(f"{what}: this is no sound pickle: {type(error).__name__}: {error}") from error
     raise CheckpointError(f"{what}: this pickle does not end")
+
+
+def _opcodes(data: bytes) -> Iterator[tuple[str, Any, int]]:
+    """(name, argument, position) of each opcode.
+
+    Raises:
+        ValueError: there is a fault that ``pickletools`` passes over. Where an opcode lies across the end of a frame,
+            Python's unpickler in C loses bytes, and goes on.
+    """
+    began = frame_end = 0
+    for opcode, argument, place in pickletools.genops(data):
+        position = place or 0
+        if began < frame_end < position:
+            raise ValueError("an opcode across the end of a frame")
+        if opcode.name == "FRAME":
+            if position < frame_end:
+                raise ValueError("a frame in a frame")
+            frame_end = position + _FRAME_BYTES + (argument or 0)
+            if frame_end > len(data):
+                raise ValueError("a frame that goes on behind the end")
+        elif opcode.name == "PROTO" and (argument or 0) > HIGHEST_PROTOCOL:
+            raise ValueError(f"protocol {argument}, which Python does not read")
+        yield opcode.name, argument, position
+        began = position
 
 
 def kind_of(value: Any) -> str:
