@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import os
 import re
@@ -22,6 +23,8 @@ __all__ = [
     "buildable",
     "completed",
     "parse_size",
+    "unknown_variables",
+    "values_in",
     "without_own_section",
 ]
 
@@ -176,23 +179,10 @@ class StreamingConfig:
     """Log the table of the load report, at level INFO, on the main process."""
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
         for field in fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if name in _OR_AUTO:
-                if not isinstance(value, bool) and value != "auto":
-                    raise ConfigError(f"{name}: expected True, False or 'auto'; got {value!r}")
-                continue
-            expected: type = type(field.default)
-            # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
-            if type(value) is not expected:
-                raise ConfigError(f"{name}: expected {expected.__name__}; got {value!r}")
-            choices = get_args(hints[name])
-            if choices and value not in choices:
-                raise ConfigError(f"{name}: expected one of {', '.join(choices)}; got {value!r}")
-            minimum = 1 if name in _AT_LEAST_ONE else 0
-            if isinstance(value, int) and value < minimum:
-                raise ConfigError(f"{name}: expected at least {minimum}; got {value}")
+            value = getattr(self, field.name)
+            if allowed := _unmet(field.name, value, field.default):
+                raise ConfigError(f"{field.name}: expected {allowed}; got {value!r}")
         if self.staging_bytes < self.request_bytes:
             raise ConfigError(
                 f"staging_bytes: expected at least request_bytes ({self.request_bytes}), because a request is staged "
@@ -215,8 +205,10 @@ class StreamingConfig:
         G, T) are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024 (`"64MiB"`, `"1.5 GB"`). Booleans accept 1, 0,
         true, false, yes, no.
 
+        Variables with other names of this kind are ignored (see :func:`unknown_variables`).
+
         Raises:
-            ConfigError: a name is not known, or a value cannot be understood or lies outside its range.
+            ConfigError: a key of the section is not known, or a value cannot be understood or lies outside its range.
         """
         if explicit is not None:
             return explicit
@@ -228,13 +220,35 @@ class StreamingConfig:
         for name, value in section.items():
             _check_known(name, defaults, f'key of "{_SECTION}" in the DeepSpeed config')
             values[name] = _parse(name, value, defaults[name], f'"{_SECTION}.{name}" in the DeepSpeed config')
-        variables = {_PREFIX + name.upper(): name for name in defaults}
-        for variable, text in environ.items():
-            if variable.startswith(_PREFIX):
-                _check_known(variable, variables, "environment variable")
-                name = variables[variable]
-                values[name] = _parse(name, text, defaults[name], f"environment variable {variable}")
-        return cls(**values)
+        return cls(**{**values, **values_in(environ)})
+
+
+def values_in(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """The settings in the environment.
+
+    Raises:
+        ConfigError: a value cannot be understood or lies outside its range; the message names the variable.
+    """
+    defaults = {field.name: field.default for field in fields(StreamingConfig)}
+    return {
+        name: _parse(name, environ[variable], defaults[name], f"environment variable {variable}")
+        for variable, name in _variables().items()
+        if variable in environ
+    }
+
+
+def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables that look like settings and are none, each with the nearest name, or ""."""
+    known = _variables()
+    strange = [variable for variable in environ if variable.startswith(_PREFIX) and variable not in known]
+    nearest = {variable: _nearest(variable.removeprefix(_PREFIX).lower(), known.values()) for variable in strange}
+    return {variable: near and _PREFIX + near.upper() for variable, near in nearest.items()}
+
+
+@functools.cache
+def _variables() -> dict[str, str]:
+    """Environment variable -> field."""
+    return {_PREFIX + field.name.upper(): field.name for field in fields(StreamingConfig)}
 
 
 def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -251,25 +265,46 @@ def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
 
 def _check_known(name: str, known: Iterable[str], kind: str) -> None:
     if name not in known:
-        near = difflib.get_close_matches(str(name), sorted(known), n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        near = _nearest(str(name), known)
+        hint = f"; did you mean {near}?" if near else ""
         raise ConfigError(f"unknown {kind}: {name!r}{hint} Known: {', '.join(sorted(known))}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1)), "")
+
+
+def _unmet(name: str, value: Any, default: Any) -> str:
+    """What the field `name` allows, if that is not `value`; else ""."""
+    if name in _OR_AUTO:
+        return "" if isinstance(value, bool) or value == "auto" else "True, False or 'auto'"
+    # A bool is an int to isinstance(), but `staging_bytes=True` is a mistake.
+    if type(value) is not type(default):
+        return type(default).__name__
+    if isinstance(value, str):
+        choices = get_args(get_type_hints(StreamingConfig)[name])
+        return "" if value in choices else f"one of {', '.join(choices)}"
+    minimum = 1 if name in _AT_LEAST_ONE else 0
+    return f"at least {minimum}" if value < minimum else ""
 
 
 def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
     """Convert a value of a JSON file or of an environment variable to the type of the field `name`."""
     is_boolean = isinstance(default, bool) or (name in _OR_AUTO and value != "auto")
+    parsed: Any
     if isinstance(default, str) and not is_boolean:
-        return value
-    parsed: int | None
-    if is_boolean:
+        parsed, expected = value, ""
+    elif is_boolean:
         parsed, expected = _BOOLEANS.get(str(value).strip().lower()), "a boolean (1, 0, true, false, yes, no)"
+        expected += ' or "auto"' if name in _OR_AUTO else ""
     elif name.endswith("_bytes"):
         parsed, expected = parse_size(value), 'a whole number of bytes, or a size such as "64MiB" or "64MB"'
     else:
         parsed, expected = parse_size(value, units=False), "a whole number"
     if parsed is None:
         raise ConfigError(f"{origin}: expected {expected}; got {value!r}")
+    if allowed := _unmet(name, parsed, default):
+        raise ConfigError(f"{origin}: expected {allowed}; got {value!r}")
     return parsed
 
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 from typing import TypeVar
 
 from . import scope
-from .config import StreamingConfig
+from .config import StreamingConfig, unknown_variables, values_in
 from .errors import ConfigError
 from .patching import Patches
+from .ranks.topology import announced_local_rank
 from .seams import entrances
 
 
 __all__ = ["enter_for_process", "streaming"]
 
 Function = TypeVar("Function")
+
+logger = logging.getLogger(__name__)
 
 
 class streaming:  # noqa: N801 - used like a function
@@ -34,6 +39,9 @@ class streaming:  # noqa: N801 - used like a function
         config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from
             the section ``"hf_zero_stream"`` of the DeepSpeed config (see :meth:`StreamingConfig.resolve`).
 
+    Raises:
+        ConfigError: `config`, or a setting in the environment, has a value that is not allowed.
+
     Example:
         >>> with hf_zero_stream.streaming():
         ...     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-30B-A3B", dtype="auto")
@@ -48,6 +56,8 @@ class streaming:  # noqa: N801 - used like a function
         self._open: list[scope.Block] = []
 
     def __enter__(self) -> streaming:
+        if self.config is None and scope.current_config() is None:
+            _check_environment()
         _replaced.__enter__()
         self._open.append(scope.enter(self.config))
         return self
@@ -66,10 +76,25 @@ def enter_for_process() -> None:
 
     Its settings are those of the environment and of the DeepSpeed config.
     """
+    _check_environment()
     if scope.enter_for_process():
         _replaced.__enter__()
     else:
         _replaced.renew()
+
+
+def _check_environment() -> None:
+    """Raise a ConfigError if a setting in the environment is wrong; warn of variables that are no settings."""
+    values_in()
+    for variable, near in unknown_variables().items():
+        _warn_of_variable(variable, near)
+
+
+@functools.cache  # once
+def _warn_of_variable(variable: str, near: str) -> None:
+    if announced_local_rank() == 0:
+        hint = f" Did you mean {near}?" if near else " See docs/settings.md for those that are."
+        logger.warning(f"The environment variable {variable} is no setting of hf_zero_stream, and is ignored.{hint}")
 
 
 class _Replaced:

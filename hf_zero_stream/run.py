@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> None:
         is_help = target in ("-h", "--help")
         print(USAGE, file=sys.stdout if is_help else sys.stderr, end="")
         sys.exit(0 if is_help else 2)
+    _refuse_wrong_settings()
     sys.argv[:] = [target, *own, *rest]
     sys.meta_path.insert(0, _Watch())
     for module in {module for module, _, _ in ENTRANCES} & set(sys.modules):
@@ -76,6 +77,18 @@ def main(arguments: Sequence[str]) -> None:
         # Only now: the script must find Python's own hook, and may have put another in its place.
         sys.excepthook = functools.partial(_excepthook, sys.excepthook)
         raise
+
+
+def _refuse_wrong_settings() -> None:
+    """End the process if the environment has a setting that no load could use."""
+    from .config import values_in
+    from .errors import ConfigError
+
+    try:
+        values_in()
+    except ConfigError as error:
+        print(f"hf_zero_stream.run: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def _run(target: str, names: dict[str, Any], *, is_module: bool) -> None:

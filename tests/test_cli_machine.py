@@ -177,6 +177,20 @@ def test_doctor_finds_libraries_that_are_not_known(monkeypatch: pytest.MonkeyPat
     assert found["expert_parallel (AutoEP)"] == "no", "what can be left out is no problem"
 
 
+def test_doctor_looks_at_settings_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str]
+) -> None:
+    monkeypatch.setenv("HF_ZERO_STREAM_VERIFFY", "full")
+    found = {check["what"]: check for check in run_json("doctor", *no_accelerate)["settings"]}
+    assert found["environment"]["status"] == "ok"
+    assert found["HF_ZERO_STREAM_VERIFFY"]["status"] == "note"
+    assert "did you mean HF_ZERO_STREAM_VERIFY?" in found["HF_ZERO_STREAM_VERIFFY"]["text"]
+
+    monkeypatch.setenv("HF_ZERO_STREAM_VERIFY", "fully")
+    found = {check["what"]: check for check in run_json("doctor", *no_accelerate, code=1)["settings"]}
+    assert found["environment"]["status"] == "problem" and "'fully'" in found["environment"]["text"]
+
+
 def test_doctor_survives_ops_that_raise(monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str]) -> None:
     from deepspeed.ops.op_builder import all_ops
 

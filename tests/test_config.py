@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from hf_zero_stream.config import StreamingConfig, without_own_section
+from hf_zero_stream.config import StreamingConfig, unknown_variables, without_own_section
 from hf_zero_stream.errors import ConfigError, HfZeroStreamError
 
 
@@ -152,9 +152,28 @@ def test_unknown_key_suggests_the_nearest_and_lists_the_known():
         assert field.name in str(error.value)
 
 
-def test_unknown_variable_suggests_the_nearest_and_lists_the_known():
-    with pytest.raises(ConfigError, match="did you mean HF_ZERO_STREAM_READER_THREADS?.*HF_ZERO_STREAM_PROGRESS"):
-        StreamingConfig.resolve(None, None, {"HF_ZERO_STREAM_READ_THREADS": "4"})
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [
+        ("READ_FROM", "rank1", "one of all, rank0, local_rank0"),
+        ("VERIFY", "all", "one of off, sizes, sample, full"),
+        ("CHUNK_BYTES", "0", "at least 1"),
+        ("KEEP_QUANTIZED", "maybe", 'a boolean .*, no. or "auto"'),
+    ],
+)
+def test_a_wrong_variable_is_named_with_what_it_may_be(variable, value, allowed):
+    variable = f"HF_ZERO_STREAM_{variable}"
+    with pytest.raises(ConfigError, match=f"^environment variable {variable}: expected {allowed}; got '{value}'$"):
+        StreamingConfig.resolve(None, None, {variable: value})
+
+
+def test_unknown_variables_are_ignored_with_the_nearest_name():
+    environ = {"HF_ZERO_STREAM_READ_THREADS": "4", "HF_ZERO_STREAM_XYZ": "", "HF_ZERO_STREAM_PROGRESS": "0"}
+    assert StreamingConfig.resolve(None, None, environ) == StreamingConfig(progress=False)
+    assert unknown_variables(environ) == {
+        "HF_ZERO_STREAM_READ_THREADS": "HF_ZERO_STREAM_READER_THREADS",
+        "HF_ZERO_STREAM_XYZ": "",
+    }
 
 
 @pytest.mark.parametrize("section", ["auto", [], None, 1])

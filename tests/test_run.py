@@ -143,6 +143,13 @@ def test_usage(tmp_path: Path, arguments: list[str], code: int) -> None:
     assert found == code and (err if code else out).startswith("usage: python -m hf_zero_stream.run SCRIPT")
 
 
+def test_a_wrong_setting_is_refused_before_the_script_runs(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_STREAM_STAGING_BYTES", "lots")
+    code, out, err = python("-m", "hf_zero_stream.run", "train.py", folder=scripts)
+    assert (code, out) == (2, "")
+    assert err.startswith("hf_zero_stream.run: environment variable HF_ZERO_STREAM_STAGING_BYTES: expected a whole")
+
+
 STREAMS = """\
 import os, sys, threading
 os.environ["HF_HOME"] = "/a/home/set/by/the/script"

@@ -15,7 +15,7 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
-from hf_zero_stream import StreamingConfig, scope, streaming
+from hf_zero_stream import StreamingConfig, context, scope, streaming
 from hf_zero_stream.errors import ConfigError, VersionError
 from hf_zero_stream.loading import integration
 from hf_zero_stream.seams import entrances
@@ -142,6 +142,31 @@ def test_without_zero3_it_is_transformers(zoo_checkpoint: Callable[..., Path]) -
 def test_wrong_config_type() -> None:
     with pytest.raises(ConfigError, match="StreamingConfig"):
         streaming({"staging_bytes": 1})  # type: ignore[arg-type]
+
+
+def test_a_wrong_variable_is_an_error_on_entering(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_STREAM_VERIFY", "all")
+    with pytest.raises(ConfigError, match="variable HF_ZERO_STREAM_VERIFY: expected one of off, .*; got 'all'"):
+        streaming().__enter__()
+    assert not is_patched()
+    with streaming(StreamingConfig()):  # settings made in code count alone
+        with streaming():
+            assert is_patched()
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_variable_with_a_typo_is_named_once_per_host(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local_rank: str
+) -> None:
+    monkeypatch.setenv("HF_ZERO_STREAM_READ_RETRYS", local_rank)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    context._warn_of_variable.cache_clear()
+    for _ in range(2):
+        with streaming():
+            pass
+    said = [text for text in caplog.messages if "READ_RETRYS" in text]
+    assert len(said) == (local_rank == "0")
+    assert all("Did you mean HF_ZERO_STREAM_READ_RETRIES?" in text for text in said)
 
 
 @pytest.mark.parametrize(("flag", "text"), [("true", "Move the line"), ("false", "zero3_init_flag: true")])

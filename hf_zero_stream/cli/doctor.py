@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..config import StreamingConfig, without_own_section
+from ..config import StreamingConfig, unknown_variables, values_in, without_own_section
 from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError
 from ..ranks.topology import announces_zero3, announces_zero3_init
 from ..reports.text import count_text, folded_names
@@ -53,10 +53,11 @@ def run(
     ] = None,
     form: frame.FormatOption = "table",
 ) -> None:
-    """Look at versions, DeepSpeed's ops, storage and settings; exit code 1 if anything is a problem.
+    """Check versions, DeepSpeed's ops, storage and settings.
 
-    With PATH the largest file there is read for its speed, at most 256 MiB of it. If PATH is a checkpoint, parameters
-    are named that stock transformers would load wrongly with distributed_config.
+    Exit code 1 if anything is a problem. With PATH, reads the largest file there to measure the speed, at most 256 MiB
+    of it. If PATH is a checkpoint, also names parameters that stock transformers would load wrongly with
+    distributed_config.
     """
     with frame.quiet():
         from ..destinations.deepspeed.zero3 import compatible_ops
@@ -67,7 +68,7 @@ def run(
             "features": list(_check_features(ops)),
             "storage": [] if path is None else list(_check_storage(path)),
             "checkpoint": [] if path is None else list(_check_checkpoint(Path(path))),
-            "settings": list(_check_launcher(accelerate_config)),
+            "settings": [*_check_environment(), *_check_launcher(accelerate_config)],
         }
         if ds_config is not None:
             found["settings"] += _check_ds_config(ds_config)
@@ -258,6 +259,17 @@ def _accelerate_config(path: str) -> tuple[str, str]:
     if stage == 3 and flag is not True:
         return "problem", f"{path}: zero3_init_flag is off: {_TURN_INIT_ON}"
     return "ok", f"DeepSpeed, zero_stage {stage}, zero3_init_flag {flag}"
+
+
+def _check_environment() -> Iterator[Check]:
+    """Settings of ours in environment variables: values that are not allowed, and names that are none."""
+    try:
+        found = values_in()
+        yield Check("environment", "ok", f"{count_text(len(found), 'setting')} in HF_ZERO_STREAM_...")
+    except ConfigError as error:
+        yield Check("environment", "problem", str(error))
+    for variable, near in unknown_variables().items():
+        yield Check(variable, "note", f"no such setting, so it is ignored{near and f'; did you mean {near}?'}")
 
 
 def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
