@@ -78,6 +78,27 @@ def test_help_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+LIGHT = """\
+import sys
+from typer.testing import CliRunner
+from hf_zero_stream.cli import app
+for arguments, absent in ((["--version"], "torch"), (["inspect", PATH, "--no-model"], "transformers"), \\
+                          (["verify", PATH], "transformers"), (["inspect", PATH], "deepspeed")):
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert absent not in sys.modules, (arguments, absent)
+"""
+
+
+def test_commands_do_not_pay_for_imports_that_they_do_not_need(tiny_moe: str) -> None:
+    subprocess.run([sys.executable, "-c", LIGHT.replace("PATH", repr(tiny_moe))], check=True)
+
+
+def test_the_list_of_commands_fits_into_80_columns() -> None:
+    listed = run("--help").stdout.partition("Commands:")[2]
+    assert all(name in listed for name in NAMES)
+    assert "..." not in listed and max(map(len, listed.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("command", [["hf-zero-stream"], [sys.executable, "-m", "hf_zero_stream"]], ids=str)
 def test_entry_points(tmp_path: Path, command: list[str]) -> None:
     """Errors of ours go to stderr, without a traceback."""
@@ -213,6 +234,22 @@ def shapes_of(lines: list[dict[str, Any]]) -> dict[str, list[int]]:
         assert len(names) == line["count"]
         shapes |= dict.fromkeys(names, line["shape"])
     return shapes
+
+
+def test_inspect_shows_of_many_shards_the_first_and_the_last(tmp_path: Path) -> None:
+    names = [f"model-{number:05}-of-00020.safetensors" for number in range(1, 21)]
+    for number, name in enumerate(names):
+        save_file({f"t.{number}": torch.zeros(number + 1)}, tmp_path / name)
+    index = {"metadata": {}, "weight_map": {f"t.{number}": name for number, name in enumerate(names)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    arguments = ("inspect", str(tmp_path), "--no-model")
+
+    shards = run(*arguments).stdout.split("\n\n")[1].splitlines()[2:]
+    assert len(shards) == 3 and names[0] in shards[0] and names[-1] in shards[2]
+    assert re.search(r"18 more, .* to .* each \(--all\) *\| *18 \|", shards[1])
+    listed = run(*arguments, "--all").stdout
+    assert all(name in listed for name in names) and "more" not in listed
+    assert [shard["file"] for shard in run_json(*arguments)["shards"]] == names
 
 
 def test_inspect_names_what_is_initialised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

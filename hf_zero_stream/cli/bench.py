@@ -42,7 +42,7 @@ def run(
     revision: frame.RevisionOption = None,
     form: frame.FormatOption = "table",
 ) -> None:
-    """Load a checkpoint under ZeRO-3 on this machine, as stock does and streaming, and compare.
+    """Compare stock's load and a streaming load on this machine.
 
     Each load has its own processes, started by torchrun. Without --ds-config and --dtype it is in bf16. Exit code 1 if
     one fails, or if they load different bits. A repository's id means what the Hub's cache holds of it.

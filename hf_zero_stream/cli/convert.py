@@ -31,9 +31,11 @@ def run(
     path: frame.CheckpointArgument,
     destination: Annotated[str, typer.Argument(metavar="DST", help="The folder to write; it may be PATH itself.")],
     dtype: Annotated[
-        Any, typer.Option(metavar="DTYPE", parser=_floating_dtype, help="Of the floating-point tensors.")
+        Any, typer.Option(metavar="DTYPE", parser=_floating_dtype, help="New dtype of the floating-point tensors.")
     ] = None,
-    max_shard_size: Annotated[Any, typer.Option(metavar="SIZE", parser=frame.size, help="Of a file.")] = "5GB",
+    max_shard_size: Annotated[
+        Any, typer.Option(metavar="SIZE", parser=frame.size, help="Largest size of a shard.")
+    ] = "5GB",
     layout: Annotated[
         Literal["same", "hub", "model"],
         typer.Option(help="Names and layouts: as they are, the hub's, or the model's own."),
@@ -44,10 +46,11 @@ def run(
     trust_remote_code: frame.TrustOption = False,
     form: frame.FormatOption = "table",
 ) -> None:
-    """Write a checkpoint anew, in one pass and in bounded memory; no model is built.
+    """Write a checkpoint anew: other shards, dtype or names.
 
-    An older checkpoint in DST stays until the new one is complete. The --layout is "hub" for one tensor per expert, as
-    save_pretrained writes them, or "model" for the tensors as the model has them.
+    Reads it once, in bounded memory, and builds no model. An older checkpoint in DST stays until the new one is
+    complete. The --layout "hub" has one tensor per expert, as save_pretrained writes them; "model" has the tensors of
+    the model.
     """
     from .checkpoints import cached_folder
     from .models import transformers_errors

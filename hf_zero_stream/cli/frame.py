@@ -59,7 +59,7 @@ TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the checkpoint.")
 ]
 DequantizeOption = Annotated[
-    bool, typer.Option("--dequantize", help="Of a quantised checkpoint make a model that is not quantised.")
+    bool, typer.Option("--dequantize", help="Make a model that is not quantised of a quantised checkpoint.")
 ]
 DsConfigOption = Annotated[
     dict[str, Any] | None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -16,20 +16,25 @@ from . import frame
 
 EXAMPLE = "hf-zero-stream inspect Qwen/Qwen3-30B-A3B"
 
+MOST_SHARDS = 8
+"""Of more shards, the table shows the first, the last, and one row for those in between."""
+
 
 def run(
     path: frame.CheckpointArgument,
-    model: Annotated[
-        bool, typer.Option(help="Show the model's parameters too, for which transformers is imported.")
-    ] = True,
+    model: Annotated[bool, typer.Option(help="Show the model's parameters too, which takes seconds more.")] = True,
+    every: Annotated[
+        bool, typer.Option("--all", help=f"List every shard, also of more than {MOST_SHARDS}; JSON always does.")
+    ] = False,
     revision: frame.RevisionOption = None,
     trust_remote_code: frame.TrustOption = False,
     dequantize: frame.DequantizeOption = False,
     form: frame.FormatOption = "table",
 ) -> None:
-    """Show shards, tensors, dtypes and sizes, and the model's parameters after conversion.
+    """Show what is in a checkpoint: shards, tensors, sizes.
 
-    Names that differ only in their numbers are written as one. Reads headers only, also from a repository on the Hub.
+    Also shows the parameters of the model that transformers makes of it. Names that differ only in their numbers are
+    written as one. Reads headers only, also from a repository on the Hub.
     """
     from .checkpoints import place_of
 
@@ -37,7 +42,7 @@ def run(
         data = {"path": path, **_checkpoint(place)}
         made = _model(place, trust_remote_code, dequantize) if model else "it was not asked for"
     data |= {"model": None, "no_model_because": made} if isinstance(made, str) else {"model": made}
-    frame.emit(data, _blocks(data), form)
+    frame.emit(data, _blocks(data, every), form)
 
 
 def _checkpoint(place: str) -> dict[str, Any]:
@@ -98,14 +103,23 @@ def _folded(rows: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[dict[
     ]
 
 
-def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
+def _shard_rows(shards: Sequence[Mapping[str, Any]], every: bool) -> Iterator[tuple[str, str, str]]:
+    between = () if every or len(shards) <= MOST_SHARDS else shards[1:-1]
+    for shard in (shards[0], shards[-1]) if between else shards:
+        if between and shard is shards[-1]:
+            sizes = [other["bytes"] for other in between]
+            text = f"... {len(between):,} more, {bytes_text(min(sizes))} to {bytes_text(max(sizes))} each (--all)"
+            yield text, f"{sum(other['tensors'] for other in between):,}", bytes_text(sum(sizes))
+        yield shard["file"], f"{shard['tensors']:,}", bytes_text(shard["bytes"])
+
+
+def _blocks(data: Mapping[str, Any], every: bool) -> Iterator[str]:
     shards, model = data["shards"], data["model"]
     dtypes = ", ".join(f"{name} {bytes_text(found['bytes'])}" for name, found in data["dtypes"].items())
     kind = "" if data["format"] == "safetensors" else f"{data['format']}, "
     held = f"{count_text(len(shards), 'shard')}, {count_text(data['count'], 'tensor')}, {bytes_text(data['bytes'])}"
     yield f"{data['path']}: {kind}{held}; {dtypes}"
-    rows = [(shard["file"], f"{shard['tensors']:,}", bytes_text(shard["bytes"])) for shard in shards]
-    yield frame.table(("Shard", "Tensors", "Size"), rows)
+    yield frame.table(("Shard", "Tensors", "Size"), _shard_rows(shards, every))
     yield _families("Tensor", data["tensors"])
     if data["promised_in_vain"]:
         yield f"Promised by the index, but in no shard: {', '.join(data['promised_in_vain'])}"

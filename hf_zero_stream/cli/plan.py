@@ -63,7 +63,7 @@ def _size_option(what: str) -> Any:
 def run(
     path: frame.CheckpointArgument,
     world_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks; --replicate, --fsdp and --tp make it superfluous.")
+        int | None, typer.Option(min=1, help="Number of ranks; not needed with --replicate, --fsdp or --tp.")
     ] = None,
     ds_config: frame.DsConfigOption = None,
     dtype: frame.DtypeOption = None,
@@ -93,18 +93,19 @@ def run(
         ),
     ] = None,
     html: Annotated[
-        Path | None, typer.Option(metavar="FILE", parser=_page, help="Write a page with the memory of all ranks.")
+        Path | None,
+        typer.Option(metavar="FILE", parser=_page, help="Write a page with the memory of all ranks: .html."),
     ] = None,
     revision: frame.RevisionOption = None,
     trust_remote_code: frame.TrustOption = False,
     dequantize: frame.DequantizeOption = False,
     form: frame.FormatOption = "table",
 ) -> None:
-    """Compute what a load under ZeRO-3 reads and what memory it and training need, beside stock's.
+    """Compute what a load reads, and what memory it and training need.
 
-    With --fsdp, --tp, --ep or --replicate, the load is that of transformers' distributed_config in place of ZeRO-3.
-    Works for any world size on any machine: reads headers only, also from a repository on the Hub. Activations are
-    not counted.
+    Shows the same of stock's load. Without --fsdp, --tp, --ep or --replicate the load is under ZeRO-3; with one of
+    them, it is that of transformers' distributed_config. Works for any number of ranks on any machine: it reads
+    headers only, also from a repository on the Hub. Activations are not counted.
     """
     sharding, world_size = _sharding(world_size, fsdp=fsdp, tp=tp, ep=ep, replicate=replicate)
     if rank >= world_size:

@@ -36,9 +36,9 @@ def run(
 ) -> None:
     """Name every fault of a checkpoint; exit code 1 if there is any.
 
-    Checked are sizes, offsets, the index and that no shard is missing, of safetensors files and of other formats. That
-    reads headers only; with --sha256 or --sums all shards are read. A repository's id means what the Hub's cache holds
-    of it, and hf://... the Hub's own.
+    Checks sizes, offsets and the index, and that no shard is missing; of safetensors files and of other formats. That
+    reads headers only; --sha256 and --sums read all shards. The id of a repository means what the Hub's cache holds of
+    it, and hf://... the repository on the Hub itself.
     """
     from ..checkpoint.at_url import check_soundness_at
     from ..checkpoint.contents import soundness_of
