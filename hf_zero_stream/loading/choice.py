@@ -17,7 +17,7 @@ from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
-from ..ranks.topology import announces_zero3, announces_zero3_init
+from ..ranks.topology import announced_local_rank, announces_zero3, announces_zero3_init
 from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed, is_known
 from ..seams.wrappers import shards_by_fsdp2
 
@@ -167,7 +167,9 @@ def _is_plain(kwargs: Mapping[str, Any]) -> bool:
 
 
 def warn_of_open_dtype(sections: list[str], advice: str) -> None:
-    """Warn once that a DeepSpeed config leaves the dtype open in `sections`."""
+    """Warn once per host that a DeepSpeed config leaves the dtype open in `sections`."""
+    if announced_local_rank():
+        return
     logger.warning_once(
         f'The DeepSpeed config has "{sections[0]}": {{"enabled": "auto"}}, and neither accelerate nor the Trainer has '
         f"filled it in. It counts as off, as in DeepSpeed: parameters are in fp32. {advice}"
@@ -175,6 +177,8 @@ def warn_of_open_dtype(sections: list[str], advice: str) -> None:
 
 
 def _warn_if_zero3_comes_too_late() -> None:
+    if announced_local_rank():  # the process group may not exist yet
+        return
     if announces_zero3() and announces_zero3_init():
         logger.warning_once(
             "The launcher announces DeepSpeed ZeRO-3, but no DeepSpeed config object is alive yet, so this model is "

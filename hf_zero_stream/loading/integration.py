@@ -125,10 +125,11 @@ def _load(
         except (Apart, DisagreementError) as why:
             if not choice.occasion.is_optional:
                 raise
-            logger.warning(
-                f"hf_zero_stream: rank {coordinator.rank} loads {path} alone, as stock transformers does, and shares "
-                f"no reading: {why}"
-            )
+            if why.says_it if isinstance(why, Apart) else coordinator.is_main:
+                logger.warning(
+                    f"hf_zero_stream: ranks do not share the reading of {path}. Each loads it alone, as stock "
+                    f"transformers does: {why}"
+                )
     return _stock_from_pretrained(stock, kwargs, settings_for(found, strict).strict)
 
 

@@ -33,12 +33,20 @@ SHORT_PATIENCE_S = 0.5
 FAILURE_HOLDS_S = 60.0
 """How long an error is reported to late ranks; after that, a rank has come for something else."""
 
-_KEYS = ("count", "decision", "subject", *KEYS)
+_KEYS = ("count", "decision", "subject", "speaker", *KEYS)
 """The keys that a round may write into the store."""
 
 
 class Apart(Exception):  # noqa: N818 - not an error
-    """Raised if ranks do not come together, and need not; its text is the reason."""
+    """Raised if ranks do not come together, and need not; its text is the reason.
+
+    Attributes:
+        says_it: whether this rank tells the user, for all ranks of its round.
+    """
+
+    def __init__(self, why: str, *, says_it: bool = True) -> None:
+        super().__init__(why)
+        self.says_it = says_it
 
 
 @dataclass(frozen=True)
@@ -152,7 +160,10 @@ class Round:
         if decision.outcome == "failed":
             raise Verdict(*decision.failure).error()
         if decision.outcome == "apart":
-            raise Apart(decision.why) if is_optional else self._occasion.error(decision.why)
+            if not is_optional:
+                raise self._occasion.error(decision.why)
+            rank = self._presence.rank
+            raise Apart(decision.why, says_it=self._store.set_first(f"{self.key}/speaker", rank) == rank)
 
     def _wait(self, watch: Watch) -> _Decision:
         patience_s = self._occasion.patience_s or self._presence.group_timeout_s

@@ -52,11 +52,13 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
     if is_of_a_trainer(self) and not calls.is_led():
-        logger.warning_once(
-            "The values of the whole model are gathered on rank 0, as without streaming(), because code around the "
-            "Trainer asks for its state dict: an overridden _save() or save_model(), or a callback. For a save by all "
-            "ranks that gathers nothing, leave them to the Trainer, or call hf_zero_stream.save_pretrained."
-        )
+        if dist.get_rank() == 0:
+            logger.warning_once(
+                "The values of the whole model are gathered on rank 0, as without streaming(), because code around "
+                "the Trainer asks for its state dict: an overridden _save() or save_model(), or a callback. For a "
+                "save by all ranks that gathers nothing, leave them to the Trainer, or call "
+                "hf_zero_stream.save_pretrained."
+            )
         return original(self, model, *args, **kwargs)
     from .lazy_parameters import state_dict_without_values  # imports deepspeed, which takes seconds
 

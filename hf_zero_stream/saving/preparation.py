@@ -209,11 +209,13 @@ def _refuse_computed(plan: SavePlan) -> None:
 
 @contextmanager
 def _quiet(is_main: bool) -> Iterator[None]:
-    """Inside, transformers shows no bar for shards that it only lays out, and warns on rank 0 only."""
+    """Inside, transformers shows no bar for shards that it only lays out, and warns on rank 0 only.
+
+    It says no names of files at level INFO: they are those of a temporary folder.
+    """
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    if not is_main:
-        logging.set_verbosity_error()
+    logging.set_verbosity(max(verbosity, logging.WARNING if is_main else logging.ERROR))
     try:
         yield
     finally:

@@ -6,6 +6,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..ranks.topology import announced_local_rank
+
 
 __all__ = ["computed_buffers"]
 
@@ -29,7 +31,8 @@ def computed_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     try:
         model.initialize_weights()
     except NotImplementedError as error:  # a model's own code writes over loaded values, which are lazy
-        logger.warning(f"The non-persistent buffers of the model stay as they are: {error}")
+        if announced_local_rank() == 0:
+            logger.warning(f"The non-persistent buffers of the model stay as they are: {error}")
         return {}
     # A buffer that was not written to holds nothing: its module's __init__ computes it, or nobody does.
     found = {name: model.get_buffer(name) for name in made}

@@ -223,7 +223,8 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     reason = load.coordinator.broadcast(partial(torch_files.why_not, load.checkpoint.source, files))
     if not reason:
         return load.open(files, weight_map)
-    logger.info(f"hf_zero_stream reads this checkpoint through torch.load's memory map, because {reason}.")
+    if load.coordinator.is_main:
+        logger.info(f"hf_zero_stream reads this checkpoint through torch.load's memory map, because {reason}.")
     if is_url(files[0]):
         raise UnsupportedError(f"{reason}. Only a local copy of such a file can be read: download the checkpoint.")
     values: dict[str, torch.Tensor] = {}

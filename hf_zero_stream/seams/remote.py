@@ -17,6 +17,7 @@ from transformers.utils import logging
 from .. import scope
 from ..config import StreamingConfig
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
+from ..ranks.topology import announced_local_rank
 from ..sources.answers import Answers, answers_once
 from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token
@@ -100,7 +101,8 @@ def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *arg
             is_required = kwargs.get("_raise_exceptions_for_missing_entries", True)
             if error.status == 403 and not is_required:
                 # Who may not list a bucket is told this of objects that are not there.
-                logger.info(f"{place}: {error} It counts as absent.")
+                if announced_local_rank() == 0:
+                    logger.info(f"{place}: {error} It counts as absent.")
             elif error.status != 404 or is_required:
                 raise ReadError(f"{place}: {error}") from error
             return None

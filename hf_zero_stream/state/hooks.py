@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..loading.into import load_into
 from ..patching import Patches
+from ..ranks.topology import announced_local_rank
 from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import noted_saves, noting_saves, replace_trainer
@@ -201,7 +202,8 @@ def _last(original: Callable[..., Any], folder: Any) -> Any:
     found = original(folder)
     if found is None or not is_unfinished(Path(found)):
         return found
-    logger.warning(f"{found}: its save was interrupted; the checkpoint before it is taken.")
+    if announced_local_rank() == 0:
+        logger.warning(f"{found}: its save was interrupted; the checkpoint before it is taken.")
     complete = [path for path in Path(folder).iterdir() if path.is_dir() and not is_unfinished(path)]
     of_numbers = {checkpoint_number(path.name): str(path) for path in complete}
     last = max((number for number in of_numbers if number is not None), default=None)

@@ -150,10 +150,11 @@ def load_state(
     if with_rng and isinstance(found, ZeroFolder):
         logger.warning_once(f"{place}: DeepSpeed saves no random numbers, so those of all ranks are new.")
     elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):
-        logger.warning_once(
-            f"{place}: rank {coordinator.rank} was not there when the state was saved ({record.world_size} ranks), so "
-            "its random numbers are new."
-        )
+        if coordinator.rank in (0, record.world_size):  # one of the ranks that are new says it for all
+            logger.warning_once(
+                f"{place}: {record.world_size} ranks saved this state, so the random numbers of rank "
+                f"{coordinator.rank} and above are new."
+            )
     if coordinator.is_main:
         _say_what_follows(training, record, place)
         if isinstance(found, StateRecord):

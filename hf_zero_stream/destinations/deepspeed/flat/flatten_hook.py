@@ -95,10 +95,10 @@ def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     flattened = [[param for param in params if param.requires_grad and param.numel()] for params in param_groups]
     try:
         reason = _stock_reason(self, arguments, flattened)
-        if reason:
-            logger.info(f"hf_zero_stream: parameters are flattened by DeepSpeed: {reason}")
-        else:
+        if not reason:
             self.hf_zero_stream_flatten = _prepare(arguments, flattened, everything)
+        elif dist.get_rank(arguments.get("dp_process_group")) == 0:
+            logger.info(f"hf_zero_stream: parameters are flattened by DeepSpeed: {reason}")
         token = _taking_over.set(not reason)
         try:
             original(self, *args, **kwargs)

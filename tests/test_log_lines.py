@@ -1,0 +1,71 @@
+"""What ranks say in one log file: each thing once, or once per host, and no name of a temporary file."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+
+import hf_zero_stream
+from hf_zero_stream.config import StreamingConfig
+from tests.cluster import run_ranks
+from tests.parity import ds_config
+
+
+WORLD_SIZE, ON_A_HOST = 4, 2
+
+Line = tuple[str, str]
+
+
+def act(folder: Path, saved: Path) -> tuple[list[Line], list[Line]]:
+    """Load, save and resume; returns (our lines, transformers' lines), each with its logger."""
+    import deepspeed
+
+    os.environ["LOCAL_RANK"] = str(dist.get_rank() % ON_A_HOST)
+    transformers.utils.logging.set_verbosity_info()
+    for name in ("hf_zero_stream", "transformers"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    for name in ("hf_zero_stream", "transformers"):
+        logging.getLogger(name).addHandler(handler)
+    os.environ["HF_ZERO_STREAM_VERFIY"] = "full"
+    with hf_zero_stream.streaming():
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config())
+        model.save_pretrained(saved / "model")
+        engine = deepspeed.initialize(model=model, config=ds_config())[0]
+        ids = torch.arange(8)[None]
+        engine.backward(engine(input_ids=ids, labels=ids).loss)
+        engine.step()
+        engine.save_checkpoint(saved / "state")
+        engine.load_checkpoint(saved / "state")
+        with hf_zero_stream.streaming(StreamingConfig(log_report=False)):
+            if dist.get_rank() % 2:  # it is not shared, and each rank that comes knows that
+                transformers.AutoModel.from_pretrained(folder, ds_config={"zero_optimization": {"stage": 0}})
+    lines = [(record.name, record.getMessage()) for record in records]
+    return tuple([line for line in lines if line[0].startswith(whose)] for whose in ("hf_zero_stream", "transformers"))
+
+
+def test_ranks_speak_once(compiler: None, cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    found = run_ranks(WORLD_SIZE, act, zoo_checkpoint("llama"), tmp_path, timeout=240)
+    ranks_of = defaultdict[str, list[int]](list)
+    for rank, (ours, others) in enumerate(found):
+        for _, text in ours:
+            ranks_of[text].append(rank)
+        assert not [text for _, text in (*ours, *others) if "saving-" in text or "saved in" in text]
+    spoken = {text: ranks for text, ranks in ranks_of.items()}
+    assert sum("STREAMING LOAD REPORT" in text for text in spoken) >= 2, spoken
+    assert sum(text.startswith("saved ") for text in spoken) == 2, spoken
+    assert sum("do not share the reading" in text for text in spoken) == 1, spoken
+    for text, ranks in spoken.items():
+        if "HF_ZERO_STREAM_VERFIY" in text:
+            assert ranks == [0, ON_A_HOST], (text, ranks)
+        else:
+            assert len(ranks) == 1, (text, ranks)
