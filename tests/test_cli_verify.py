@@ -122,13 +122,18 @@ def cut_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"model_type": "lla')
 
 
+def double_key_of_config(folder: Path) -> None:
+    (folder / "config.json").write_text('\n{"model_type": "llama", "model_type": "bert"}')
+
+
 def lose_all(folder: Path) -> None:
     for path in folder.iterdir():
         path.unlink()
 
 
 FAULTS: list[tuple[Callable[[Path], None], list[tuple[str, str, str]]]] = [
-    (cut_config, [("config.json", "config", "not JSON")]),
+    (cut_config, [("config.json", "config", "expected a JSON object")]),
+    (double_key_of_config, [("config.json", "config", "'model_type' occurs twice")]),
     (lose_shard, [(SECOND, "missing", "not there")]),
     (dangle, [(SECOND, "missing", "link to a file that is not there")]),
     (make_unreadable, [(SECOND, "unreadable", "found a folder")]),

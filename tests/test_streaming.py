@@ -127,6 +127,15 @@ def test_another_thread_sees_stock(zoo_checkpoint: Callable[..., Path]) -> None:
     assert not hasattr(found[0], "streaming_report")
 
 
+def test_methods_that_were_taken_before(zoo_checkpoint: Callable[..., Path]) -> None:
+    """Of an Auto class it streams, because that calls the model class by its name; of a model class it is stock's."""
+    auto, concrete = transformers.AutoModelForCausalLM.from_pretrained, transformers.LlamaForCausalLM.from_pretrained
+    with streaming():
+        auto(zoo_checkpoint("llama"), strict=True)
+        with pytest.raises(TypeError, match="strict"):  # an argument that only we know
+            concrete(zoo_checkpoint("llama"), strict=True)
+
+
 def test_without_zero3_it_is_transformers(zoo_checkpoint: Callable[..., Path]) -> None:
     folder = zoo_checkpoint("llama")
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -7,7 +7,6 @@ the Hub names what it stores by SHA-256, and its downloads keep that (see :func:
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -45,6 +44,7 @@ WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
 """Where the weights are, or what names their files; transformers takes the first that is there."""
 
 _CHUNK_BYTES = 8 << 20
+_JSON_SPACE = b" \t\r\n"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHARD_OF_SET = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
@@ -56,7 +56,7 @@ class Fault:
     The kinds: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (not valid, or the file
     is truncated), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in another shard than
     promised), "link" (to something that is no regular file), "sha256" (contents that differ, or no checksum), "map"
-    (files of a ZeRO or distributed checkpoint do not fit together), "config" (``config.json`` is no JSON object).
+    (files of a ZeRO or distributed checkpoint do not fit together), "config" (``config.json`` is not one JSON object).
     """
 
     file: str
@@ -235,14 +235,11 @@ def _check_config(folder: Path, found: Soundness) -> None:
     if not path.is_file():
         return
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        parse_object(path.read_bytes().lstrip(_JSON_SPACE), str(path))  # people write configs, with blank lines too
     except OSError as error:
         found.fault(CONFIG, "unreadable", f"Cannot read it: {error.strerror or error}.")
-    except (ValueError, RecursionError) as error:
-        found.fault(CONFIG, "config", f"It is not JSON: {error}. Download or save it again.")
-    else:
-        if not isinstance(config, dict):
-            found.fault(CONFIG, "config", f"Expected a JSON object; found {excerpt(config)}.")
+    except CheckpointError as error:
+        found.fault(CONFIG, "config", _without_path(error, path))
 
 
 def _note_links(folder: Path, found: Soundness) -> None:
