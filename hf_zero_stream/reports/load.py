@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
 """The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
 
 _MOST_RANK_ROWS = 8
+_WIDTH = 80
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +116,8 @@ class LoadReport(Report):
         return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""
 
     def table(self) -> str:
-        """The report for people to read: plain text in several lines of at most 80 columns, without colour.
+        """The report for people to read: plain text in several lines of at most 80 columns, without colour. A
+        name of a parameter that is longer stays whole.
 
         Each table has one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
         Throughput is bytes read per second of the whole load. After the tables come the memory that training will
@@ -133,7 +136,7 @@ class LoadReport(Report):
         ]
         if self.recast:
             heading = f"Recast parameters ({len(self.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
-            blocks.append([heading, *(f"  {name}" for name in folded_names(self.recast))])
+            blocks.append([_wrapped(heading), *(_wrapped(f"  {name}") for name in folded_names(self.recast))])
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
@@ -220,11 +223,12 @@ def _check_lines(report: LoadReport) -> list[str]:
         text = f"Verified ({most.how}): {sum(v.elements for v in done)} elements of {most.parameters} parameters"
         text += f" are what the files hold; {bytes_text(sum(v.bytes_read for v in done))} read again"
         text += f" in {most.seconds:.2f} s" + (f"; digest {report.digest}" if report.digest else "")
-        lines.append(text + (f"; {most.left_out} parameters left out" if most.left_out else ""))
+        lines.append(_wrapped(text + (f"; {most.left_out} parameters left out" if most.left_out else "")))
     retried = {rank.rank: rank.retries for rank in report.ranks if rank.retries}
     if retried:
         where = ", ".join(f"rank {rank}: {count}" for rank, count in list(retried.items())[:_MOST_RANK_ROWS])
-        lines.append(f"Tried again after passing faults of the file system: {sum(retried.values())} times ({where})")
+        count = f"{sum(retried.values())} times ({where})"
+        lines.append(_wrapped(f"Tried again after passing faults of the file system: {count}"))
     return lines
 
 
@@ -252,7 +256,7 @@ def _footprint_lines(report: LoadReport) -> list[str]:
     ]
     width = max(len(title) for title, _ in rows)
     heading = "Memory that training will need on a rank, computed:"
-    return [heading, *(f"  {title:{width}}  {text}" for title, text in rows)]
+    return [heading, *(_wrapped(f"  {title:{width}}  {text}", width + 4) for title, text in rows)]
 
 
 def _places_text(places: Mapping[str, int]) -> str:
@@ -266,9 +270,17 @@ def _materialised_lines(report: LoadReport) -> list[str]:
             ranks_of.setdefault((name, reason), []).append(rank.rank)
     if not ranks_of:
         return []
-    lines = [f"Materialised parameters ({len({name for name, _ in ranks_of})}), whose sources were read whole:"]
+    count = len({name for name, _ in ranks_of})
+    lines = [f"Materialised parameters ({count}), whose sources were read whole:"]
     # Layers of one kind fall back for one reason, so what is left after folding is a few lines.
     for names, (reason, *ranks), _ in fold((name, (reason, *ranks)) for (name, reason), ranks in ranks_of.items()):
         where = "" if len(ranks) == len(report.ranks) else f" (on {len(ranks)} of {len(report.ranks)} ranks)"
-        lines.append(f"  {names}: {reason}{where}")
+        lines.append(_wrapped(f"  {names}: {reason}{where}"))
     return lines
+
+
+def _wrapped(line: str, indent: int = 4) -> str:
+    """`line` in lines of at most 80 columns, from the second on indented; a word that is longer stays whole."""
+    if len(line) <= _WIDTH:
+        return line
+    return textwrap.fill(line, _WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
