@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 class streaming:  # noqa: N801 - used like a function
     """Inside, every ``from_pretrained`` under ZeRO-3 streams its checkpoint straight into partitions.
 
-    When saving, ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to save a ZeRO model
-    write each rank's own bytes, and gather nothing (see :func:`hf_zero_stream.save_pretrained`). Without ZeRO-3
-    several ranks share the reading if all of them make the call (see :attr:`StreamingConfig.share_reads`); with one
-    rank calls are exactly transformers' own. Where accelerate is going to shard the model by FSDP2, its parameters
-    are read in ``accelerator.prepare()``, each rank's own shards; the block may have been left by then.
+    Saves stream too: ``model.save_pretrained``, the Trainer's ``save_model`` and accelerate's ways to save a ZeRO
+    model. Each rank writes its own bytes, and nothing is gathered (see :func:`hf_zero_stream.save_pretrained`).
+    Without ZeRO-3 several ranks share the reading if all of them make the call (see
+    :attr:`StreamingConfig.share_reads`); with one rank, calls are exactly transformers' own. If accelerate is going to
+    shard the model by FSDP2, each rank reads its shards later, in ``accelerator.prepare()``, also outside the block.
 
-    A context manager and a decorator of any function or method; may be nested and re-entered, and always restores
-    transformers. The body of an ``async def`` is inside as long as it runs, with the tasks and threads that it awaits.
-    The body of a generator is inside; what consumes the generator is not.
+    It is a context manager, and a decorator of any function or method. It may be nested and re-entered, and always
+    restores transformers. The body of an ``async def`` is inside as long as it runs, with the tasks and threads that
+    it awaits. The body of a generator is inside; the code that consumes the generator is not.
 
     Args:
         config: our settings; default: those of the ``streaming(config)`` around it, else from the environment and from

@@ -1,8 +1,8 @@
 """Which ``streaming()`` blocks the running code is in, their settings, and the decorator that runs functions in one.
 
-A context variable holds the blocks, and each block knows whether it is open, because the variable alone cannot tell: a
-block may be left in another context than it was entered in (the garbage collector closes an unfinished generator
-wherever it runs), and a task keeps a copy of the context that it was made in, also when the block has been left there.
+A context variable holds the blocks, and each block knows whether it is open. The variable alone cannot tell. A block
+may be left in another context than it was entered in: the garbage collector closes an unfinished generator wherever
+it runs. And a task keeps a copy of the context that it was made in, also when the block has been left there.
 """
 
 from __future__ import annotations

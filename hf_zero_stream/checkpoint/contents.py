@@ -52,8 +52,8 @@ class Contents:
 def contents_of(path: str | os.PathLike[str]) -> Contents:
     """The contents of a checkpoint: a folder or a single file of this host, whose headers are read.
 
-    Of a folder with both kinds, the files are those that transformers would load: safetensors go first. A ZeRO
-    checkpoint of DeepSpeed, or the folder of its tag, counts where it holds neither; its tensors are the fp32 values.
+    If a folder has several kinds of files, those count that transformers would load: safetensors go first. If it has
+    none of these, a ZeRO checkpoint of DeepSpeed counts, or the folder of its tag; its tensors are the fp32 values.
 
     Raises:
         ReadError: a file is missing or cannot be read.
@@ -139,7 +139,7 @@ def soundness_of(
 ) -> Soundness:
     """As :func:`.soundness.check_soundness`, whatever the format.
 
-    Of a ZeRO checkpoint and of a distributed one the first fault is found, since no file says what is in another.
+    In a ZeRO or distributed checkpoint it finds only the first fault, because no file says what is in another.
     """
     folder = Path(path)
     zero = zero_folder_of(folder)

@@ -192,7 +192,7 @@ def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterab
 class NotedShard:
     """What transformers would write into the file `name`: lazy `tensors`, and `metadata` for its header.
 
-    Of those in `packed`, the lazy tensor is the flat bytes of a tensor with the dtype and shape of the entry.
+    For those in `packed`, the lazy tensor is the flat bytes of a tensor with the dtype and shape of the entry.
     """
 
     name: str

@@ -47,9 +47,9 @@ def _log_options() -> dict[str, Any]:
 def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[Callable[[int], None]]:
     """Show a bar inside, and close it at the end, also after an error; gives what any thread may advance it with.
 
-    In a log file the bar is a line at the beginning, one every ten seconds, and one at the end. It is not shown if
-    `enabled` is false, on every process but the local main one (as the launcher numbers them), and wherever the bars
-    of huggingface_hub or transformers are disabled or transformers' verbosity is above WARNING.
+    In a log file the bar is a line at the beginning, one every ten seconds, and one at the end. Only the local main
+    process shows it (as the launcher numbers them), and only if `enabled` is true. If the bars of huggingface_hub or
+    transformers are disabled, or transformers' verbosity is above WARNING, it is not shown.
     """
     # transformers.utils.logging.disable_progress_bar() disables huggingface_hub's bars too, and its verbosity is the
     # level of its logger: so transformers, which takes seconds to import, is not asked.

@@ -183,10 +183,10 @@ class Parameters:
 
 
 class NewParameters(Parameters):
-    """Those of which nothing is known yet, saved in `dtype` or as they are held (all ranks).
+    """Parameters whose layout is not known yet, saved in `dtype` or as they are held (all ranks).
 
-    What is `held` in place of some of the parameters' values, if it is given, is saved under their names, and nothing
-    else. What several ranks hold all of is compared by `threads`, if `compares` says so; else the first rank gives it.
+    If `held` is given, it is saved under the names of the parameters, and nothing else is. If several ranks hold all
+    of a parameter, `threads` compare it if `compares` is true; else the first of these ranks gives it.
     """
 
     def __init__(

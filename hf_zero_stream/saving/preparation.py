@@ -55,7 +55,7 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Plans what a save of `model` writes; what is not weights it writes (all ranks).
+    """Plans what a save of `model` writes, and writes what is not weights (all ranks).
 
     Attributes:
         single_writer: rank 0 writes everything.

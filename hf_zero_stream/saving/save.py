@@ -1,4 +1,4 @@
-"""One save, from what the ranks hold to the published folder; what calls it stands in :mod:`.calls`."""
+"""One save, from what the ranks hold to the published folder. :mod:`.calls` makes it."""
 
 from __future__ import annotations
 
@@ -359,7 +359,7 @@ def _refuse_fsdp1(model: torch.nn.Module) -> None:
 
 
 def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasion:
-    """How ranks come together to save `model`; in a ``GatheredParameters`` rank 0, often alone, waits briefly."""
+    """How ranks come together to save `model`. Rank 0 waits briefly in a ``GatheredParameters``: it is often alone."""
     if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
         return replace(SAVE, patience_s=ARRIVAL_S)
     from ..destinations.deepspeed.gathered import not_in_full  # imports deepspeed, which takes seconds

@@ -49,7 +49,7 @@ def execute_saves(tasks: Sequence[Task], coordinator: Coordinator, threads: int)
 
 
 def write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator) -> None:
-    """Give `put` what this rank writes of what ranks must exchange, or compute, first (all ranks)."""
+    """Give `put` this rank's part of what ranks must exchange or compute before it is written (all ranks)."""
     error: BaseException | None = None
     for of_round in plan.rounds:
         try:
