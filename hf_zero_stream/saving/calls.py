@@ -48,25 +48,25 @@ def save_pretrained(
     progress: bool = True,
     **kwargs: Any,
 ) -> SaveReport:
-    """Save a model that ranks share as transformers' ``save_pretrained`` saves the whole of it; nothing is gathered.
+    """Save the whole of a model that ranks share, as transformers' ``save_pretrained`` would; nothing is gathered.
 
     Every rank must call it, and writes the bytes that it holds. The folder is the one that transformers writes: the
-    same shards with the same bytes, index, config and generation config, with the names and layouts of the checkpoint
-    that the model came from. Works before and after ``deepspeed.initialize``, with every ZeRO stage and without any,
-    and with models that FSDP2 or tensor parallelism shards into DTensors, whoever did it.
+    same shards with the same bytes, index, config and generation config. Names and layouts are those of the checkpoint
+    that the model came from. It works before and after ``deepspeed.initialize``, with every ZeRO stage and without
+    DeepSpeed, and with models that FSDP2 or tensor parallelism has sharded into DTensors.
 
-    Files appear under their final names when all are complete; whatever fails, an earlier checkpoint there stays.
+    Files get their final names when all are complete. If anything fails, an earlier checkpoint in the folder stays.
 
     Args:
         model: the model, or the engine, or what ``accelerator.prepare`` made of it.
-        folder: where to save, no URL; it need not be seen by other ranks than rank 0.
+        folder: where to save; not a URL. Only rank 0 must see it.
         max_shard_size: of a file, in bytes, or as in ``"5GB"``.
-        dtype: of the floating-point weights; default: the model's own. ``torch.float32`` takes the fp32 values that
-            the optimizer trains, where there are any.
-        write_from: ``"all"`` ranks write, or ``"rank0"`` does, to which the others send theirs in chunks; ``"auto"``
-            is the first if all see the folder, else the second. Default: :attr:`StreamingConfig.write_from`.
-        verify: compare what is in the files with what the ranks hold before the files get their names.
-        chunk_bytes: memory of this size, a few times over, is what a rank needs to exchange elements with others.
+        dtype: of the floating-point weights; default: the model's own. ``torch.float32`` saves the fp32 values that
+            the optimizer trains, if it has them.
+        write_from: ``"all"``: every rank writes its part. ``"rank0"``: the others send theirs to rank 0, in chunks.
+            ``"auto"``: all, if all see the folder, else rank 0. Default: :attr:`StreamingConfig.write_from`.
+        verify: compare the files with what the ranks hold, before the files get their final names.
+        chunk_bytes: size of the buffers by which ranks exchange elements; a rank needs a few of them.
         progress: show a bar on the first rank of each host.
         kwargs: anything else that transformers' ``save_pretrained`` takes, for instance ``variant``.
 
