@@ -21,7 +21,7 @@ EXPECTED = {
         r"stock, rank 1: host memory grew by at most \d+ MiB",
         r"streaming, rank 1: host memory grew by at most \d+ MiB",
         r"loss of one step: \d",
-        r"saved 0\.\d+ GB",
+        r"saved [\d.]+ [MG]iB in \d shards? to",
         r"reloaded: (\d+) of \1 partitions",
     ]
 }

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .load import Report
+from .text import bytes_text, count_text
 
 
 __all__ = ["PHASES", "SaveReport", "SavingRank"]
@@ -58,7 +59,7 @@ class SaveReport(Report):
         slowest = max(rank.seconds["total"] for rank in self.ranks)
         growth = max(rank.anonymous_growth_peak for rank in self.ranks)
         return (
-            f"saved {self.bytes_written / 1e9:.2f} GB in {len(self.files)} shard(s) to {self.folder} in "
-            f"{slowest:.1f} s ({len(self.ranks)} ranks wrote; anonymous memory of a rank grew by at most "
-            f"{growth / 2**20:.0f} MiB)"
+            f"saved {bytes_text(self.bytes_written)} in {count_text(len(self.files), 'shard')} to {self.folder} in "
+            f"{slowest:.1f} s ({count_text(len(self.ranks), 'rank')}; host memory of a rank grew by at most "
+            f"{bytes_text(growth)})"
         )
