@@ -35,11 +35,13 @@ def _figures(runs: list[Run], arms: dict[str, list[Run]]) -> dict[str, Any]:
     if not done:
         return {"runs": 0, "error": runs[0]["error"]}
     seconds = [seconds_of(run) for run in done]
+    cpu_seconds = [max(rank["cpu_seconds"] for rank in run["ranks"]) for run in done]
     ranks = [rank for run in done for rank in run["ranks"]]
     return {
         "runs": len(done),
         "failed_runs": len(runs) - len(done),
         "seconds": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
+        "cpu_seconds": {"median": median(cpu_seconds), "min": min(cpu_seconds), "max": max(cpu_seconds)},
         "ratio_to_ours": _ratio(done, arms.get("ours", [])),
         "ratio_to_raw": _ratio(done, arms.get("raw", [])),
         "owned_bytes": _by_rank(ranks, "owned_bytes"),

@@ -47,13 +47,14 @@ def timed_load(
     memory = AnonymousMemory()
     with memory:
         dist.barrier()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         loaded = work()
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
     io_after = _io()
     return loaded, {
         "rank": dist.get_rank(),
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "anonymous_growth_bytes": memory.growth_peak,
         "resident_growth_bytes": _status_bytes("VmHWM") - resident_before if hwm_reset else None,
         "rchar_bytes": io_after["rchar"] - io_before["rchar"],

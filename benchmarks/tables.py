@@ -8,6 +8,7 @@ from rich.table import Table
 
 
 Entry = dict[str, Any]
+HEADINGS = ("of ours", "of raw", "seconds", "range", "cpu s", "kept", "anonymous", "resident", "read()", "storage")
 
 
 def print_tables(summary: list[Entry], console: Console) -> None:
@@ -15,28 +16,29 @@ def print_tables(summary: list[Entry], console: Console) -> None:
     for (world_size, cache), entries in _groups(summary).items():
         table = Table(title=f"{world_size} rank{'s' * (world_size > 1)}, page cache {cache}", title_justify="left")
         table.add_column("arm")
-        for heading in ("of ours", "of raw", "seconds", "range", "kept", "anonymous", "resident", "read()", "storage"):
+        for heading in HEADINGS:
             table.add_column(heading, justify="right", no_wrap=True)
         for entry in entries:
             table.add_row(entry["arm"], *_cells(entry))
         console.print(table)
     console.print(
-        "seconds: slowest rank, median over repeats. kept: partition, or tensors read. anonymous, resident: growth at "
-        "the peak, resident with mapped files. read(): bytes through read calls. storage: bytes fetched from the "
-        "device. MiB of the rank with most.",
+        "seconds, cpu s: slowest rank and all its threads, medians over repeats. kept: partition, or tensors read. "
+        "anonymous, resident: growth at the peak, resident with mapped files. read(): bytes through read calls. "
+        "storage: bytes fetched from the device. MiB of the rank with most.",
         style="dim",
     )
 
 
 def _cells(entry: Entry) -> list[str]:
     if not entry["runs"]:
-        return ["-", "-", "failed", *[""] * 6]
+        return ["-", "-", "failed", *[""] * (len(HEADINGS) - 3)]
     seconds = entry["seconds"]
     return [
         _factor(entry["ratio_to_ours"]),
         _factor(entry["ratio_to_raw"]),
         f"{seconds['median']:.2f}",
         f"{seconds['min']:.2f} - {seconds['max']:.2f}",
+        f"{entry['cpu_seconds']['median']:.2f}",
         *(
             _mebibytes(entry[key])
             for key in (

@@ -113,7 +113,13 @@ def test_checkpoints_load_as_plain_from_pretrained_does(kind: str, fp32: bool) -
 def _run(arm: str, repeat: int, *seconds: float, digest: str = "a") -> dict:
     keys = ("owned_bytes", "anonymous_growth_bytes", "resident_growth_bytes", "rchar_bytes", "storage_read_bytes")
     ranks = [
-        {"rank": rank, "seconds": value, "digest": digest, **dict.fromkeys(keys, 10 * repeat + rank)}
+        {
+            "rank": rank,
+            "seconds": value,
+            "cpu_seconds": 3 * value,
+            "digest": digest,
+            **dict.fromkeys(keys, 10 * repeat + rank),
+        }
         for rank, value in enumerate(seconds)
     ]
     return {"arm": arm, "world_size": 2, "cache": "warm", "repeat": repeat, "ranks": ranks}
@@ -123,6 +129,7 @@ def test_summary_takes_the_slowest_rank_and_ratios_within_a_repeat() -> None:
     runs = [_run("ours", 0, 1.0, 2.0), _run("ours", 1, 4.0, 1.0), _run("raw", 0, 1.0, 1.0), _run("raw", 1, 2.0, 2.0)]
     ours, raw = summarise(runs)
     assert ours["seconds"] == {"median": 3.0, "min": 2.0, "max": 4.0}
+    assert ours["cpu_seconds"] == {"median": 9.0, "min": 6.0, "max": 12.0}
     assert (ours["ratio_to_raw"], raw["ratio_to_ours"], ours["ratio_to_ours"]) == (2.0, 0.5, 1.0)
     assert ours["rchar_bytes"] == [10, 11]
 
