@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError
+from hf_zero_stream.loading.dry_load import load_of_layouts
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources import remote
 from tests.cluster import SOON_S, run_ranks_expecting_errors
@@ -35,6 +37,7 @@ FIRST = 1
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behaviour]:
     folder = tmp_path_factory.mktemp("served")
     save_file(TENSORS, folder / "x.safetensors")
+    save_file({"b2": torch.zeros(3)}, folder / "y.safetensors")
     with http_files(folder) as how:
         yield how
 
@@ -124,6 +127,25 @@ def test_an_object_that_is_replaced(server: Behaviour) -> None:
     server.tag = lambda path: "v1" if len(server.requests) <= FIRST else "v2"
     with pytest.raises(CheckpointError, match="x.safetensors: was replaced while it was being loaded"):
         read_all(server)
+
+
+def test_a_server_that_does_not_tell_versions(server: Behaviour, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither ETag nor Last-Modified: only another size is noticed, and one warning says so."""
+    server.tag = lambda path: ""
+    assert torch.equal(read_all(server)[1]["a"], TENSORS["a"])
+    server.fault = at(range(len(server.requests) + FIRST, 1000), "other_size")
+    with pytest.raises(CheckpointError, match="x.safetensors: was replaced while it was being loaded"):
+        read_all(server)
+    server.fault = lambda path, number: ""
+    for tag, warnings in (("", 1), ("v1", 0)):
+        caplog.clear()
+        server.tag = lambda path, tag=tag: tag
+        shards = [f"{server.address}/{name}.safetensors" for name in ("x", "y")]
+        with closing(load_of_layouts(StreamingConfig())) as load:
+            load.open(shards, None)
+        found = [record.getMessage() for record in caplog.records]
+        assert len(found) == warnings, found
+        assert all(f"{server.address}: the server gives neither ETag nor Last-Modified" in each for each in found)
 
 
 def test_a_signature_is_not_quoted() -> None:

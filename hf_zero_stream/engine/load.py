@@ -139,6 +139,13 @@ class Load:
             index = self.coordinator.run_on_all(checked_index) if self.checkpoint.relays else checked_index()
         for note in index.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
+        untagged = self.checkpoint.source.hints(files).is_everywhere and not all(shard.tag for shard in index.shards)
+        if untagged and is_main:
+            logger.warning(
+                "%s: the server gives neither ETag nor Last-Modified of all files. If somebody replaces one by "
+                "another of the same size during this load, that is not noticed.",
+                folder,
+            )
         self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
         first_shard = self.checkpoint.add(index.shards)
         slices = checkpoint_slices(index, self.checkpoint.materialise, first_shard)
