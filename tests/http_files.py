@@ -16,6 +16,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 
 PIECE_BYTES = 256 * 1024
@@ -33,6 +34,7 @@ class Behaviour:
     bytes_per_second: float = 0.0
     fault: Callable[[str, int], str] = lambda path, number: ""
     tag: Callable[[str], str] = lambda path: "v1"
+    """The ETag of a path; "" if the server is to send none. There is never a Last-Modified."""
     requests: list[tuple[str, int, int]] = field(default_factory=list)
     """(path, start, stop) of each range that was asked for."""
     most_at_once: int = 0
@@ -84,7 +86,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self, with_body: bool = True) -> None:
         self.how.delay()
-        path = self.path.partition("?")[0].removeprefix(self.prefix)
+        path = unquote(self.path.partition("?")[0]).removeprefix(self.prefix)
         file = self.folder / path.lstrip("/")
         size = file.stat().st_size if file.is_file() else 0
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
@@ -112,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
         self, file: Path, start: int, stop: int, size: int, *, with_body: bool = True, **changed: str | int
     ) -> None:
         headers = {
-            "ETag": f'"{self.how.tag(self.path)}"',
+            **({"ETag": f'"{tag}"'} if (tag := self.how.tag(self.path)) else {}),
             "Content-Range": f"bytes {start}-{stop - 1}/{size}",
             "Content-Length": str(stop - start),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -12,6 +13,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 import tokenizers
@@ -21,6 +23,7 @@ import transformers
 from safetensors.torch import save_file
 
 import hf_zero_stream
+from hf_zero_stream.cli.checkpoints import place_of
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError, UrlError
@@ -29,7 +32,7 @@ from hf_zero_stream.sources.answers import Answers, answers_once
 from hf_zero_stream.sources.base import SourceFile
 from hf_zero_stream.sources.failed import RequestFailed
 from hf_zero_stream.sources.remote import RemoteFiles
-from hf_zero_stream.sources.urls import Location, located, repository_of
+from hf_zero_stream.sources.urls import Location, checkpoint_url, is_url, joined, located, repository_of
 from tests.buckets import ACCOUNT, BUCKET, azure_container, gcs_bucket, s3_bucket
 from tests.cluster import run_ranks
 from tests.http_files import Behaviour, http_files
@@ -39,6 +42,9 @@ from tests.zoo import make_checkpoint
 
 
 Serve = Callable[[Path], AbstractContextManager[dict[str, str]]]
+
+ODD = "ü b+c%20d&e"
+"""A prefix that URLs and requests write otherwise than it is called."""
 
 MODELS = {"moe": "AutoModelForCausalLM", "single": "AutoModel", "code": "AutoModelForCausalLM", "bin": "AutoModel"}
 
@@ -55,6 +61,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_remote_checkpoint(root / "code")
     shutil.copytree(root / "single", root / "bin", ignore=shutil.ignore_patterns("*.safetensors"))
     torch.save(transformers.BertModel(bert).state_dict(), root / "bin" / "pytorch_model.bin")
+    (root / ODD).mkdir()
+    for name in (ODD, ""):
+        (root / name / "note.json").write_text(json.dumps(name))
     return root
 
 
@@ -117,6 +126,17 @@ def test_equals_plain_loading(
     urls = [f"s3://{BUCKET}", web.address]
     for found in run_ranks(2, load_everywhere, root, urls, bucket, tmp_path, timeout=240):
         assert found == []
+
+
+def test_prefixes(root: Path, bucket: dict[str, str], web: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd ones, and none at all; in a bucket they are written as they are called, of a web server as in a browser."""
+    for name, value in bucket.items():
+        monkeypatch.setenv(name, value)
+    for prefix in (f"S3://{BUCKET}/{ODD}/", f"{web.address}/{quote(ODD)}"):
+        files = RemoteFiles()
+        assert json.loads(files.read_whole(joined(prefix, "note.json"), 100)) == ODD
+    for prefix in (f"s3://{BUCKET}", f"s3://{BUCKET}/", web.address, f"HTTP{web.address.removeprefix('http')}/"):
+        assert json.loads(RemoteFiles().read_whole(joined(prefix, "note.json"), 100)) == ""
 
 
 @pytest.mark.parametrize(
@@ -242,6 +262,8 @@ def test_adapters_and_missing_things(root: Path, web: Behaviour, tmp_path: Path)
         ("s3://bucket", "s3://bucket", ""),
         ("az://account/container/a/b", "az://account/container", "a/b"),
         ("https://host:81/a%20b/c", "https://host:81", "a b/c"),
+        ("HTTPS://host/a", "https://host", "a"),
+        ("S3://Bucket/A", "s3://Bucket", "A"),
     ],
 )
 def test_urls(url: str, store: str, key: str) -> None:
@@ -251,14 +273,29 @@ def test_urls(url: str, store: str, key: str) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        *("s3:///x", "az://account", "s3://b/../c", "https://h/%2e%2e/c"),
+        *("s3:///x", "az://account", "s3://b/../c", "https://h/%2e%2e/c", "s3://b/x//y", "https://h//x"),
         *("https://host/a?signature=secret", "https://me:secret@host/a", "hf://me:secret@host/a", "hf://a?secret"),
+        *("hf://datasets/org/name", "HF://spaces/org/name", "hf://buckets/org/name"),
     ],
 )
 def test_urls_that_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="expected") as caught:
-        repository_of(url) if url.startswith("hf") else located(url)
+        repository_of(url) if url.lower().startswith("hf") else located(url)
     assert "secret" not in str(caught.value), "an error ends up in logs"
+
+
+def plan_of(url: Any) -> None:
+    hf_zero_stream.plan(url, world_size=2)
+
+
+def inspect(url: Any) -> None:
+    with place_of(str(url), None):
+        pass
+
+
+def in_a_block(url: Any) -> None:
+    with hf_zero_stream.streaming():
+        transformers.AutoTokenizer.from_pretrained(url)
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///", "hf://", "https://"])
@@ -267,11 +304,50 @@ def test_a_scheme_alone_is_refused(url: str) -> None:
         hf_zero_stream.plan(url, world_size=2)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("s3://bucket", "s3://bucket"),
+        ("s3://bucket/", "s3://bucket"),
+        ("s3://bucket/a//", "s3://bucket/a"),
+        ("hf://org/name@refs/pr/1/", "hf://org/name@refs/pr/1"),
+        ("https://huggingface.co/org/name/resolve/main", "https://huggingface.co/org/name/resolve/main"),
+    ],
+)
+def test_urls_of_checkpoints(given: str, expected: str) -> None:
+    assert is_url(given) and checkpoint_url(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("file:///data/x", "expected one of s3://bucket/prefix, .*without file://"),
+        ("gcs://bucket/x", "expected one of .*gs://bucket/prefix"),
+        ("abfss://container@account/x?sig=secret", "expected one of .*az://account/container/prefix"),
+        (Path("s3://bucket/x"), "a Path loses one of its slashes"),
+        ("s3://bucket/x/model.safetensors", "expected the prefix of a checkpoint; found the name of a file"),
+        ("hf://org/name/model.safetensors.index.json", "found the name of a file"),
+        ("https://huggingface.co/org/name/tree/main", "expected hf://org/name or hf://org/name@revision"),
+        ("https://host/a?X-Amz-Signature=secret", "A presigned address is that of one file: give credentials"),
+        ("hf://datasets/org/name", "Only repositories of models are read"),
+    ],
+)
+@pytest.mark.parametrize("entry", [plan_of, inspect, in_a_block])
+def test_what_is_no_url_of_a_checkpoint(url: str | Path, text: str, entry: Callable[[Any], None]) -> None:
+    assert is_url(url)
+    with pytest.raises(UrlError, match=text) as caught:
+        entry(url)
+    assert "secret" not in str(caught.value)
+
+
 def test_urls_of_the_hub() -> None:
     found = repository_of("hf://org/name@refs%2Fpr%2F1/sub/x.json")
     assert found == ("org/name", "refs/pr/1", "sub/x.json")
     assert found.url == "hf://org/name@refs%2Fpr%2F1/sub/x.json"
     assert repository_of("hf://org/name").url == "hf://org/name"
+    assert repository_of("HF://org/name@refs/pr/1/x.json") == ("org/name", "refs/pr/1", "x.json")
+    assert repository_of("hf://org/name@refs/convert/parquet") == ("org/name", "refs/convert/parquet", "")
+    assert repository_of("hf://org/name@refs/x") == ("org/name", "refs", "x")
     with pytest.raises(ConfigError, match="hf://organisation/name"):
         repository_of("hf://name")
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .. import scope
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError
 from ..sources.answers import answers_once
-from ..sources.urls import Repository, is_url
+from ..sources.urls import Repository, checkpoint_url, is_url
 
 
 if TYPE_CHECKING:
@@ -69,7 +69,9 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
     Of what is behind a URL, small files may be fetched inside; they are gone afterwards. Nothing is fetched twice.
     """
     with scope.inside(), answers_once():
-        if is_url(path) or os.path.exists(path):
+        if is_url(path):
+            yield checkpoint_url(path)
+        elif os.path.exists(path):
             yield path
         elif _is_cached_whole(path, revision):
             yield str(cached_folder(path, revision))

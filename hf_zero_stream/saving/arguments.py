@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..config import WRITERS
 from ..errors import ConfigError, UnsupportedError, UrlError
+from ..sources.urls import is_url
 
 
 __all__ = ["SIGNATURE", "dtype_of_argument", "refuse_unknown", "refuse_url", "refuse_values"]
@@ -23,16 +23,15 @@ _OF_EARLIER_VERSIONS = {"safe_serialization", "save_function"}
 """transformers takes these still, and does nothing with them."""
 
 _SIZE = re.compile(r"\d+(\.\d+)?\s*[KMGT]B", re.IGNORECASE)
-_ADDRESS = re.compile(r"[A-Za-z][\w+.-]+://|(s3|gs|az|https?|hf):/")
-"""The second form is what is left of a URL in a ``Path``."""
 
 
 def refuse_url(folder: Any) -> None:
     """Raise an UrlError if `folder` is a URL, which would become the path of a local folder."""
-    if isinstance(folder, (str, os.PathLike)) and (found := _ADDRESS.match(str(folder))) is not None:
+    if is_url(folder):
         raise UrlError(
-            f"Expected a local folder to save into; got a URL, {found[0]}... Checkpoints are read from URLs, and not "
-            "written there. Save into a folder, then upload it from one rank, for instance with `aws s3 sync`. "
+            f"Expected a local folder to save into; got a URL, {str(folder).partition(':')[0]}://... Checkpoints are "
+            "read from URLs, and not written there. Save into a folder, then upload it from one rank, for instance "
+            "with `aws s3 sync`. "
             "(If you mean a local folder of this name, begin it with ./)"
         )
 

@@ -22,7 +22,7 @@ from ..sources.answers import Answers, answers_once
 from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token
 from ..sources.small_files import SmallFiles
-from ..sources.urls import is_url, joined, repository_of, scheme_of
+from ..sources.urls import checkpoint_url, is_url, joined, repository_of, scheme_of
 from .entrances import WEIGHTS, handle
 from .session import Original, Session, replaces
 
@@ -36,10 +36,12 @@ _ADAPTER = "adapter_config.json"
 
 def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
     """The URL of a checkpoint that the running code, inside ``streaming()``, loads from a URL; "" for others."""
-    if not scope.active_configs() or not isinstance(path, str):
+    if not scope.active_configs() or not isinstance(path, (str, os.PathLike)):
         return ""
-    if not is_url(path):
-        if path.count("/") != 1 or os.path.isdir(path) or _settings().hub == "cache":
+    if is_url(path):
+        path = checkpoint_url(path)
+    else:
+        if not isinstance(path, str) or path.count("/") != 1 or os.path.isdir(path) or _settings().hub == "cache":
             return ""
         path = f"hf://{path}"
     if scheme_of(path) != "hf":

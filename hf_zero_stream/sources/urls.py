@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -18,10 +19,18 @@ from urllib.parse import quote, unquote
 from ..errors import UrlError
 
 
-__all__ = ["Location", "Repository", "is_url", "joined", "located", "repository_of", "scheme_of"]
+__all__ = ["Location", "Repository", "checkpoint_url", "is_url", "joined", "located", "repository_of", "scheme_of"]
 
-_URL = re.compile(r"(s3|gs|az|https?|hf)://(.*)", re.DOTALL)
-_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/(.*))?")
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://|(s3|gs|az|https?|hf):/", re.IGNORECASE)
+"""How a URL of any scheme begins. The second form is what is left of one of ours in a ``Path``."""
+
+_URL = re.compile(r"(s3|gs|az|https?|hf)://(.*)", re.DOTALL | re.IGNORECASE)
+_FORMS = {"s3": "bucket/prefix", "gs": "bucket/prefix", "az": "account/container/prefix", "hf": "organisation/name"}
+_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@(refs/pr/\d+|refs/convert/\w+|[^/]+))?(?:/(.*))?")
+_NO_ORGANISATIONS = ("datasets", "spaces", "buckets", "models")
+"""What ``hf://`` URLs of huggingface_hub begin with where they name something else than a model."""
+
+_FILE = re.compile(r"\.(safetensors|json|bin|pth?|gguf)$")
 
 
 class Location(NamedTuple):
@@ -45,14 +54,39 @@ class Repository(NamedTuple):
 
 
 def is_url(path: Any) -> bool:
-    """Whether `path` names a place that is read over the network."""
-    return isinstance(path, str) and _URL.fullmatch(path) is not None
+    """Whether `path` is a URL, of whatever scheme; none of them is the name of a folder or of a repository."""
+    return isinstance(path, (str, os.PathLike)) and _ADDRESS.match(str(path)) is not None
+
+
+def checkpoint_url(path: Any) -> str:
+    """The URL that a user gave for a checkpoint, without slashes at its end.
+
+    Raises an UrlError if there can be no checkpoint: the error comes before any request, and tells what to write.
+    """
+    url = str(path)
+    found = _URL.fullmatch(url)
+    if found is None:
+        forms = ", ".join(f"{scheme}://{form}" for scheme, form in _FORMS.items())
+        raise UrlError(
+            f"{_without_secrets(url)!r}: expected one of {forms}, https://host/path, http://host/path. A folder of "
+            "this host is given by its path, without file://. A URL must be a str: a Path loses one of its slashes."
+        )
+    scheme, url = found[1].lower(), url.rstrip("/") if found[2].strip("/") else url
+    key = repository_of(url).file if scheme == "hf" else located(url).key
+    if _FILE.search(key):
+        raise UrlError(
+            f"{url!r}: expected the prefix of a checkpoint; found the name of a file. Leave out its last part."
+        )
+    if re.match(r"https?://(www\.)?(huggingface\.co|hf\.co)/", url, re.IGNORECASE) and "/resolve/" not in key:
+        name = "/".join(key.split("/")[:2])
+        raise UrlError(f"{url!r}: expected hf://{name} or hf://{name}@revision; found a page of the Hub.")
+    return url
 
 
 def scheme_of(url: str) -> str:
     found = _URL.fullmatch(url)
     assert found is not None
-    return found[1]
+    return found[1].lower()
 
 
 def joined(url: str, *names: str) -> str:
@@ -65,7 +99,7 @@ def located(url: str) -> Location:
     """The store and the key of `url`, which is none of the Hub; raises an UrlError if it has no such parts."""
     found = _URL.fullmatch(url)
     assert found is not None
-    scheme, rest = found[1], found[2]
+    scheme, rest = found[1].lower(), found[2]
     depth = 2 if scheme == "az" else 1
     parts = rest.split("/")
     root, key = parts[:depth], "/".join(parts[depth:])
@@ -75,15 +109,18 @@ def located(url: str) -> Location:
     elif not rest.isprintable():
         fault = "characters that cannot be printed"
     elif "?" in rest or "#" in rest:
-        fault = "a query or a fragment, to which no file's name can be appended"
+        fault = (
+            "a query or a fragment, to which no file's name can be appended. A presigned address is that of one file: "
+            "give credentials in the environment"
+        )
     elif "@" in root[0]:
         fault = "a user name or a password, which would be in every log"
     elif any(part in (".", "..") for part in map(unquote, parts)):
         fault = "'.' or '..' between two slashes"
+    elif "" in "/".join(parts[depth:]).rstrip("/").split("/")[:-1]:
+        fault = "two slashes one after the other, which obstore cannot ask for"
     if fault:
-        form = {"az": "account/container/prefix", "s3": "bucket/prefix", "gs": "bucket/prefix"}.get(
-            scheme, "host/path"
-        )
+        form = _FORMS.get(scheme, "host/path")
         raise UrlError(f"{_without_secrets(url)!r}: expected {scheme}://{form}; found {fault}.")
     return Location(f"{scheme}://{'/'.join(root)}", unquote(key) if scheme in ("http", "https") else key)
 
@@ -94,10 +131,14 @@ def _without_secrets(url: str) -> str:
 
 
 def repository_of(url: str) -> Repository:
-    """What an ``hf://`` URL names; a revision with a slash in it is written with ``%2F``."""
-    found = _REPOSITORY.fullmatch(url.removeprefix("hf://").rstrip("/"))
+    """What an ``hf://`` URL names; in a revision a slash is written ``%2F``, but for ``refs/pr/1`` and its like."""
+    found = _REPOSITORY.fullmatch(url.partition("://")[2].rstrip("/"))
+    fault = ""
     if found is None or not url.isprintable():
-        raise UrlError(
-            f"{_without_secrets(url)!r}: expected hf://organisation/name or hf://organisation/name@revision."
-        )
+        fault = "."
+    elif (kind := found[1].partition("/")[0]) in _NO_ORGANISATIONS:
+        fault = f"; found {kind}/, which is no organisation. Only repositories of models are read."
+    if found is None or fault:
+        expected = "expected hf://organisation/name or hf://organisation/name@revision"
+        raise UrlError(f"{_without_secrets(url)!r}: {expected}{fault}")
     return Repository(found[1], unquote(found[2] or ""), found[3] or "")
