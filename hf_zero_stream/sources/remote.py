@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import CheckpointError, ReadError, VersionError
+from ..errors import CheckpointError, ReadError
 from .answers import Answers
 from .base import Hints, Retries, SourceFile
 from .failed import PASSING_STATUS, RequestFailed
@@ -66,6 +66,10 @@ _WHO_MAY_READ = {
     "az": "the credentials (AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY, ...)",
     "hf": "the token (HF_TOKEN, or `hf auth login`), and that its owner has been granted access",
 }
+
+
+_asking_process: int | None = None
+"""The process that made the first request."""
 
 
 class Beginning(NamedTuple):
@@ -167,6 +171,7 @@ class RemoteFiles:
             ReadError: the answer is longer than what was asked for, or compressed.
             CheckpointError: the object is not the one that this rank, or rank 0, saw first.
         """
+        _refuse_after_fork(path)
         with self._explaining(path):
             import obstore
 
@@ -227,7 +232,7 @@ class RemoteFiles:
         try:
             yield
         except ImportError as error:
-            raise VersionError(
+            raise ReadError(  # and no ImportError, which transformers replaces by an error of its own
                 f"{path}: reading from buckets and servers needs obstore: pip install 'hf_zero_stream[remote]'."
             ) from error
         except Exception as error:
@@ -279,6 +284,19 @@ class RemoteFiles:
                 except ValueError as error:  # such as a port of six digits
                     raise RequestFailed(f"the address is not valid: {error}. Check the host and its port.") from error
             return self._stores[url]
+
+
+def _refuse_after_fork(path: str) -> None:
+    """Raise a ReadError in a process that was forked from one that has made requests: obstore would wait for ever."""
+    global _asking_process
+    if _asking_process is None:
+        _asking_process = os.getpid()
+    elif _asking_process != os.getpid():
+        raise ReadError(
+            f"{path}: this process was forked from process {_asking_process}, which has read from URLs, and the "
+            "threads that do so are not there any more. Load before workers are forked and pass them what was loaded, "
+            'or start them with "spawn" (DataLoader(multiprocessing_context="spawn"), not notebook_launcher).'
+        )
 
 
 def _open_store(url: str, headers: dict[str, str]) -> Any:
