@@ -25,6 +25,7 @@ from ..seams.wrappers import shards_by_fsdp2
 __all__ = [
     "Choice",
     "choose",
+    "choose_alone",
     "refuse_pipelines",
     "refuse_sharding",
     "settings_for",
@@ -84,6 +85,23 @@ def choose(
         if settings.share_reads:
             return Choice(SHARED_LOAD, subject, partial(_into_replicas, found, settings))
     return None
+
+
+def choose_alone(
+    path: Any, kwargs: Mapping[str, Any], found: dict[str, Any], strict: bool | None
+) -> Callable[[Coordinator], Load]:
+    """How a rank loads alone what stock cannot: a whole model from a URL.
+
+    Raises an UnsupportedError if the call asks for more than a whole model in host memory.
+    """
+    if not _is_plain(kwargs):
+        asked = [name for name in ("device_map", "state_dict") if kwargs.get(name) is not None]
+        what = f"{asked[0]}=" if asked else _sharding_argument(kwargs) or "another default device than the CPU"
+        raise UnsupportedError(
+            f"{path}: with {what} this load is left to transformers, which cannot read weights from a URL. Leave it "
+            "out and move the model afterwards, or download the checkpoint."
+        )
+    return partial(_into_replicas, found, settings_for(found, strict))
 
 
 def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:

@@ -26,10 +26,10 @@ from ..saving.pending import finish_pending
 from ..seams import entrances
 from ..seams.ds_config import ModelsConfig, found_config
 from ..seams.loading import raise_if_misfit
-from ..seams.remote import asked_at_once
+from ..seams.remote import asked_at_once, url_of
 from ..seams.session import Original, Session
 from ..seams.table import REPLACEMENTS
-from .choice import choose, settings_for
+from .choice import choose, choose_alone, settings_for
 
 
 __all__ = ["finish_saves_into", "patches"]
@@ -130,6 +130,9 @@ def _load(
                     f"hf_zero_stream: ranks do not share the reading of {path}. Each loads it alone, as stock "
                     f"transformers does: {why}"
                 )
+    if url_of(path, kwargs.get("revision"), kwargs.get("token")):
+        make_load = choose_alone(path, kwargs, found, strict)
+        return _streamed(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
     return _stock_from_pretrained(stock, kwargs, settings_for(found, strict).strict)
 
 

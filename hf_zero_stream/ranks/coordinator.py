@@ -48,6 +48,13 @@ class Coordinator:
             return cls(0, 1, alone=True)
         return cls(dist.get_rank(), dist.get_world_size(), alone=is_alone())
 
+    @classmethod
+    def of_this_rank(cls) -> Coordinator:
+        """Of this rank of torch's default process group, alone."""
+        return (
+            cls(dist.get_rank(), dist.get_world_size(), alone=True) if dist.is_initialized() else cls(0, 1, alone=True)
+        )
+
     @cached_property
     def topology(self) -> Topology:
         """Which ranks share this one's host; known inside :meth:`watched`, and alone as the launcher announces it."""

@@ -86,6 +86,11 @@ def _load_pretrained_model(
             "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
             "quantization_config with dequantize=True, where the format has one"
         )
+        if checkpoint_files and is_url(checkpoint_files[0]):
+            raise UnsupportedError(
+                f"{load_config.pretrained_model_name_or_path}: cannot be loaded from a URL, because "
+                f"{session.stock_reason}. Or download the checkpoint."
+            )
         if load.coordinator.is_main and load.destination.hides_zero3:  # elsewhere stock is no surprise
             logger.warning(
                 f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."

@@ -32,6 +32,9 @@ __all__ = ["asked_at_once", "url_of"]
 logger = logging.get_logger(__name__)
 
 _ADAPTER = "adapter_config.json"
+_CONFIG = "config.json"
+_WITHOUT_MODEL = ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json")
+"""What folders of a tokenizer or a processor alone hold."""
 
 
 def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
@@ -101,6 +104,8 @@ def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *arg
             found.append(files.pinned(place))
         except RequestFailed as error:
             is_required = kwargs.get("_raise_exceptions_for_missing_entries", True)
+            if name == _CONFIG and error.status in (403, 404) and _is_without_model(files, place):
+                return None  # as stock
             if error.status == 403 and not is_required:
                 # Who may not list a bucket is told this of objects that are not there.
                 if announced_local_rank() == 0:
@@ -112,6 +117,17 @@ def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *arg
     if are_shards and answers is not None and _reads_headers():
         files.ask_ahead([], filter(is_url, found), answers)
     return found
+
+
+def _is_without_model(files: SmallFiles, config: str) -> bool:
+    """Whether there is a tokenizer or a processor where there is no `config`; else its URL may be wrong."""
+    for name in _WITHOUT_MODEL:
+        try:
+            files.fetch(joined(config.removesuffix(_CONFIG), name))
+        except RequestFailed:
+            continue
+        return True
+    return False
 
 
 def _reads_headers() -> bool:
