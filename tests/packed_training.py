@@ -19,8 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 TARGETS = ["q_proj", "o_proj", "q_b_proj", "kv_b_proj"]
 
 
-def inputs(length: int = 12) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(48, (2, length), generator=torch.Generator().manual_seed(3))
+def inputs(length: int = 12, seed: int = 3) -> dict[str, torch.Tensor]:
+    tokens = torch.randint(48, (2, length), generator=torch.Generator().manual_seed(seed))
     return {"input_ids": tokens, "labels": tokens}
 
 
@@ -51,13 +51,17 @@ def load(folder: Path, config: dict[str, Any], keep_quantized: bool = True, **kw
 
 def with_adapters(model: Any) -> Any:
     """Adapters with random values in both factors, so that the first step's gradients reach both."""
-    torch.manual_seed(1)
     model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, target_modules=TARGETS))
+    fill_adapters(model)
+    return model
+
+
+def fill_adapters(model: nn.Module) -> None:
+    torch.manual_seed(1)
     with torch.no_grad():
-        for name, param in model.named_parameters():
+        for param in model.parameters():
             if param.requires_grad:
                 param.normal_(std=0.1)
-    return model
 
 
 def three_losses(engine: Any) -> list[float]:

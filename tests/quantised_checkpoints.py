@@ -15,6 +15,7 @@ __all__ = [
     "SCHEMES",
     "bitsandbytes",
     "compressed_tensors",
+    "dense_fp8",
     "fp4_experts",
     "fp8",
     "fp8_with_a_short_block",
@@ -73,7 +74,16 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_siz
 
 def fp8(folder: Path, width: int = 16) -> None:
     """DeepSeek's block FP8: each linear weight in e4m3 with one fp32 scale per block."""
-    tensors = _save(_deepseek_v3(width), folder)
+    _quantise_in_blocks(_deepseek_v3(width), folder)
+
+
+def dense_fp8(folder: Path, width: int = 32) -> None:
+    """Qwen3's block FP8, without experts."""
+    _quantise_in_blocks(_qwen3(0, width, intermediate_size=3 * width), folder)
+
+
+def _quantise_in_blocks(model: transformers.PreTrainedModel, folder: Path) -> None:
+    tensors = _save(model, folder)
     for name, weight in list(tensors.items()):
         if name.endswith("proj.weight") and "_a_proj" not in name and "_b_proj" not in name:
             tensors[name], tensors[name.replace(".weight", ".weight_scale_inv")] = _in_blocks(weight)
@@ -174,9 +184,12 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "float8 by tensor": ("float-quantized", {**_FLOAT8, "strategy": "tensor"}),
     "float8 by block": ("float-quantized", {**_FLOAT8, "strategy": "block", "block_structure": [BLOCK, BLOCK]}),
     "int8 by channel": ("int-quantized", {**_INT4, "num_bits": 8, "strategy": "channel"}),
+    "packed int8 by channel": ("pack-quantized", {**_INT4, "num_bits": 8, "strategy": "channel"}),
+    "packed int8 by group": ("pack-quantized", {**_INT4, "num_bits": 8, "strategy": "group", "group_size": 8}),
     "int4 by channel": ("pack-quantized", {**_INT4, "strategy": "channel"}),
     "int4 by group": ("pack-quantized", {**_INT4, "strategy": "group", "group_size": 8}),
     "int4 with zero points": ("pack-quantized", {**_INT4, "symmetric": False, "strategy": "group", "group_size": 8}),
+    "int4 with zero points by channel": ("pack-quantized", {**_INT4, "symmetric": False, "strategy": "channel"}),
 }
 
 
@@ -249,14 +262,14 @@ def unquantised(folder: Path, experts: int = 0, width: int = 64, kind: str = "qw
         _save(_qwen3(experts, width, **changes), folder)
 
 
-def bitsandbytes(folder: Path, kind: str, width: int = 32, dequantised: Path | None = None) -> None:
+def bitsandbytes(folder: Path, kind: str, width: int = 32, dequantised: Path | None = None, experts: int = 0) -> None:
     """A checkpoint quantised by the package itself: `kind` is "nf4", "fp4", "double nf4" or "int8".
 
     In `dequantised` the same model is saved with the values that bitsandbytes gives it back.
     """
     from bitsandbytes import functional
 
-    model = _qwen3(0, width)
+    model = _qwen3(experts, width)
     tensors = _save(model, folder)
     plain = dict(tensors)
     for name, weight in list(tensors.items()):

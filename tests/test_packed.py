@@ -25,7 +25,6 @@ from tests.packed_training import (
     inputs,
     load,
     packed_names,
-    plain_losses,
     trained,
     watched_memory,
     with_adapters,
@@ -64,67 +63,6 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         with safe_open(path, "pt") as file:
             found.update({key: file.get_tensor(key) for key in file.keys()})
     return found
-
-
-# ----------------------------------------------------------------------------------------------------- training
-
-
-def losses_of_formats(folders: dict[str, Path]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, folder in folders.items():
-        config = ds_config(torch.bfloat16)
-        engine, packed = trained(folder, config, True)
-        _, dequantised = trained(folder, config, False)
-        _, fp32 = trained(folder, ds_config(torch.float32), True)
-        _, dequantised_fp32 = trained(folder, ds_config(torch.float32), False)
-        found[name] = {
-            "packed": packed,
-            "dequantised": dequantised,
-            "fp32": fp32,
-            "dequantised fp32": dequantised_fp32,
-            "names": packed_names(engine.module),
-        }
-    return found
-
-
-def plain_losses_of_formats(folders: dict[str, Path]) -> dict[str, list[float]]:
-    return {name: plain_losses(folder, torch.float32) for name, folder in folders.items()}
-
-
-@pytest.fixture(scope="module")
-def plain(cluster: None, folders: dict[str, Path]) -> dict[str, list[float]]:
-    return run_ranks(1, plain_losses_of_formats, folders)[0]
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_losses(folders: dict[str, Path], plain: dict[str, list[float]], world_size: int) -> None:
-    for of_rank in run_ranks(world_size, losses_of_formats, folders, timeout=600):
-        for name, found in of_rank.items():
-            assert found["packed"] == found["dequantised"], name
-            assert found["fp32"] == found["dequantised fp32"], name
-            assert found["fp32"] == pytest.approx(plain[name], rel=3e-7), name
-            assert len(set(found["packed"])) == 3, "three steps must change the loss"
-            assert any("experts.down_proj" in each for each in found["names"]) or name.endswith("dense")
-
-
-HOMES: dict[str, dict[str, Any]] = {
-    "hpz": {"zero_hpz_partition_size": 2},
-    "offload": {"offload_param": {"device": "cpu"}},
-}
-
-
-def losses_of_homes(folder: Path) -> dict[str, list[float]]:
-    homes = {"alone": {}, **HOMES}
-    return {name: trained(folder, ds_config(torch.bfloat16, **zero), True)[1] for name, zero in homes.items()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FORMATS)
-def test_homes(cluster: None, folders: dict[str, Path], name: str) -> None:
-    for of_rank in run_ranks(2, losses_of_homes, folders[name], timeout=300):
-        assert of_rank["alone"] == of_rank["hpz"] == of_rank["offload"]
-        assert len(set(of_rank["alone"])) == 3, "three steps must change the loss"
 
 
 # ------------------------------------------------------------------------------------------- memory and saving
@@ -325,6 +263,16 @@ def as_documented(folder: Path) -> dict[str, str]:
     return refusals(folder)
 
 
+REFUSED_ADAPTERS: dict[str, dict[str, Any]] = {
+    "target_parameters": {"target_parameters": ["mlp.experts.gate_up_proj"]},
+    "all-linear": {"target_modules": "all-linear"},
+    "use_dora": {"use_dora": True},
+    "pissa": {"init_lora_weights": "pissa"},
+    "loftq": {"init_lora_weights": "loftq", "loftq_config": peft.LoftQConfig()},
+    "modules_to_save": {"modules_to_save": ["o_proj"]},
+}
+
+
 def refusals(folder: Path) -> dict[str, str]:
     found = {}
 
@@ -336,8 +284,9 @@ def refusals(folder: Path) -> dict[str, str]:
             found[name] = f"{type(error).__name__}: {error}"
 
     base = load(folder, ds_config(torch.bfloat16))
-    targets = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    note("target_parameters", lambda: peft.get_peft_model(base, targets))
+    for title, settings in REFUSED_ADAPTERS.items():
+        config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **settings})
+        note(title, lambda config=config: peft.get_peft_model(load(folder, ds_config(torch.bfloat16)), config))
     note("load_into", lambda: hf_zero_stream.load_into(base, str(folder)))
     note("train", lambda: base.requires_grad_(True))
     base.requires_grad_(False)
@@ -350,7 +299,11 @@ def refusals(folder: Path) -> dict[str, str]:
 def test_refused(cluster: None, folders: dict[str, Path]) -> None:
     for found in run_ranks(2, as_documented, folders["fp8"], timeout=300):
         expected = "UnsupportedError: target_parameters: model.layers.1.mlp.experts.gate_up_proj"
-        assert expected in found["target_parameters"]
+        assert expected in found["target_parameters"] and expected in found["all-linear"]
+        assert "UnsupportedError: use_dora: " in found["use_dora"]
+        for name in ("pissa", "loftq"):
+            assert f"UnsupportedError: init_lora_weights='{name}': " in found[name]
+        assert "UnsupportedError: requires_grad_(True)" in found["modules_to_save"]
         assert "UnsupportedError: load_into(model): the model's weights are packed" in found["load_into"]
         for name in ("train", "train one"):
             assert "UnsupportedError: requires_grad_(True)" in found[name] and "keep_quantized" in found[name]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,9 +15,9 @@ from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream.packed.modules import packed_weights
-from tests.cluster import run_ranks
+from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.fsdp2 import announce, count_lazy, make_accelerator
-from tests.packed_training import dequantised, inputs, packed_names, with_adapters
+from tests.packed_training import TARGETS, dequantised, fill_adapters, inputs, packed_names, with_adapters
 from tests.quantised_checkpoints import unquantised
 from tests.test_packed import check_saved, make_folders, tensors_of
 
@@ -109,6 +110,58 @@ def test_distributed_config(cluster: None, folders: dict[str, Path], title: str,
             in_file = sum(value.nbytes for value in tensors_of(folders[name]).values())
             assert found["held"] <= 1.02 * in_file / world_size + 100, name  # small tensors are cut unevenly
             assert found["read"] <= 1.02 * in_file / world_size + 100, name
+
+
+def adapters_of(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def trained_on_own_data(folder: Path, world_size: int) -> dict[str, Any]:
+    """Three steps, each of two backward passes, in which each rank has inputs of its own.
+
+    In one process: the same with the mean of all their losses.
+    """
+    rank, is_sharded = dist.get_rank(), dist.get_world_size() > 1
+    if is_sharded:
+        base = load_native(folder, dtype=torch.float32)
+    else:
+        folder, how = dequantised(folder)
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).float()
+    torch.manual_seed(rank)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=5, target_modules=TARGETS))
+    at_first = [param.detach().clone() for param in adapters_of(model)]
+    fill_adapters(model)
+    optimizer = torch.optim.SGD(adapters_of(model), lr=1.0)
+    for _ in range(3):
+        for seed in (10, 20):
+            for each in [rank] if is_sharded else range(world_size):
+                loss = model(**inputs(seed=seed + each)).loss
+                (loss if is_sharded else loss / world_size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"at first": at_first, "trained": [param.detach().clone() for param in adapters_of(model)]}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_adapters_on_a_sharded_model(cluster: None, folders: dict[str, Path], world_size: int) -> None:
+    """FSDP2 does not know them; yet all ranks have the same ones, and train them on all data."""
+    ranks = run_ranks(world_size, trained_on_own_data, folders["nf4 dense"], world_size, timeout=300)
+    (expected,) = run_ranks(1, trained_on_own_data, folders["nf4 dense"], world_size)
+    for found in ranks:
+        for name, values in found.items():
+            assert all(map(torch.equal, values, ranks[0][name])), name
+        for mine, theirs in zip(found["trained"], expected["trained"], strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def put_on_replicas(folder: Path) -> None:
+    with_adapters(load_native(folder, sizes={"fsdp_size": 2, "dp_replicate_size": 2}))
+
+
+def test_adapters_on_sharded_replicas(cluster: None, folders: dict[str, Path]) -> None:
+    for outcome in run_ranks_expecting_errors(4, put_on_replicas, folders["fp8"]):
+        assert outcome.error_type == "UnsupportedError"
+        assert "dp_replicate_size" in outcome.error_message
 
 
 # --------------------------------------------------------------------------------------------------- accelerate

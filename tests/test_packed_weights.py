@@ -12,14 +12,14 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.destinations.base import Batch, Destination
 from hf_zero_stream.engine.load import Load
-from hf_zero_stream.errors import UnsupportedError
+from hf_zero_stream.errors import CheckpointError, UnsupportedError
 from hf_zero_stream.loading.dry_load import lazily_loaded
 from hf_zero_stream.packed import pieces
 from hf_zero_stream.packed.modules import packed_weights
@@ -29,6 +29,7 @@ from tests.quantised_checkpoints import (
     SCHEMES,
     bitsandbytes,
     compressed_tensors,
+    dense_fp8,
     fp4_experts,
     fp8,
     fp8_with_a_short_block,
@@ -85,17 +86,85 @@ def test_values_and_bytes(tmp_path: Path, name: str, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("experts", [0, 3])
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "double nf4", "int8"])
-def test_bitsandbytes(tmp_path: Path, kind: str, dtype: torch.dtype) -> None:
-    """The values are those that the package itself gives back."""
-    bitsandbytes(tmp_path, kind, width=136, dequantised=tmp_path / "plain")
-    check(tmp_path, dtype, load_file(tmp_path / "plain" / "model.safetensors"))
+def test_bitsandbytes(tmp_path: Path, kind: str, experts: int, dtype: torch.dtype) -> None:
+    """The values are those that the package itself gives back; experts are quantised one by one."""
+    bitsandbytes(tmp_path, kind, width=136, dequantised=tmp_path / "plain", experts=experts)
+    expected = load_file(tmp_path / "plain" / "model.safetensors")
+    if experts:
+        expected |= in_stacks(expected, "model.layers.0.mlp.experts", experts)
+    check(tmp_path, dtype, expected)
+
+
+def in_stacks(tensors: dict[str, torch.Tensor], prefix: str, experts: int) -> dict[str, torch.Tensor]:
+    """The fused parameters that transformers makes of matrices of experts."""
+    gate, up, down = (
+        torch.stack([tensors[f"{prefix}.{number}.{key}.weight"] for number in range(experts)])
+        for key in ("gate_proj", "up_proj", "down_proj")
+    )
+    return {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
 
 
 @pytest.mark.parametrize("scheme", ["int4 with zero points", "int8 by channel", "float8 by block"])
 def test_experts_that_transformers_cannot_dequantise(tmp_path: Path, scheme: str) -> None:
     compressed_tensors(tmp_path, scheme, experts=True)
     with pytest.raises(UnsupportedError, match="mlp.experts.*keep_quantized=False"):
+        with lazy_model(tmp_path, keep_quantized=True, dtype=torch.bfloat16):
+            pass
+
+
+def change(name: str, new: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    """Have the tensors of the checkpoint whose names end in `name` replaced, or left out."""
+
+    def apply(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        changed = {key: new(value) if key.endswith(name) else value for key, value in tensors.items()}
+        assert any(changed[key] is not value for key, value in tensors.items())
+        kept = {key: value.contiguous() for key, value in changed.items() if value is not None}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+
+    return apply
+
+
+def set_bits(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(path.read_text().replace('"num_bits": 4', '"num_bits": 8'))
+
+
+def blocks_of_128(text: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(bytes(text.tolist()).replace(b'"blocksize": 64', b'"blocksize": 128')), dtype=torch.uint8)
+
+
+NF4_TEXT = "q_proj.weight.quant_state.bitsandbytes__nf4"
+LYING: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "no scales": ("fp8", change("gate_proj.weight_scale_inv", lambda _: None), "weight in torch.float8.*no scales"),
+    "too few scales": ("fp8", change("o_proj.weight_scale_inv", lambda it: it[:-1]), "o_proj.weight: .*dequantise"),
+    "scales of other groups": ("mxfp4", change("proj_scales", lambda it: it[..., :1]), "does not match scales.shape"),
+    "no zero points": ("int4", change("q_proj.weight_zero_point", lambda _: None), "q_proj.weight: .*dequantise"),
+    "other bits": ("int4", set_bits, "proj.weight: .*dequantise"),
+    "no SCB": ("int8", change("q_proj.SCB", lambda _: None), "q_proj.weight in torch.int8, and no scales"),
+    "too few absmax": ("nf4", change("q_proj.weight.absmax", lambda it: it[:-1]), "expected absmax to have 64"),
+    "other blocks": ("nf4", change(NF4_TEXT, blocks_of_128), "expected absmax to have 32 .* found 64"),
+    "no text": ("nf4", change(NF4_TEXT, lambda _: None), "expected absmax, quant_map and quant_state"),
+    "short table": ("nf4", change("q_proj.weight.quant_map", lambda it: it[:8]), "expected quant_map to have 16"),
+}
+
+
+@pytest.mark.parametrize("name", LYING)
+def test_lying_checkpoints(tmp_path: Path, name: str) -> None:
+    """Refused when they are loaded, with the name of a weight, not read as other values."""
+    makers: dict[str, Callable[[Path], Any]] = {
+        "fp8": dense_fp8,
+        "mxfp4": mxfp4,
+        "int4": lambda folder: compressed_tensors(folder, "int4 with zero points"),
+        "int8": lambda folder: bitsandbytes(folder, "int8", width=64),
+        "nf4": lambda folder: bitsandbytes(folder, "double nf4", width=64),
+    }
+    kind, lie, message = LYING[name]
+    makers[kind](tmp_path)
+    lie(tmp_path)
+    with pytest.raises((UnsupportedError, CheckpointError), match=message):
         with lazy_model(tmp_path, keep_quantized=True, dtype=torch.bfloat16):
             pass
 

@@ -32,7 +32,7 @@ from ..checkpoint.nodes import (
 from .pieces import Input, bounds, computed, pieces_of
 
 
-__all__ = ["NotPackable", "NotQuantised", "Program", "Region", "taken_apart"]
+__all__ = ["NotPackable", "NotQuantised", "Program", "Region", "is_computed", "taken_apart"]
 
 _CONSTANT_NUMEL = 64
 """Values of this many elements at most may be part of a program."""
@@ -47,9 +47,9 @@ class NotQuantised(NotPackable):
 
 
 class Region(NamedTuple):
-    """Neighbouring elements of a tensor of the checkpoint, all of which a matrix needs."""
+    """Neighbouring elements of a tensor of the checkpoint, all of which a matrix needs; or of a constant."""
 
-    source: FileTensor
+    source: FileTensor | HostTensor
     first: int
     numel: int
 
@@ -71,22 +71,23 @@ class Program:
     @property
     def does_nothing(self) -> bool:
         """Whether the matrix is no more than a copy of its inputs."""
-        return not _computes(self.result)
+        return not is_computed(self.result)
 
 
-def taken_apart(view: View) -> tuple[Program, list[Region]]:
+def taken_apart(view: View, *, takes_constants: bool = False) -> tuple[Program, list[Region]]:
     """The program of the matrix that `view` gives, and the regions that are its inputs, in order.
 
-    Raises NotPackable if an input is not made of neighbouring elements, or is no tensor of a file.
+    `takes_constants`: a value in memory is an input too, as it may differ from one matrix to the next, and no part of
+    the program. Raises NotPackable if an input is not made of neighbouring elements, or is no tensor of a file.
     """
     regions: list[Region] = []
-    result, signature = _apart(view, regions)
+    result, signature = _apart(view, regions, takes_constants)
     return Program(result, signature), regions
 
 
-def _apart(view: View, regions: list[Region]) -> tuple[View, Hashable]:
+def _apart(view: View, regions: list[Region], takes_constants: bool) -> tuple[View, Hashable]:
     node = view.node
-    if isinstance(node, FileTensor):
+    if isinstance(node, FileTensor) or (takes_constants and isinstance(node, HostTensor) and node.numel == 1):
         return _input(view, node, regions)
     node, offset = _touched_rows(view, node)
     layout = (view.sizes, view.strides, offset)
@@ -98,17 +99,19 @@ def _apart(view: View, regions: list[Region]) -> tuple[View, Hashable]:
                 raise NotPackable(f"{node.numel} of its values are in memory, and not in a file")
             new, rule = node, (str(node.dtype), tuple(node.tensor.tolist()))
         case Copy():
-            source, rule = _apart(node.source, regions)
+            source, rule = _apart(node.source, regions, takes_constants)
             new = Copy(node.sizes, node.dtype, source)
         case Cat():
-            apart = [_apart(piece, regions) for piece in node.pieces]
+            apart = [_apart(piece, regions, takes_constants) for piece in node.pieces]
             new = Cat(node.sizes, node.dtype, node.dim, tuple(piece for piece, _ in apart), node.starts)
             rule = (node.dim, node.starts, tuple(each for _, each in apart))
         case Computed():
             args: list[Any] = []
             rules: list[Hashable] = []
             for arg in node.args:
-                new_arg, of_arg = _apart(arg, regions) if isinstance(arg, View) else (arg, _identity(arg))
+                new_arg, of_arg = arg, _identity(arg)
+                if isinstance(arg, View):
+                    new_arg, of_arg = _apart(arg, regions, takes_constants)
                 if isinstance(arg, (list, tuple)) and any(isinstance(item, View) for item in arg):
                     raise NotPackable(f"{node.function} takes a list of tensors")
                 args.append(new_arg)
@@ -134,12 +137,13 @@ def _with_args(node: Computed, args: tuple[Any, ...]) -> Computed:
             return Pointwise(node.sizes, node.dtype, node.function, args, node.kwargs)
 
 
-def _input(view: View, node: FileTensor, regions: list[Region]) -> tuple[View, Hashable]:
+def _input(view: View, node: FileTensor | HostTensor, regions: list[Region]) -> tuple[View, Hashable]:
     if not view.numel:
         raise NotPackable("it has no elements")
     first, last = bounds(view)
     numel = last + 1 - first
     if numel != prod(size for size, stride in zip(view.sizes, view.strides, strict=True) if stride):
+        assert isinstance(node, FileTensor), "a constant has one element"
         raise NotPackable(f"it takes elements of {node.entry.name} that do not lie side by side")
     region = Region(node, first, numel)
     if region not in regions:
@@ -198,5 +202,6 @@ def _identity(value: Any) -> Hashable:
     return same
 
 
-def _computes(view: View) -> bool:
-    return isinstance(view.node, Computed) or any(map(_computes, view.node.inputs()))
+def is_computed(view: View) -> bool:
+    """Whether its elements are more than copies of others, cast to another dtype."""
+    return isinstance(view.node, Computed) or any(map(is_computed, view.node.inputs()))

@@ -101,14 +101,18 @@ class Taken:
     """Which bytes of which tensors weights hold: when they are written back, each byte must be there exactly once.
 
     `unused` has the tensors that no weight comes from, by their common prefix with the others of their module, for
-    instance ``weight_shape`` beside ``weight_packed``: they are kept, and written back too.
+    instance ``weight_shape`` beside ``weight_packed``, or ``weight.quant_state.x`` beside ``weight``: they are kept,
+    and written back too.
     """
 
     def __init__(self, entries: Iterable[TensorEntry], used: Set[str]) -> None:
         self.unused: dict[str, list[TensorEntry]] = {}
         for entry in entries:
             if entry.name not in used:
-                self.unused.setdefault(_prefix(entry.name), []).append(entry)
+                name = entry.name
+                while (above := _prefix(name)) and above not in used:
+                    name = above
+                self.unused.setdefault(_prefix(above or entry.name), []).append(entry)
         self._nodes: dict[str, FileTensor] = {}
 
     def view(self, bytes_of: Bytes) -> View:
@@ -140,33 +144,47 @@ def pack(
     """
     whole = weight.view_of_node
     matrices = [whole.narrow(0, number, 1) for number in range(whole.sizes[0])] if is_stack else [whole]
-    program, regions = taken_apart(matrices[0])
+    program, of_matrices = _alike(matrices)
     if program.does_nothing:
         raise NotQuantised("its values are in the file")
-    inputs, row_bytes = _laid_out([region.source.dtype.itemsize * region.numel for region in regions], regions)
-    rows = []
-    for matrix in matrices:
-        other, of_matrix = (program, regions) if matrix is matrices[0] else taken_apart(matrix)
-        if other.signature != program.signature:
-            raise NotPackable("its matrices are not quantised alike")
-        rows.append([_bytes(region, start) for region, (start, _, _) in zip(of_matrix, inputs, strict=True)])
+    inputs, row_bytes = _laid_out(of_matrices[0])
+    rows, constants = [], []
+    for regions in of_matrices:
+        places = [(region, start) for region, (start, _, _) in zip(regions, inputs, strict=True)]
+        rows.append([_bytes(region, start) for region, start in places if isinstance(region.source, FileTensor)])
+        constants.append([(start, region.source) for region, start in places if isinstance(region.source, HostTensor)])
     rows, row_bytes = _with_unused(rows, row_bytes, taken)
     if row_bytes >= program.result.numel * dtype.itemsize and not always:
         raise NotPackable("its bytes are not fewer than those of its values")
     packed = PackedWeight(program, tuple(inputs), dtype, row_bytes, tuple(map(tuple, rows)), is_stack)
-    lines = [_line(row, row_bytes, taken) for row in rows]
+    lines = [_line(row, more, row_bytes, taken) for row, more in zip(rows, constants, strict=True)]
     view = View.joined(tuple(lines), 0)
     return packed, LazyTensor.of(View(view.node, (row_bytes * len(rows),), (1,), view.offset), weight.reader)
 
 
-def _laid_out(sizes: Sequence[int], regions: Sequence[Region]) -> tuple[list[tuple[int, torch.dtype, int]], int]:
+def _alike(matrices: Sequence[View]) -> tuple[Program, list[list[Region]]]:
+    """The one program of all `matrices`, and the regions of each; constants are inputs only if they differ."""
+    for takes_constants in (False, True):
+        program, regions = taken_apart(matrices[0], takes_constants=takes_constants)
+        found = [regions]
+        for matrix in matrices[1:]:
+            other, regions = taken_apart(matrix, takes_constants=takes_constants)
+            if other.signature != program.signature:
+                break
+            found.append(regions)
+        else:
+            return program, found
+    raise NotPackable("its matrices are not quantised alike")
+
+
+def _laid_out(regions: Sequence[Region]) -> tuple[list[tuple[int, torch.dtype, int]], int]:
     """Where in a row the inputs are, each aligned to its dtype, and the length of a row."""
     inputs, stop = [], 0
-    for nbytes, region in zip(sizes, regions, strict=True):
+    for region in regions:
         itemsize = region.source.dtype.itemsize
         start = -(-stop // itemsize) * itemsize
         inputs.append((start, region.source.dtype, region.numel))
-        stop = start + nbytes
+        stop = start + region.numel * itemsize
     return inputs, _padded(stop, regions)
 
 
@@ -177,41 +195,51 @@ def _padded(stop: int, regions: Sequence[Region]) -> int:
 
 
 def _bytes(region: Region, start: int) -> Bytes:
+    assert isinstance(region.source, FileTensor)
     itemsize = region.source.dtype.itemsize
     return Bytes(region.source.entry, region.first * itemsize, start, start + region.numel * itemsize)
 
 
 def _with_unused(rows: list[list[Bytes]], row_bytes: int, taken: Taken) -> tuple[list[list[Bytes]], int]:
-    """Each row with the tensors beside its own that nothing else uses; all rows must get the same."""
+    """Each row with the tensors beside its own that nothing else uses; all rows must get as many.
+
+    Texts may differ in length: each has the room of the longest.
+    """
     prefixes = [{_prefix(each.entry.name) for each in row} for row in rows]
     found = [[entry for prefix in sorted(each) for entry in taken.unused.get(prefix, ())] for each in prefixes]
     if not any(found):
         return rows, row_bytes
     if len(rows) > 1 and len(set.union(*prefixes)) < len(rows):
         raise NotPackable(f"{found[0][0].name} belongs to several of its matrices")
-    sizes = {tuple(entry.stop - entry.start for entry in each) for each in found}
-    if len(sizes) > 1:
+    if len(set(map(len, found))) > 1:
         raise NotPackable(f"not all of its matrices have a tensor like {max(found, key=len)[0].name}")
     starts = [row_bytes]
-    for nbytes in sizes.pop():
-        starts.append(starts[-1] + nbytes)
+    for entries in zip(*found, strict=True):
+        starts.append(starts[-1] + max(entry.stop - entry.start for entry in entries))
     extended = []
     for row, entries in zip(rows, found, strict=True):
-        ends = zip(starts, starts[1:], strict=False)
-        extended.append([*row, *(Bytes(entry, 0, *span) for entry, span in zip(entries, ends, strict=True))])
+        more = [
+            Bytes(entry, 0, start, start + entry.stop - entry.start)
+            for entry, start in zip(entries, starts, strict=False)
+        ]
+        extended.append([*row, *more])
     for prefix in set.union(*prefixes):
         taken.unused.pop(prefix, None)
     return extended, -(-starts[-1] // 8) * 8
 
 
-def _line(row: Sequence[Bytes], row_bytes: int, taken: Taken) -> View:
-    """The bytes of a row, with zeros where none are."""
+def _line(row: Sequence[Bytes], constants: Sequence[tuple[int, HostTensor]], row_bytes: int, taken: Taken) -> View:
+    """The bytes of a row, with zeros where none are; each constant begins at a byte of the row."""
+    spans = [(each.start, taken.view(each)) for each in row]
+    spans += [
+        (start, View.whole(HostTensor.of(node.tensor.view(torch.uint8).view(1, -1)))) for start, node in constants
+    ]
     pieces, stop = [], 0
-    for each in row:
-        if each.start > stop:
-            pieces.append(_zeros(each.start - stop))
-        pieces.append(taken.view(each))
-        stop = each.stop
+    for start, view in sorted(spans, key=lambda span: span[0]):
+        if start > stop:
+            pieces.append(_zeros(start - stop))
+        pieces.append(view)
+        stop = start + view.numel
     if row_bytes > stop:
         pieces.append(_zeros(row_bytes - stop))
     return View.joined(tuple(pieces), 1)

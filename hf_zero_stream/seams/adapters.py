@@ -1,22 +1,27 @@
 """PEFT's adapters: put on a model that is only planned, and refused by name where packed weights cannot have them.
 
-From the first packed model on two of PEFT's methods stay replaced: they are called outside of ``streaming()`` too.
+From the first packed model on some of PEFT's methods stay replaced: they are called outside of ``streaming()`` too.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ..packed.modules import packed_weights
+from ..packed.replicas import keep_alike
 
 
-__all__ = ["put_adapters_on", "refuse_for_packed"]
+__all__ = ["put_adapters_on", "serve_packed"]
+
+_STARTS_WITHOUT_VALUES = ("gaussian", "eva")
+"""Values of ``init_lora_weights`` that are texts, and for which PEFT does not read the base model's weights."""
 
 
 def put_adapters_on(model: nn.Module, lora: Any) -> None:
@@ -39,8 +44,8 @@ def put_adapters_on(model: nn.Module, lora: Any) -> None:
 
 
 @functools.cache
-def refuse_for_packed() -> None:
-    """Have PEFT refuse to merge adapters into packed weights, and to target packed parameters of experts."""
+def serve_packed() -> None:
+    """Have PEFT refuse what packed weights cannot have, and treat them as weights of their values' dtype otherwise."""
     if importlib.util.find_spec("peft") is None:
         return
     from peft.tuners.tuners_utils import BaseTuner
@@ -48,6 +53,7 @@ def refuse_for_packed() -> None:
     names = ("_check_merge_allowed", "inject_adapter")
     refuse_unknown_version("peft", [f"BaseTuner.{name}" for name in names if not hasattr(BaseTuner, name)])
     check_merge, inject = BaseTuner._check_merge_allowed, BaseTuner.inject_adapter
+    inject_into_parameters = getattr(BaseTuner, "_inject_parameters", None)  # PEFT has it from 0.17 on
 
     @functools.wraps(check_merge)
     def check_merge_allowed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -61,17 +67,104 @@ def refuse_for_packed() -> None:
         return check_merge(self, *args, **kwargs)
 
     @functools.wraps(inject)
-    def inject_adapter(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        targets = getattr(self.peft_config.get(adapter_name), "target_parameters", None) or ()
-        for prefix, module in model.named_modules():
-            for key in packed_weights(module):
-                name = f"{prefix}.{key}"
-                if any(name == target or name.endswith(f".{target}") for target in targets):
-                    raise UnsupportedError(
-                        f"target_parameters: {name} is a parameter of packed bytes (hf_zero_stream's keep_quantized), "
-                        "to which no adapter can be added. Target modules (target_modules), or load with "
-                        "keep_quantized=False."
-                    )
-        return inject(self, model, adapter_name, *args, **kwargs)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
+        if not any(map(packed_weights, model.modules())):
+            return inject(self, model, adapter_name, *args, **kwargs)
+        _refuse_reading(self.peft_config[adapter_name])
+        _refuse_replicas(model)
+        result = inject(self, model, adapter_name, *args, **kwargs)
+        _cast_adapters(model, adapter_name)
+        _keep_alike(model, adapter_name)
+        return result
 
     BaseTuner._check_merge_allowed, BaseTuner.inject_adapter = check_merge_allowed, inject_adapter
+    if inject_into_parameters is None:
+        return
+
+    @functools.wraps(inject_into_parameters)
+    def inject_parameters(self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Only now: PEFT has just made target_parameters of the target_modules that are matrices of experts.
+        _refuse_packed_targets(model, peft_config.target_parameters or ())
+        return inject_into_parameters(self, peft_config, model, *args, **kwargs)
+
+    BaseTuner._inject_parameters = inject_parameters
+
+
+def _refuse_reading(config: Any) -> None:
+    """Raise if adapters of this config are made from the values of the base model's weights."""
+    start = getattr(config, "init_lora_weights", None)
+    if getattr(config, "use_dora", False):
+        setting = "use_dora: it needs the norms of the base model's weights"
+    elif isinstance(start, str) and start not in _STARTS_WITHOUT_VALUES:
+        setting = f"init_lora_weights={start!r}: it reads the base model's weights"
+    else:
+        return
+    raise UnsupportedError(
+        f"{setting}, and these are quantised and packed (hf_zero_stream's keep_quantized). Leave it out, or load with "
+        "keep_quantized=False."
+    )
+
+
+def _refuse_replicas(model: nn.Module) -> None:
+    """Raise if FSDP2 has sharded `model` on more than one dimension: PEFT takes that for tensor parallelism."""
+    for param in model.parameters():
+        if isinstance(param, DTensor) and len(names := param.device_mesh.mesh_dim_names or ()) > 1:
+            raise UnsupportedError(
+                f"distributed_config: the model is sharded on a mesh of {', '.join(names)}, and PEFT would make "
+                "adapters of the sizes of its shards. Shard it after get_peft_model (accelerate's FSDP2), or leave "
+                "dp_replicate_size out."
+            )
+
+
+def _refuse_packed_targets(model: nn.Module, targets: Iterable[str]) -> None:
+    targets = tuple(targets)
+    for prefix, module in model.named_modules():
+        for key in packed_weights(module):
+            name = f"{prefix}.{key}"
+            if any(name == target or name.endswith(f".{target}") for target in targets):
+                raise UnsupportedError(
+                    f"target_parameters: {name} is a parameter of packed bytes (hf_zero_stream's keep_quantized), "
+                    "to which no adapter can be added. PEFT adds such targets itself where target_modules is "
+                    '"all-linear", or has names of the experts\' matrices (gate_proj, ...). Name other modules in '
+                    "target_modules, or load with keep_quantized=False."
+                )
+
+
+def _cast_adapters(model: nn.Module, adapter_name: str) -> None:
+    """Give adapters of packed layers the dtype of the layers' values, as PEFT does for plain layers.
+
+    PEFT finds integers there, and leaves adapters in fp32. DeepSpeed trains adapters of one dtype only.
+    """
+    for layer, params in _adapters(model, adapter_name):
+        for weight in packed_weights(layer.get_base_layer()).values():
+            for param in params:
+                param.data = param.data.to(weight.dtype)
+
+
+def _keep_alike(model: nn.Module, adapter_name: str) -> None:
+    """If FSDP2 has sharded `model` already, have all ranks train the same adapters, which it does not know."""
+    meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
+    params = [param for _, each in _adapters(model, adapter_name) for param in each if not isinstance(param, DTensor)]
+    if not meshes or not params:
+        return
+    if any(param.is_meta for param in params):
+        raise UnsupportedError(
+            "low_cpu_mem_usage=True: the model is sharded already (distributed_config), and adapters on it must have "
+            "memory from the start. Leave it out."
+        )
+    keep_alike(params, meshes[0])
+
+
+def _adapters(model: nn.Module, adapter_name: str) -> Iterator[tuple[Any, list[nn.Parameter]]]:
+    """Each layer that has an adapter of this name, and the adapter's parameters."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            params: list[nn.Parameter] = []
+            for key in layer.adapter_layer_names:
+                adapters = getattr(layer, key, None)
+                if isinstance(adapters, (nn.ModuleDict, nn.ParameterDict)) and adapter_name in adapters:
+                    adapter = adapters[adapter_name]
+                    params += adapter.parameters() if isinstance(adapter, nn.Module) else [adapter]
+            yield layer, params

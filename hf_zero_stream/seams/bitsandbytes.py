@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from fractions import Fraction
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import HostTensor
 from ..errors import CheckpointError
 
 
@@ -68,25 +70,25 @@ class _Dequantize(ConversionOps):
     def __init__(self, hf_quantizer: Any) -> None:
         self.hf_quantizer = hf_quantizer
 
-    def convert(self, input_dict: Any, full_layer_name: str | None = None, **kwargs: Any) -> dict[str, Any]:
+    def convert(
+        self, input_dict: Any, full_layer_name: str | None = None, model: Any = None, **kwargs: Any
+    ) -> dict[str, Any]:
         lists = {key: value if isinstance(value, list) else [value] for key, value in input_dict.items()}
         weights = [key for key in lists if key.rpartition(".")[2] == "weight"]
         result: dict[str, Any] = {}
         for key in weights:
             beside = self._beside(key, lists)
-            values = [
-                self._cast(self._dequantised(key, value, {name: each[number] for name, each in beside.items()}))
-                if beside
-                else value
-                for number, value in enumerate(lists[key])
-            ]
+            values = lists[key]
+            if beside:
+                fields = ({name: each[number] for name, each in beside.items()} for number in range(len(values)))
+                values = [self._dequantised(key, *each) for each in zip(values, fields, strict=True)]
+            # Weights that are not quantised come here, too.
+            if self.hf_quantizer.casts and (beside or not _stays_in_fp32(full_layer_name or "", model)):
+                values = [value.to(self.hf_quantizer.dtype) for value in values]
             result[key] = values
         if weights == ["weight"]:
             return {full_layer_name or "weight": result["weight"][0]}
         return result
-
-    def _cast(self, values: Any) -> Any:
-        return values.to(self.hf_quantizer.dtype) if self.hf_quantizer.casts else values
 
     @staticmethod
     def _beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
@@ -95,6 +97,11 @@ class _Dequantize(ConversionOps):
     @staticmethod
     def _dequantised(key: str, weight: Any, beside: Mapping[str, Any]) -> Any:
         raise NotImplementedError
+
+
+def _stays_in_fp32(name: str, model: Any) -> bool:
+    lists = (getattr(model, f"_keep_in_fp32_modules{suffix}", None) or () for suffix in ("", "_strict"))
+    return any(module in name for modules in lists for module in modules)
 
 
 class _Dequantize4bit(_Dequantize):
@@ -111,18 +118,41 @@ class _Dequantize4bit(_Dequantize):
         state_key = next((name for name in beside if name.startswith(STATE)), None)
         if state_key is None or not {"absmax", "quant_map"} <= beside.keys():
             raise CheckpointError(f"{key}: expected absmax, quant_map and {STATE}*; found {', '.join(beside)}.")
-        return dequantised_4bit(weight, beside, state_key, json.loads(bytes(beside[state_key].tolist())))
+        state = json.loads(bytes(beside[state_key].tolist()))
+        _check_sizes(key, weight, beside, state)
+        offset = torch.tensor([state.get("nested_offset", 0.0)])
+        return dequantised_4bit(weight, beside, state, LazyTensor.whole(HostTensor.of(offset), weight.reader))
 
 
-def dequantised_4bit(weight: Any, beside: Mapping[str, Any], state_key: str, state: Mapping[str, Any]) -> Any:
-    """The lazy values of a 4-bit weight; `state` is what the tensor `state_key` beside it describes.
+def _check_sizes(key: str, weight: Any, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Raise a CheckpointError if tensors have other sizes than `state` says: values would get others' scales."""
+    numel, nested = prod(state["shape"]), "nested_offset" in state
+    blocks = ceil(numel / state["blocksize"])
+    expected = {"absmax": blocks, "quant_map": 16}
+    if nested:
+        expected |= {"nested_absmax": ceil(blocks / state["nested_blocksize"]), "nested_quant_map": 256}
+    found = {name: beside[name].numel() if name in beside else 0 for name in expected}
+    found["bytes"], expected["bytes"] = weight.numel() * weight.element_size(), ceil(numel / 2)
+    for name, count in expected.items():
+        if found[name] != count:
+            raise CheckpointError(
+                f"{key}: expected {name} to have {count} elements, of {numel} values in blocks of "
+                f"{state['blocksize']}; found {found[name]}."
+            )
 
-    Its ``nested_offset`` is looked up when values are computed: it may not be known before.
+
+def dequantised_4bit(
+    weight: Any, beside: Mapping[str, Any], state: Mapping[str, Any], offset: LazyTensor | None = None
+) -> Any:
+    """The lazy values of a 4-bit weight, which `state` describes, with the tensors `beside` it.
+
+    Without `offset` the ``nested_offset`` of `state` is looked up when values are computed: it may be unknown before.
     """
     block, shape, has_inner = int(state["blocksize"]), tuple(state["shape"]), "nested_offset" in state
     nested, dtype = int(state.get("nested_blocksize", 1)), getattr(torch, state["dtype"])
+    to_look_up = state if offset is None else None  # what a function encloses must be alike for all experts
 
-    def dequantise(origin: tuple[int, ...], packed: Any, absmax: Any, table: Any, _: Any, *inner: Any) -> Any:
+    def dequantise(origin: tuple[int, ...], packed: Any, absmax: Any, table: Any, *inner: Any) -> Any:
         packed = packed.contiguous().view(-1).view(torch.uint8)
         index = torch.stack([packed >> 4, packed & 15], dim=-1).view(-1)
         values = table[index.int()]
@@ -130,19 +160,19 @@ def dequantised_4bit(weight: Any, beside: Mapping[str, Any], state_key: str, sta
             first = origin[0] // block
             numbers = torch.arange(first, first + absmax.numel(), device=absmax.device)
             scales = inner[0][numbers // nested - first // nested]
-            absmax = inner[1][absmax.int()] * scales + state["nested_offset"]
+            absmax = inner[1][absmax.int()] * scales
+            absmax = absmax + (inner[2] if to_look_up is None else to_look_up["nested_offset"])
         return (values * absmax.repeat_interleave(block)[: values.numel()]).to(dtype)
 
-    inputs = [weight, beside["absmax"], beside["quant_map"], beside[state_key]]
+    inputs = [weight, beside["absmax"], beside["quant_map"]]
     parts: list[dict[int, tuple[int, Fraction | int]]] = [
         {0: (0 if weight.shape[0] > 1 else 1, Fraction(1, 2 * weight.element_size()))},
         {0: (0, Fraction(1, block))},
         {},
-        {},
     ]
     if has_inner:
-        inputs += [beside["nested_absmax"], beside["nested_quant_map"]]
-        parts += [{0: (0, Fraction(1, block * nested))}, {}]
+        inputs += [beside["nested_absmax"], beside["nested_quant_map"], *([] if offset is None else [offset])]
+        parts += [{0: (0, Fraction(1, block * nested))}, {}, *([] if offset is None else [{}])]
     flat = LazyTensor.of_blocks(
         dequantise,
         tuple(inputs),

@@ -23,12 +23,12 @@ from transformers.utils import logging
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import View, entries_of
-from ..errors import UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 from ..packed.modules import PackedLinear, grouped_product, packed_weights
-from ..packed.programs import NotPackable, NotQuantised
+from ..packed.programs import NotPackable, NotQuantised, is_computed
 from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
-from .adapters import refuse_for_packed
+from .adapters import serve_packed
 from .bitsandbytes import dequantising_quantizer
 from .quantised import COMPRESSED_FORMATS, stays_quantised
 from .quantising import QuantisingQuantizer, is_quantisable, sources_of, wanted_config
@@ -173,6 +173,7 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     All its parameters become frozen, but for those that the checkpoint lacks.
     """
     _refuse_lost(model, loading_info)
+    _refuse_without_scales(model)
     used = {entry.name for entry in _entries_of(*model.parameters(), *model.buffers())}
     made = {} if session.quantiser is None else session.quantiser.made
     used.update(entry.name for entry in sources_of(made))
@@ -210,7 +211,7 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     _report(session, candidates, refused)
     if not candidates:
         return
-    refuse_for_packed()
+    serve_packed()
     model._hf_zero_stream_dequantised = sorted(refused)
     model._weight_conversions = list(_without_quantisation(getattr(model, "_weight_conversions", None) or []))
     for param in model.parameters():
@@ -237,10 +238,12 @@ def _without_quantisation(conversions: Iterable[Any]) -> Iterator[Any]:
 
 def _refuse_lost(model: PreTrainedModel, loading_info: Any) -> None:
     """Raise if weights are missing of modules whose tensors in the checkpoint transformers did not know how to use."""
-    for name in loading_info.conversion_errors or ():
+    for name, text in (loading_info.conversion_errors or {}).items():
+        lines = [line for line in str(text).splitlines() if not line.startswith("Error")]  # of a traceback
+        reason = (lines or [text])[-1].rstrip(".")
         raise UnsupportedError(
             f"{name}: transformers cannot dequantise it from the tensors in this checkpoint, which keeping it "
-            "quantised relies on. Load with keep_quantized=False."
+            f"quantised relies on: {reason}. Load with keep_quantized=False."
         )
     unexpected = sorted(loading_info.unexpected_keys)
     for name, module in model.named_modules():
@@ -251,6 +254,20 @@ def _refuse_lost(model: PreTrainedModel, loading_info: Any) -> None:
                 f"{name}.{missing[0]}: transformers cannot dequantise it from the tensors in this checkpoint, such as "
                 f"{unused[0]}, which keeping it quantised relies on. Load with keep_quantized=False."
             )
+
+
+def _refuse_without_scales(model: PreTrainedModel) -> None:
+    """Raise if quantised tensors of the checkpoint would be taken for values: transformers casts them as they are."""
+    for name, param in model.named_parameters():
+        if not isinstance(param, LazyTensor) or is_computed(param.view_of_node):
+            continue
+        for entry in _entries_of(param):
+            if _is_packed_dtype(entry):
+                raise CheckpointError(
+                    f"{name}: the checkpoint has {entry.name} in {entry.dtype}, and no scales for it. Without them "
+                    "its numbers are not the values. Repair the checkpoint; keep_quantized=False loads the numbers as "
+                    "they are."
+                )
 
 
 def _refuse_unmade(made: Mapping[str, Any], packed: Set[str], refused: Mapping[str, str]) -> None:

@@ -55,6 +55,8 @@ def _convert_moe_packed_tensors(original: Original, blocks: Any, scales: Any, **
     if not isinstance(blocks, LazyTensor):
         return original(blocks, scales, **kwargs)
     experts, rows, groups, nbytes = blocks.shape
+    if blocks.shape[:-1] != scales.shape:
+        raise ValueError(f"expected scales of shape {tuple(blocks.shape[:-1])}; found {tuple(scales.shape)}")
     part: Part = {0: (0, 1), 1: (2, Fraction(1, 2 * nbytes)), 2: (1, 1)}
     return LazyTensor.of_blocks(
         lambda origin, *slices: original(*slices, **kwargs),
@@ -195,6 +197,10 @@ def _unpack_from_int32(original: Original, value: Any, num_bits: int, shape: Any
         return original(value, num_bits, shape, packed_dim)
     sizes = list(value.shape)
     sizes[packed_dim] = int(shape[packed_dim])
+    if (words := -(-sizes[packed_dim] * num_bits // 32)) != value.shape[packed_dim]:
+        raise ValueError(
+            f"expected {words} words of 32 bits for {sizes[packed_dim]} values; found {tuple(value.shape)}"
+        )
     blocks: list[int] = [1, 1]
     part: Part = {0: (0, 1), 1: (1, 1)}
     blocks[packed_dim], part[packed_dim] = 32, (packed_dim, Fraction(num_bits, 32))

@@ -148,7 +148,7 @@ def _make_4bit(config: BitsAndBytesConfig, name: str, values: LazyTensor) -> tup
     how = _Quantise4bit(config, name, tuple(values.shape), values.dtype)
     found = {key: _stand_in(key, dtype, shape, values) for key, (dtype, shape) in how.tensors().items()}
     beside = {key.removeprefix(f"{name}."): lazy for key, (_, lazy) in found.items() if key != name}
-    result = dequantised_4bit(found[name][1], beside, how.state_key, how.state)
+    result = dequantised_4bit(found[name][1], beside, how.state)
     return result, ToMake(values, [entry for entry, _ in found.values()], how)
 
 
