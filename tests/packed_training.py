@@ -113,15 +113,26 @@ def packed_names(model: nn.Module) -> list[str]:
 
 @contextmanager
 def watched_memory() -> Iterator[dict[str, Any]]:
-    """Weak references to the gathered bytes of every weight that is dequantised inside, and to the last matrix."""
+    """Weak references to the gathered bytes of every weight that is dequantised inside, and to the last matrix.
+
+    `bytes` are those of each gathered parameter, `peak` the most of them that were there at one time.
+    """
     from hf_zero_stream.packed.weights import PackedWeight
 
-    seen: dict[str, Any] = {"gathered": [], "matrices": 0, "overlapping": 0}
+    seen: dict[str, Any] = {"gathered": [], "matrices": 0, "overlapping": 0, "bytes": {}, "peak": 0}
+    there: dict[int, tuple[StorageWeakRef, int]] = {}
     original, last = PackedWeight.matrix, []
 
     def matrix(self: PackedWeight, parameter: torch.Tensor, number: int = 0) -> torch.Tensor:
+        assert parameter.dtype == torch.uint8
         assert parameter.numel() >= self.row_bytes * len(self.rows), "the whole parameter is gathered"
-        seen["gathered"].append(StorageWeakRef(parameter.untyped_storage()))
+        storage = parameter.untyped_storage()
+        seen["gathered"].append(StorageWeakRef(storage))
+        seen["bytes"][id(self)] = parameter.nbytes
+        there[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        for key in [key for key, (reference, _) in there.items() if reference.expired()]:
+            del there[key]
+        seen["peak"] = max(seen["peak"], sum(nbytes for _, nbytes in there.values()))
         seen["overlapping"] += sum(not each.expired() for each in last)
         result = original(self, parameter, number)
         last[:] = [StorageWeakRef(result.untyped_storage())]

@@ -119,7 +119,7 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--rank", "2"], "below --world-size"),
         (["plan", ".", "--world-size", "2", "--device-memory", "much"], "much"),
         (["plan", ".", "--world-size", "2", "--lora-rank", "4"], "--lora-targets"),
-        (["plan", ".", "--fsdp", "2", "--lora-rank", "4", "--lora-targets", "q_proj"], "expected ZeRO-3"),
+        (["plan", ".", "--tp", "2", "--lora-rank", "4", "--lora-targets", "q_proj"], "expected ZeRO-3, or --fsdp"),
         (["plan", ".", "--world-size", "2", "--device", "cpu", "--device-memory", "1GiB"], "--host-memory"),
         (["plan", ".", "--world-size", "2", "--ds-config", "nowhere.json"], "nowhere.json"),
         (["plan", ".", "--world-size", "2", "--plot", "plan.doc"], "plan.doc"),

@@ -21,12 +21,10 @@ from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.packed_training import (
     CONFIGS,
     TARGETS,
-    count_alive,
     inputs,
     load,
     packed_names,
     trained,
-    watched_memory,
     with_adapters,
 )
 from tests.parity import ds_config
@@ -65,60 +63,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-# ------------------------------------------------------------------------------------------- memory and saving
-
-
-def memory(folder: Path) -> dict[str, Any]:
-    import deepspeed
-
-    from hf_zero_stream.packed.modules import packed_weights
-
-    config = ds_config(
-        torch.bfloat16,
-        stage3_max_live_parameters=0,
-        stage3_max_reuse_distance=0,
-        stage3_prefetch_bucket_size=0,
-        stage3_param_persistence_threshold=0,
-    )
-    base = load(folder, config)
-    report = base.streaming_report.to_dict()["ranks"]
-    model = with_adapters(base)
-    trainable = [param for param in model.parameters() if param.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
-    alive_after_forward = []
-    with watched_memory() as seen:
-
-        def look(module: Any, *_: Any) -> None:
-            alive_after_forward.append(count_alive(seen["gathered"]))
-
-        for module in engine.module.modules():
-            if packed_weights(module):
-                module.register_forward_hook(look)
-        for _ in range(2):  # DeepSpeed knows the order of modules in the second step
-            loss = engine(**inputs()).loss
-            engine.backward(loss)
-            engine.step()
-            alive = count_alive(seen["gathered"])
-    return {
-        "after_forward": max(alive_after_forward),
-        "after_backward": alive,
-        "looked": len(alive_after_forward),
-        "matrices": seen["matrices"],
-        "overlapping": seen["overlapping"],
-        "read": [rank["bytes_read"] for rank in report],
-        "resident": sum(param.ds_tensor.nbytes for param in base.parameters() if not param.requires_grad),
-    }
-
-
-def test_nothing_gathered_stays_alive(cluster: None, tmp_path: Path) -> None:
-    fp8(tmp_path, width=256)
-    in_file = sum(value.nbytes for value in tensors_of(tmp_path).values())
-    for found in run_ranks(2, memory, tmp_path, timeout=300):
-        assert found["looked"] > 10 and found["matrices"] > 2 * found["looked"]
-        assert found["after_forward"] == found["after_backward"] == 0
-        assert found["overlapping"] == 0, "one matrix at a time"
-        assert all(read <= 1.02 * in_file / 2 for read in found["read"])
-        assert found["resident"] <= 1.02 * in_file / 2
+# ------------------------------------------------------------------------------------------------------- saving
 
 
 def saved_twice(folders: dict[str, Path], out: Path) -> list[str]:
@@ -285,7 +230,7 @@ def refusals(folder: Path) -> dict[str, str]:
 
     base = load(folder, ds_config(torch.bfloat16))
     for title, settings in REFUSED_ADAPTERS.items():
-        config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_proj"], **settings})
+        config = peft.LoraConfig(**{"r": 2, "target_modules": ["q_b_proj"], **settings})
         note(title, lambda config=config: peft.get_peft_model(load(folder, ds_config(torch.bfloat16)), config))
     note("load_into", lambda: hf_zero_stream.load_into(base, str(folder)))
     note("train", lambda: base.requires_grad_(True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from torch import nn
 import hf_zero_stream
 from hf_zero_stream.packed.modules import packed_weights
 from tests.cluster import run_ranks, run_ranks_expecting_errors
-from tests.fsdp2 import announce, count_lazy, make_accelerator
+from tests.fsdp2 import announce, count_lazy, force_fsdp_on_cpu, make_accelerator
+from tests.packed_models import MODELS, Folders
 from tests.packed_training import TARGETS, dequantised, fill_adapters, inputs, packed_names, with_adapters
 from tests.quantised_checkpoints import unquantised
 from tests.test_packed import check_saved, make_folders, tensors_of
@@ -28,6 +30,11 @@ DOUBLE_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_folders(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory)
 
 
 def load(folder: Path, keep_quantized: bool = True, **kwargs: Any) -> Any:
@@ -152,6 +159,34 @@ def test_adapters_on_a_sharded_model(cluster: None, folders: dict[str, Path], wo
             assert all(map(torch.equal, values, ranks[0][name])), name
         for mine, theirs in zip(found["trained"], expected["trained"], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def held_in_training(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
+    """What a rank holds after three steps, in the words of a footprint."""
+    found = {}
+    for name, folder in folders.items():
+        model = with_adapters(load_native(folder))
+        optimizer = torch.optim.AdamW(adapters_of(model), lr=1e-2)
+        optimizer_step = step(model, optimizer, lambda loss: loss.backward())
+        assert math.isfinite(optimizer_step)
+        states = [value for state in optimizer.state.values() for key, value in state.items() if key != "step"]
+        found[name] = {
+            "partitions": sum(getattr(param, "_local_tensor", param).nbytes for param in model.parameters()),
+            "gradients": sum(param.nbytes for param in adapters_of(model)),
+            "optimizer_states": sum(state.nbytes for state in states),
+        }
+    return found
+
+
+def test_plan_counts_adapters(cluster: None, folders: dict[str, Path]) -> None:
+    lora = {"r": 3, "target_modules": TARGETS}
+    for rank, of_rank in enumerate(run_ranks(2, held_in_training, folders, timeout=300)):
+        for name, found in of_rank.items():
+            where = {"world_size": 2, "rank": rank, "distributed_config": {"fsdp_size": 2}, "device": "cpu"}
+            memory = hf_zero_stream.plan(str(folders[name]), lora=lora, dtype=torch.bfloat16, **where).memory
+            for part, nbytes in found.items():
+                assert getattr(memory, part)["cpu"] == pytest.approx(nbytes, rel=0.05), (name, part)  # FSDP2 pads
+            assert memory.held["cpu"] == pytest.approx(sum(found.values()), rel=0.05)
 
 
 def put_on_replicas(folder: Path) -> None:
@@ -295,9 +330,15 @@ def test_used_unprepared(cluster: None, folders: dict[str, Path]) -> None:
         assert torch.equal(packed, whole)
 
 
-def gathered_after(folder: Path) -> int:
-    """How many bytes of gathered packed weights are there after a forward pass."""
-    model = with_adapters(load_native(folder))
+def gathered_after(folder: Path, is_native: bool) -> dict[str, Any]:
+    """How many bytes of gathered packed weights are there after a forward pass, and after the backward pass."""
+    if is_native:
+        model: Any = with_adapters(load_native(folder))
+    else:
+        announce(reshard_after_forward=True)
+        accelerator = make_accelerator()
+        model = with_adapters(load(folder, dtype=torch.bfloat16))
+        model, _ = accelerator.prepare(model, torch.optim.SGD(adapters_of(model), lr=1e-3))
     whole: list[Any] = []
     for module in model.modules():
         for key in packed_weights(module):
@@ -305,11 +346,59 @@ def gathered_after(folder: Path) -> int:
                 lambda module, _, key=key: whole.append(getattr(module, key).untyped_storage())
             )
     model.train()
-    model(**inputs()).loss
-    assert len(whole) > 5
-    return max(storage.nbytes() for storage in whole)
+    loss = model(**inputs()).loss
+    found = {"storages": len(whole), "after forward": max(storage.nbytes() for storage in whole)}
+    loss.backward()
+    return {**found, "after backward": max(storage.nbytes() for storage in whole)}
 
 
-def test_nothing_gathered_stays_alive(cluster: None, folders: dict[str, Path]) -> None:
-    for nbytes in run_ranks(2, gathered_after, folders["fp8"]):
-        assert nbytes == 0
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("is_native", [True, False], ids=["distributed_config", "accelerate"])
+@pytest.mark.parametrize("name", MODELS)
+def test_nothing_gathered_stays_alive(cluster: None, models: Folders, name: str, is_native: bool) -> None:
+    for found in run_ranks(2, gathered_after, models(name), is_native):
+        assert found["storages"] > 3
+        assert found["after forward"] == found["after backward"] == 0
+
+
+# ------------------------------------------------------------------------------------- replicas of a sharded model
+
+
+def logits_of_replicas(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    sizes = {"fsdp_size": 2, "dp_replicate_size": 2}
+    packed, whole = (load_native(folder, keep, sizes=sizes) for keep in (True, False))
+    assert packed_names(packed) and not packed_names(whole)
+    return packed(**inputs()).logits.detach(), whole(**inputs()).logits.detach()
+
+
+def train_replicas(folder: Path, offloads: bool) -> list[list[float]]:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    losses = []
+    for keep in (True, False):
+        announce()
+        force_fsdp_on_cpu()
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            # Without an accelerator, memory cannot be pinned.
+            cpu_offload=CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy(),
+        )
+        sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+        accelerator = Accelerator(mixed_precision="no", fsdp_plugin=plugin, parallelism_config=sizes)
+        model, of_model = trained(with_adapters(load(folder, keep, dtype=torch.bfloat16)), accelerator)
+        assert bool(packed_names(model)) == keep
+        losses.append(of_model)
+    return losses
+
+
+def test_replicas(cluster: None, folders: dict[str, Path]) -> None:
+    for packed, whole in run_ranks(4, logits_of_replicas, folders["fp8"], timeout=300):
+        assert torch.equal(packed, whole)
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_accelerate_replicas(cluster: None, folders: dict[str, Path], offloads: bool) -> None:
+    for packed, whole in run_ranks(4, train_replicas, folders["fp8"], offloads, timeout=300):
+        assert packed == whole and packed[0] != packed[2]

@@ -9,9 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hf_zero_stream.packed.modules import packed_weights
 from tests.cluster import run_ranks
-from tests.packed_models import MODELS, Folders
-from tests.packed_training import packed_names, plain_losses, trained
+from tests.packed_models import MODELS, Folders, in_file
+from tests.packed_training import (
+    count_alive,
+    inputs,
+    load,
+    packed_names,
+    plain_losses,
+    trained,
+    watched_memory,
+    with_adapters,
+)
 from tests.parity import ds_config
 
 
@@ -58,3 +68,67 @@ def test_losses_of_nodes(cluster: None, folders: Folders) -> None:
     for found in run_ranks(4, losses, folders("FP8 by blocks, mixture"), timeout=600):
         bf16 = found["torch.bfloat16"]
         assert bf16["alone"] == bf16["hpZ"] == bf16["offload"] == bf16["dequantised"]
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def memory(folder: Path) -> dict[str, Any]:
+    import deepspeed
+    from deepspeed.utils import z3_leaf_module
+
+    config = ds_config(
+        torch.bfloat16,
+        stage3_max_live_parameters=0,
+        stage3_max_reuse_distance=0,
+        stage3_prefetch_bucket_size=0,
+        stage3_param_persistence_threshold=0,
+    )
+    base = load(folder, config)
+    report = base.streaming_report.to_dict()["ranks"]
+    model = with_adapters(base)
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+    alive_after_forward = []
+    with watched_memory() as seen:
+
+        def look(module: Any, *_: Any) -> None:
+            alive_after_forward.append(count_alive(seen["gathered"]))
+
+        inside: set[Any] = set()
+        for module in engine.module.modules():
+            if z3_leaf_module(module):  # DeepSpeed gathers it as one
+                inside.update(child for child in module.modules() if child is not module)
+            if any(map(packed_weights, module.modules() if z3_leaf_module(module) else [module])):
+                if module not in inside:
+                    module.register_forward_hook(look)
+        for _ in range(2):  # DeepSpeed knows the order of modules in the second step
+            loss = engine(**inputs()).loss
+            engine.backward(loss)
+            engine.step()
+            alive = count_alive(seen["gathered"])
+    of_modules = (packed_weights(module).values() for module in base.modules())
+    return {
+        "after forward": max(alive_after_forward),
+        "after backward": alive,
+        "looked": len(alive_after_forward),
+        "largest module": max(sum(weight.row_bytes * len(weight.rows) for weight in each) for each in of_modules),
+        "read": [rank["bytes_read"] for rank in report],
+        "resident": sum(param.ds_tensor.nbytes for param in base.parameters() if not param.requires_grad),
+        **{key: seen[key] for key in ("bytes", "peak", "matrices", "overlapping")},
+    }
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("name", MODELS)
+def test_memory(cluster: None, folders: Folders, name: str) -> None:
+    """Of packed bytes each rank reads and holds its part, and one module's are gathered at a time, and soon freed."""
+    whole = in_file(folders(name, 256))
+    for found in run_ranks(2, memory, folders(name, 256), timeout=300):
+        assert all(read <= 1.02 * whole / 2 for read in found["read"])
+        assert found["resident"] <= 1.02 * whole / 2
+        assert sum(found["bytes"].values()) <= 1.02 * whole, "packed bytes are gathered"
+        assert found["looked"] >= 2 and found["matrices"] > 1.5 * found["looked"]
+        assert found["after forward"] == found["after backward"] == 0
+        assert found["peak"] <= found["largest module"] + 2, "one module at a time; a parameter may be padded"
+        assert found["overlapping"] == 0, "one matrix at a time"

@@ -115,8 +115,8 @@ def run(
     if sharding and ds_config is not None:
         raise typer.BadParameter("--ds-config: expected ZeRO-3 alone; got --fsdp, --tp, --ep or --replicate too")
     lora = _lora(lora_rank, lora_targets)
-    if sharding and lora is not None:
-        raise typer.BadParameter("--lora-rank: expected ZeRO-3; got --fsdp, --tp, --ep or --replicate")
+    if lora is not None and sharding.keys() - {"fsdp_size"}:
+        raise typer.BadParameter("--lora-rank: expected ZeRO-3, or --fsdp alone; got --tp, --ep or --replicate")
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     most = MOST_BARS if html else MOST_RANKS if plot else 1
     ranks = ranks_to_draw(world_size, rank, most)

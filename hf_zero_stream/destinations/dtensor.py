@@ -150,8 +150,9 @@ class DTensors(Destination):
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
         def held(name: str, param: nn.Parameter) -> HeldShard:
-            if name in self._managed:
-                return fsdp.held_shard(self._managed[name], param, self.trains_on)
+            # PEFT, in a plan with adapters, moves the parameters of a module that gets one into its `base_layer`.
+            if (managed := self._managed.get(name.replace(".base_layer.", "."))) is not None:
+                return fsdp.held_shard(managed, param, self.trains_on)
             return HeldShard(local_of(param).nbytes, self.trains_on, param.requires_grad)
 
         named = ((name, param) for name, param in model.named_parameters() if name not in tied)

@@ -76,7 +76,8 @@ def plan(
             by tensor), "foreach", or "fused" (the Trainer's default). Default: what torch chooses, which is "foreach"
             on a GPU and "single" on a CPU.
         lora: adapters that are put on the loaded model, and trained alone, for ``memory``: PEFT's ``LoraConfig``, or a
-            dict of its arguments. Only under ZeRO-3.
+            dict of its arguments. Under ZeRO-3, which partitions them, and with ``fsdp_size`` alone: on a model
+            that is sharded already they are whole on every rank.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``trust_remote_code``, ...).
 
     Raises:
@@ -106,11 +107,15 @@ def plan(
         _check_world(sharding, world_size)
         if ds_config is not None:
             raise ConfigError("plan(): expected ds_config or distributed_config; got both")
-        if lora is not None:
-            raise ConfigError("plan(lora=...): expected ZeRO-3; got distributed_config, which does not shard adapters")
+        if lora is not None and (sharding.fsdp_size or 1) != world_size:
+            raise ConfigError(
+                "plan(lora=...): expected ZeRO-3, or distributed_config with fsdp_size alone; got other sizes, for "
+                "which PEFT would make adapters of the sizes of shards"
+            )
         training = {"trains_on": device or device_type(), "adamw": adamw}
         training["unpacked_because"] = cuts_matrices(sharding)
-        return _plan_of_shards(path, coordinator, training, {"dtype": "auto" if dtype is None else dtype, **kwargs})
+        arguments = {"dtype": "auto" if dtype is None else dtype, **kwargs}
+        return _plan_of_shards(path, coordinator, training, arguments, lora)
     refuse_sharding(path, kwargs)
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
@@ -143,7 +148,7 @@ def _with_adapters(load: Load, model: Any, tied: set[str], lora: Any) -> MemoryF
 
 
 def _plan_of_shards(
-    path: str, coordinator: Coordinator, training: Mapping[str, Any], arguments: Mapping[str, Any]
+    path: str, coordinator: Coordinator, training: Mapping[str, Any], arguments: Mapping[str, Any], lora: Any
 ) -> Forecast:
     from ..destinations.dtensor import DTensors  # imports torch's FSDP2
     from ..ranks.stand_in import stand_in_group
@@ -152,7 +157,7 @@ def _plan_of_shards(
     destination = DTensors(coordinator, torch.device("cpu"), **training, shares_columns=shares_columns(settings))
     load = Load(settings, {}, coordinator, destination)
     with stand_in_group(coordinator.rank, coordinator.world_size):
-        return _forecast(path, load, arguments)
+        return _forecast(path, load, arguments, lora)
 
 
 def _check_tp_plan(kwargs: Mapping[str, Any]) -> None:

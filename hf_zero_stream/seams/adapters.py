@@ -145,7 +145,7 @@ def _keep_alike(model: nn.Module, adapter_name: str) -> None:
     """If FSDP2 has sharded `model` already, have all ranks train the same adapters, which it does not know."""
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
     params = [param for _, each in _adapters(model, adapter_name) for param in each if not isinstance(param, DTensor)]
-    if not meshes or not params:
+    if not meshes or not params or all(param.is_meta for param in model.parameters()):  # the last: only planned
         return
     if any(param.is_meta for param in params):
         raise UnsupportedError(
