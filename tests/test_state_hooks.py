@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.saving.files import PREFIX
+from hf_zero_stream.state.callers import state_in
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 from tests.test_upstream_training import STEPS, losses_of, make_trainer
@@ -142,3 +146,24 @@ def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -
         for name in ("state", "stock")
     ]
     assert at_three[0] == at_three[1], "DeepSpeed's own folder, which it cannot load at another size"
+
+
+def test_a_folder_with_nothing_but_a_dead_save(tmp_path: Path) -> None:
+    """DeepSpeed takes it for one without a checkpoint, and accelerate would go on as if it had loaded one."""
+    (tmp_path / "pytorch_model" / f"{PREFIX}x").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match="pytorch_model: its save was interrupted, and nothing else is there"):
+        state_in(tmp_path, "pytorch_model")
+    (tmp_path / "pytorch_model" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    assert state_in(tmp_path, "pytorch_model") is None
+    assert state_in(tmp_path) is None
+
+
+def test_a_save_that_died_while_files_got_their_names(tmp_path: Path) -> None:
+    """It has happened, and is finished before anybody looks for it."""
+    place = tmp_path / "pytorch_model" / f"{PREFIX}x"
+    (place / "global_step3").mkdir(parents=True)
+    (place / "global_step3" / "training_state.json").write_text("{}")
+    (place / "latest").write_text("global_step3")
+    renames = {"renames": ["global_step3", "latest"], "removes": [], "removes_first": []}
+    (place / "renames.json").write_text(json.dumps(renames))
+    assert state_in(tmp_path, "pytorch_model") == (tmp_path / "pytorch_model", "global_step3")

@@ -29,6 +29,7 @@ __all__ = [
     "Publication",
     "ShardWriter",
     "finish_interrupted",
+    "has_only_unfinished",
     "is_plain_name",
     "is_unfinished",
     "reserve",
@@ -225,6 +226,11 @@ class Publication:
 def is_unfinished(folder: Path) -> bool:
     """Whether a save into `folder` has died, or goes on, so that not everything is there that was to be saved."""
     return any(not (temporary / _LIST).exists() for temporary in folder.glob(f"{PREFIX}*"))
+
+
+def has_only_unfinished(folder: Path) -> bool:
+    """Whether nothing is in `folder` but saves that have died."""
+    return is_unfinished(folder) and all(path.name.startswith(PREFIX) for path in folder.iterdir())
 
 
 def finish_interrupted(folder: Path) -> list[str]:

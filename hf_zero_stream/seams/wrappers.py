@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,8 +45,9 @@ __all__ = [
     "shards_by_fsdp2",
     "shares_its_model",
     "steps_per_step",
-    "trainer_fsdp_state_replacements",
+    "trainer_function_replacements",
     "trainer_replacements",
+    "trainer_state_in",
     "unwrapped",
     "unwrapped_optimizer",
     "unwrapped_scheduler",
@@ -208,8 +210,8 @@ def fsdp_state_replacements(**functions: Replacement) -> dict[tuple[Any, str], R
     return {(accelerate.accelerator, name): function for name, function in functions.items()}
 
 
-def trainer_fsdp_state_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
-    """The same where the Trainer calls them; none until somebody has imported the Trainer."""
+def trainer_function_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
+    """Replacements of functions where the Trainer calls them; none until somebody has imported the Trainer."""
     trainer = sys.modules.get("transformers.trainer")
     if trainer is None:
         return {}
@@ -229,6 +231,13 @@ def checkpoint_number(name: str) -> int | None:
 
     number = name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
     return int(number) if number != name and number.isdecimal() else None
+
+
+def trainer_state_in(checkpoint: Path) -> Path:
+    """The file that the Trainer writes last into a checkpoint."""
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    return checkpoint / TRAINER_STATE_NAME
 
 
 def checkpoint_replacements(

@@ -12,9 +12,11 @@ from typing import Any
 
 from ..checkpoint.zero_folder import ZERO_2_MODEL, world_size_of
 from ..config import StreamingConfig
+from ..errors import CheckpointError
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
+from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
 from ..scope import active_configs, current_config
 from ..seams.ds_config import found_config
@@ -37,6 +39,7 @@ class Caller:
         apart: the folder for the state and its weights where the caller writes weights in a way of its own.
         waiting: the stock functions that save models of which the optimizer has not come yet, by number.
         restored: schedulers that a load has restored.
+        loads_schedulers: whether the caller itself loads those that are not the engine's.
     """
 
     scheduler_of: Callable[[Any], Any] = lambda optimizer: None
@@ -47,6 +50,7 @@ class Caller:
     apart: str = ""
     waiting: dict[int, Callable[[], Any]] = field(default_factory=dict)
     restored: list[Any] = field(default_factory=list)
+    loads_schedulers: bool = False
 
 
 _caller: ContextVar[Caller | None] = ContextVar("hf_zero_stream_caller", default=None)
@@ -75,13 +79,34 @@ def is_on() -> bool:
 
 
 def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
-    """The folder of a state of ours that `folder` and `tag` mean, and its name there; None if it is none."""
+    """The folder of a state of ours that `folder` and `tag` mean, and its name there; None if it is none (all ranks).
+
+    Raises:
+        CheckpointError: on all ranks: the folder `tag` holds nothing but a save that has died.
+    """
     finish_pending(raises=False)
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched(LOAD), coordinator.reporting():
+        return coordinator.broadcast(partial(_look, folder, tag))
+
+
+def _look(folder: Path, tag: Any) -> tuple[Path, str] | None:
+    finish_interrupted(folder)
     name = str(tag) if tag is not None else _latest(folder)
     if name and (folder / name / FILE).exists():
         return folder, name
-    inner = _latest(folder / name) if name else ""
-    return (folder / name, inner) if inner and (folder / name / inner / FILE).exists() else None
+    if not name:
+        return None
+    finish_interrupted(folder / name)
+    inner = _latest(folder / name)
+    if inner and (folder / name / inner / FILE).exists():
+        return folder / name, inner
+    if tag is not None and has_only_unfinished(folder / name):
+        raise CheckpointError(
+            f"{folder / name}: its save was interrupted, and nothing else is there. Load the checkpoint before it, "
+            "and remove this one."
+        )
+    return None
 
 
 def in_background() -> bool:

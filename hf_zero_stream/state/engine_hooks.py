@@ -99,10 +99,9 @@ def _load_checkpoint(
             with_scheduler=load_lr_scheduler_states,
         )
         return str(folder / name), (data or {}).get(CLIENT, {})
+    with_scheduler = load_lr_scheduler_states and not (caller.loads_schedulers and self.lr_scheduler is None)
     # Random numbers are the caller's: the Trainer and accelerate restore them at their own time, and engines never do.
-    resumed = load_state(
-        self, folder, scheduler=scheduler, tag=name, with_scheduler=load_lr_scheduler_states, with_rng=False
-    )
+    resumed = load_state(self, folder, scheduler=scheduler, tag=name, with_scheduler=with_scheduler, with_rng=False)
     if load_lr_scheduler_states:
         caller.restored.append(scheduler)
     return str(folder / resumed.tag), (resumed.data or {}).get(CLIENT, {})

@@ -134,7 +134,8 @@ def _found(accelerator: Any, folder: Any, number: int) -> tuple[tuple[Path, str]
     caller = current()
     if caller is None or not active_configs() or not is_fsdp2(accelerator):
         return None, Caller()
-    return state_in(caller.place(Path(folder), number)), caller
+    place = caller.place(Path(folder), number)
+    return state_in(place.parent, place.name), caller
 
 
 REPLACEMENTS: dict[str, Any] = {

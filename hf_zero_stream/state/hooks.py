@@ -7,6 +7,7 @@ the weights are saved already.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -37,8 +38,9 @@ from ..seams.wrappers import (
     saves_by_default,
     scheduler_of,
     schedulers_of,
-    trainer_fsdp_state_replacements,
+    trainer_function_replacements,
     trainer_replacements,
+    trainer_state_in,
     unwrapped,
 )
 from . import engine_hooks, fsdp_hooks
@@ -103,6 +105,7 @@ def _trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
 
 def _forget_state(folder: Path) -> None:
     """A state of an earlier training in `folder` must not be taken for one that belongs to new weights."""
+    trainer_state_in(folder).unlink(missing_ok=True)
     (folder / LATEST).unlink(missing_ok=True)
 
 
@@ -127,6 +130,12 @@ def _of_trainer(trainer: Any) -> Caller:
     # The scheduler of a DeepSpeed config is the engine's.
     own = trainer.lr_scheduler if isinstance(trainer.lr_scheduler, LRScheduler) else None
     return Caller(scheduler_of=lambda optimizer: own, batch_size=batch_size)
+
+
+def _trainer_load_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``deepspeed_load_checkpoint``; a scheduler that is not the engine's is loaded by the Trainer."""
+    with entered(Caller(loads_schedulers=True)):
+        return original(*args, **kwargs)
 
 
 def _trainer_load_model(
@@ -200,14 +209,23 @@ def _last(original: Callable[..., Any], folder: Any) -> Any:
     """``get_last_checkpoint``, without those whose save has died."""
     finish_pending(raises=False)
     found = original(folder)
-    if found is None or not is_unfinished(Path(found)):
+    if found is None or _is_complete(Path(found)):
         return found
     if announced_local_rank() == 0:
         logger.warning(f"{found}: its save was interrupted; the checkpoint before it is taken.")
-    complete = [path for path in Path(folder).iterdir() if path.is_dir() and not is_unfinished(path)]
+    complete = [path for path in Path(folder).iterdir() if path.is_dir() and _is_complete(path)]
     of_numbers = {checkpoint_number(path.name): str(path) for path in complete}
     last = max((number for number in of_numbers if number is not None), default=None)
     return None if last is None else of_numbers[last]
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    """Whether the Trainer has written all of a checkpoint, and the last file whole."""
+    try:
+        json.loads(trainer_state_in(checkpoint).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return not is_unfinished(checkpoint)
 
 
 def _found(checkpoint: Any) -> tuple[Path, str] | None:
@@ -233,7 +251,10 @@ def replace_imported() -> None:
         _load_best_model=_trainer_load_best,
         _push_from_checkpoint=_trainer_push,
     ) | checkpoint_replacements(rotate=_rotate, sort=_sort, last=_last)
-    patches.add(of_trainer | trainer_fsdp_state_replacements(**fsdp_hooks.REPLACEMENTS))
+    functions = trainer_function_replacements(
+        deepspeed_load_checkpoint=_trainer_load_engine, **fsdp_hooks.REPLACEMENTS
+    )
+    patches.add(of_trainer | functions)
     engine = sys.modules.get("deepspeed.runtime.engine")
     if engine is not None and hasattr(engine, "DeepSpeedEngine"):
         of_engine = engine_hooks.REPLACEMENTS.items()
