@@ -102,3 +102,46 @@ def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     loaded = peft.PeftModel.from_pretrained(base, str(source))
     assert any(param.any() for name, param in loaded.named_parameters() if "lora_B" in name)
+
+
+def train_and_save_by_deepspeed(folder: Path, target: Path, stage: int) -> tuple[list[float], list[float]]:
+    """Three steps; save by ours and by DeepSpeed; two more steps, and two after a resume from DeepSpeed's folder."""
+    engine = adapted_engine(folder, stage)
+    train(engine, range(3))
+    hf_zero_stream.save_state(engine, target / "ours", data={"position": 7})
+    for name, excludes in (("stock", True), ("all", False)):
+        engine.save_checkpoint(str(target / name), client_state={"epoch": 2}, exclude_frozen_parameters=excludes)
+    continued = train(engine, (3, 4))
+    engine = adapted_engine(folder, stage)
+    resumed = hf_zero_stream.load_state(engine, target / "stock")
+    assert resumed.data == {"client_state": {"epoch": 2}} and engine.global_steps == 3
+    return continued, train(engine, (3, 4))
+
+
+def resume_from_deepspeeds(folder: Path, target: Path, stages: list[int]) -> dict[Any, list[float]]:
+    """Saves what stages load, and the losses after a resume by the engine at the first one, from ours and theirs."""
+    for stage in stages:
+        resume_and_save(folder, target / "stock", stage, target / f"by {stage}")
+    losses = {}
+    for name in ("ours", "stock", "all"):
+        engine = adapted_engine(folder, stages[0])
+        with hf_zero_stream.streaming():
+            engine.load_checkpoint(str(target / name), load_module_strict=False)
+        losses[name] = train(engine, (3, 4))
+    return losses
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_from_deepspeeds_own_folders(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
+    """Goes on as if nothing had happened; at another size and stage, and under FSDP2, as from a state of ours."""
+    folder = zoo_checkpoint("llama", torch.bfloat16)
+    for continued, resumed in run_ranks(2, train_and_save_by_deepspeed, folder, tmp_path, stage):
+        assert resumed == continued
+    stages = [3, 2] if stage == 3 else [stage, 3]
+    losses = run_ranks(3, resume_from_deepspeeds, folder, tmp_path, stages)[0]
+    assert losses["ours"] == losses["stock"] == losses["all"]
+    for other in stages:
+        assert set(different_states(tmp_path / "ours", tmp_path / f"by {other}")) <= {ADAPTER}
+        assert_same_adapter(tmp_path / "ours", tmp_path / f"by {other}", f"stage {other}")
+    run_ranks(2, resume_under_fsdp2, folder, tmp_path / "stock", tmp_path / "fsdp2")
+    assert set(different_states(tmp_path / "ours", tmp_path / "fsdp2")) <= {ADAPTER, "groups"}

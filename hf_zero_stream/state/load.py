@@ -118,10 +118,6 @@ def load_state(
     with coordinator.watched(LOAD), coordinator.reporting():
         finish_saves_into(folder, settings.read_from, coordinator)
         place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
-        if isinstance(found, ZeroFolder) and is_adapted(training.model):
-            raise UnsupportedError(
-                f"{place}: a ZeRO checkpoint of adapters. Load it by engine.load_checkpoint, at that number of ranks."
-            )
         record = coordinator.run_on_all(partial(_record_of, found, training, with_scheduler))
         coordinator.run_on_all(partial(refuse_other_training, training, record, place))
         training = training.of_trained({name for group in record.groups for name in group.parameters})

@@ -5,7 +5,7 @@ The folder is a map of bytes (:mod:`..checkpoint.zero_folder`): nothing in it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from ..checkpoint.nodes import View
 from ..checkpoint.zero_folder import FP32, ZeroFolder, ZeroGroup
 from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_partition
-from ..destinations.slots import MASTER, SlotMemory
+from ..destinations.slots import MASTER, Slot, SlotMemory
 from ..destinations.training import Training
 from ..engine.load import Load
 from ..errors import ConfigError
@@ -27,6 +27,7 @@ from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
+from ..seams.adapted import is_adapted
 from ..seams.session import LazyModel
 from .record import GroupRecord, StateRecord
 from .schedules import class_of
@@ -114,6 +115,11 @@ def load_zero(training: Training, zero: ZeroFolder, settings: StreamingConfig, c
     """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
     if coordinator.is_main:
         _say_what_is_not_there(training, zero)
+    if is_adapted(training.model):  # its base is what it was
+        for key in [*zero.keys, MASTER]:
+            _load_key(training.slots, training, zero, key, settings, coordinator)
+        training.copy_masters()
+        return
 
     swapped = swapped_masters(training)
 
@@ -130,7 +136,8 @@ def load_zero(training: Training, zero: ZeroFolder, settings: StreamingConfig, c
     if swapped and swapped != zero.views().keys():
         place_into(training.live, zero.path, partial(weights, without=swapped), set(), config=settings)
     for key in [*zero.keys, *([MASTER] if swapped else [])]:
-        _load_key(training, zero, key, settings, coordinator)
+        slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
+        _load_key(slots, training, zero, key, settings, coordinator)
 
 
 def swapped_masters(training: Training) -> set[str]:
@@ -140,10 +147,14 @@ def swapped_masters(training: Training) -> set[str]:
 
 @collector_paused()
 def _load_key(
-    training: Training, zero: ZeroFolder, key: str, settings: StreamingConfig, coordinator: Coordinator
+    slots: Sequence[Slot],
+    training: Training,
+    zero: ZeroFolder,
+    key: str,
+    settings: StreamingConfig,
+    coordinator: Coordinator,
 ) -> None:
     hides_zero3 = any(map(has_partition, training.model.parameters()))
-    slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
     destination = SlotMemory(slots, key, training.device, hides_zero3=hides_zero3)
     with coordinator.watched(LOAD), coordinator.reporting():
         load = Load(settings, {}, coordinator, destination)
@@ -155,7 +166,7 @@ def _load_key(
 def _say_what_is_not_there(training: Training, zero: ZeroFolder) -> None:
     known = {*zero.views(), *zero.frozen(), *zero.shared}
     unknown = [name for name, _ in training.model.named_parameters() if name not in known]
-    if unknown:
+    if unknown and not is_adapted(training.model):
         logger.warning(
             f"{zero.path}: it has no values for {len(unknown)} parameters, among them {unknown[0]}, which is not "
             "trained either. They stay as they are."
