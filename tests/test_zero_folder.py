@@ -338,6 +338,20 @@ def add(name: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes(b"")
 
 
+def swap(key: str) -> Callable[[Path], object]:
+    """All ranks have a tensor in swap files, which are not there, and its moments, among them one named `key`."""
+
+    def change(content: dict[str, Any]) -> None:
+        optimizer = content[OPTIMIZER]
+        flat = torch.zeros(0)
+        flat.ds_id = "3_7"  # type: ignore[attr-defined]
+        optimizer["fp32_flat_groups"][1] = flat
+        optimizer[OPTIMIZER]["state"][1] = {"exp_avg_sq": flat, key: flat}
+
+    edits = [edited(change, f"*rank_{rank}_*optim_states.pt") for rank in range(2)]
+    return lambda folder: [edit(folder) for edit in edits]
+
+
 def copy_rank(folder: Path) -> None:
     name = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
     shutil.copy(folder / name.format(1), folder / name.format(2))
@@ -352,7 +366,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception], str]] = {
     "a rank twice": (add("zero_pp_rank_1_mp_rank_00_optim_states.pt"), CheckpointError, "rank 1 has another file"),
     "model parallel": (add("zero_pp_rank_0_mp_rank_01_optim_states.pt"), UnsupportedError, "tensor parallelism"),
     "a pipeline": (add("layer_00-model_00-model_states.pt"), UnsupportedError, "stages of a pipeline"),
-    "NVMe": (lambda folder: (folder / "offloaded_tensors").mkdir(), UnsupportedError, "swap files"),
+    "a swap file": (swap("exp_avg"), CheckpointError, r"rank00/3_7.tensor.swp: the swap file is not there"),
+    "a path": (swap("../../x"), CheckpointError, "expected names of states of the optimizer; found '../../x'"),
     "not a zip": (lambda folder: next(folder.glob(MODEL)).write_bytes(b"no"), CheckpointError, "model_states.pt"),
     "stage 0": (edited(lambda it: it[OPTIMIZER].pop("zero_stage")), UnsupportedError, "found that of stage 0"),
     "another stage": (edited(lambda it: it[OPTIMIZER].update(zero_stage=7)), CheckpointError, "found 7"),

@@ -126,6 +126,12 @@ class TorchObjects:
             isinstance(value, Call) and value.function not in (_SIZE, *_MAPPINGS) and _plain_tensor(value) is not None
         )
 
+    def mark(self, value: Any, name: str) -> Any:
+        """The attribute `name` that Python code has put on a tensor; None if there is none."""
+        has_any = isinstance(value, Call) and value.function == _WITH_ATTRIBUTES and len(value.arguments) == 4
+        marks = value.arguments[3] if has_any else None
+        return marks.get(name) if isinstance(marks, dict) else None
+
     def tensor(self, value: Any, what: str) -> StoredTensor:
         """Where a tensor lies, row by row and inside the file."""
         inner = _plain_tensor(value)

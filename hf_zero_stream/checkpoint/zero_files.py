@@ -8,6 +8,7 @@ and shapes of what is. The format has no specification; it is what DeepSpeed's e
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,9 @@ from .torch_objects import NotPlain, StoredTensor, TorchObjects
 
 
 __all__ = ["Flat", "Group", "ModelFile", "OptimizerFile", "read_model_file", "read_optimizer_file"]
+
+_SWAP_NAME = re.compile(r"\d{1,18}_\d{1,18}")
+"""The numbers of the first and the last parameter in a flat."""
 
 _MOST_KEYS = 64
 """Entries that an optimizer keeps for a tensor."""
@@ -40,11 +44,17 @@ class Flat(NamedTuple):
         values: the fp32 values.
         moments: what has as many elements, by name.
         numbers: what is one number, as ``step``.
+        swap_name: what the names of its swap files end in; "" if values and moments are in the file itself.
     """
 
     values: StoredTensor
     moments: Mapping[str, StoredTensor]
     numbers: Mapping[str, bool | int | float]
+    swap_name: str = ""
+
+    def swap_file(self, key: str | None) -> str:
+        """The name of the swap file with the values, or with the moment `key`."""
+        return f"{self.swap_name if key is None else f'{key}-{self.swap_name}'}.tensor.swp"
 
 
 class Group(NamedTuple):
@@ -234,6 +244,9 @@ def _paddings(objects: TorchObjects, wrapper: Mapping[Any, Any], count: int) -> 
 
 def _flat(objects: TorchObjects, what: str, values: Any, state: Any, padding: int) -> Flat:
     stored = objects.tensor(values, what)
+    mark = objects.mark(values, "ds_id")
+    # DeepSpeed empties a tensor whose values it has written to a swap file.
+    is_swapped = not stored.numel and isinstance(mark, str) and _SWAP_NAME.fullmatch(mark) is not None
     entries = objects.mapping(state, f"the state of {what}")
     if len(entries) > _MOST_KEYS:
         raise CheckpointError(
@@ -261,7 +274,7 @@ def _flat(objects: TorchObjects, what: str, values: Any, state: Any, padding: in
             raise UnsupportedError(f"{objects.path}: {name} of {what}: expected floating-point numbers.")
         else:
             moments[name] = place
-    return Flat(stored, moments, numbers)
+    return Flat(stored, moments, numbers, mark if is_swapped else "")
 
 
 def _gaps(objects: TorchObjects, wrapper: Mapping[Any, Any]) -> list[Sequence[int]]:

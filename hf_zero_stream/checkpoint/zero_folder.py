@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +28,16 @@ from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, 
 from .zero_layout import FP32, Trained, trained_of_stage_3, trained_of_stages_1_2, untrained
 
 
-__all__ = ["FP32", "ZERO_2_MODEL", "ZeroFolder", "ZeroGroup", "is_zero_folder", "read_zero_folder", "world_size_of"]
+__all__ = [
+    "FP32",
+    "SWAPPED",
+    "ZERO_2_MODEL",
+    "ZeroFolder",
+    "ZeroGroup",
+    "is_zero_folder",
+    "read_zero_folder",
+    "world_size_of",
+]
 
 T = TypeVar("T")
 
@@ -37,6 +47,10 @@ ZERO_2_MODEL = "mp_rank_00_model_states.pt"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_.*_model_states\.pt|expp_rank_\d+_.*_optim_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_.*states\.pt")
+
+SWAPPED = "offloaded_tensors"
+"""The folder in which DeepSpeed puts copies of the optimizer's swap files (NVMe)."""
+
 _THREADS = 8
 """They wait for a file system, and hardly compute."""
 
@@ -181,10 +195,10 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
     )
     trained = {name: it for of_flat in sub_groups for name, it in of_flat.items()}
     keys = sorted({key for flat in first.flats for key in flat.moments})
-    flats = {FP32: _flats(optimizers, lambda flat: flat.values)}
-    for key in keys:
-        flats[key] = _flats(optimizers, partial(_moment, key, first))
     files: list[OptimizerFile | ModelFile] = [*optimizers, *models]
+    swapped = _swapped(source, folder, optimizers, [FP32, *keys], sub_groups)
+    shards = {place: len(files) + number for number, place in enumerate(swapped)}
+    flats = {key: _flats(optimizers, key, sub_groups, shards) for key in (FP32, *keys)}
     others, shapes = untrained(first.stage, models, trained, first_shard=len(optimizers))
     buffers = frozenset(name for name in others if name in model.buffers)
     known = trained.keys() | others.keys() | model.shared.keys()
@@ -192,7 +206,7 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
         path=str(folder),
         stage=first.stage,
         world_size=len(names),
-        shards=tuple(Shard(it.path, it.size_bytes, {}) for it in files),
+        shards=(*(Shard(it.path, it.size_bytes, {}) for it in files), *swapped.values()),
         kind=first.kind,
         keys=keys,
         groups=[_group(each, first.flats, sub_groups) for each in first.groups],
@@ -212,25 +226,80 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
     )
 
 
-def _moment(key: str, first: OptimizerFile, flat: Flat) -> StoredTensor:
-    if key not in flat.moments:
+def _stored(key: str, first: OptimizerFile, flat: Flat) -> StoredTensor:
+    if key != FP32 and key not in flat.moments:
         raise UnsupportedError(
             f"{first.path}: the optimizer keeps {excerpt(key)} of some of its tensors and not of others, so that it "
             "is not known what the others need. Go on with as many ranks as before, by DeepSpeed itself."
         )
-    return flat.moments[key]
+    return flat.values if key == FP32 else flat.moments[key]
 
 
-def _flats(optimizers: Sequence[OptimizerFile], state: Callable[[Flat], StoredTensor]) -> list[list[_Flat]]:
-    """A state of each sub-group's flat on each rank."""
-    places = [[state(flat) for flat in it.flats] for it in optimizers]
-    return [
-        [
-            _Flat(rank, of_rank[number].dtype, of_rank[number].start, of_rank[number].numel)
-            for rank, of_rank in enumerate(places)
-        ]
-        for number in range(len(places[0]))
-    ]
+_Place = tuple[str, int, int]
+"""A state, a sub-group and a rank."""
+
+
+def _swapped(
+    source: ByteSource,
+    folder: Path,
+    optimizers: Sequence[OptimizerFile],
+    keys: Sequence[str],
+    sub_groups: Sequence[Mapping[str, Trained]],
+) -> dict[_Place, Shard]:
+    """The swap files of states that are not in the optimizers' own files; DeepSpeed copies them into the folder."""
+    paths: dict[_Place, str] = {}
+    for rank, it in enumerate(optimizers):
+        for number, flat in enumerate(it.flats):
+            for key in keys if flat.swap_name else ():
+                if not key.isidentifier():  # it is a part of a path
+                    raise CheckpointError(
+                        f"{it.path}: expected names of states of the optimizer; found {excerpt(key)}"
+                    )
+                name = flat.swap_file(None if key == FP32 else key)
+                paths[key, number, rank] = str(folder / SWAPPED / f"rank{rank:02d}" / name)
+
+    def shard(path: str) -> Shard:
+        try:
+            with source.open_file(path) as file:
+                return Shard(path, file.size_bytes, {}, tag=file.tag)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{path}: the swap file is not there. The optimizer's states were on NVMe, and save_checkpoint has "
+                f"copied them to {folder / SWAPPED}. Copy that folder too, with the files of all ranks."
+            ) from error
+
+    shards = dict(zip(paths, _in_threads(shard, list(paths.values())), strict=True))
+    for (key, number, rank), found in shards.items():
+        dtype = _stored(key, optimizers[0], optimizers[rank].flats[number]).dtype
+        needed = _length(sub_groups[number], len(optimizers)) * dtype.itemsize
+        if found.size_bytes < needed:
+            raise CheckpointError(
+                f"{found.path}: expected at least {needed} bytes, found {found.size_bytes}. Copy or save the "
+                "checkpoint again."
+            )
+    return shards
+
+
+def _length(sub_group: Mapping[str, Trained], world_size: int) -> int:
+    """How many elements a flat of a sub-group has at stage 3."""
+    return max(it.first - (-prod(it.shape) // world_size) for it in sub_group.values())
+
+
+def _flats(
+    optimizers: Sequence[OptimizerFile],
+    key: str,
+    sub_groups: Sequence[Mapping[str, Trained]],
+    swapped: Mapping[_Place, int],
+) -> list[list[_Flat]]:
+    """A state of each sub-group's flat on each rank; `swapped` has the shards of those in swap files."""
+
+    def place(number: int, rank: int) -> _Flat:
+        stored = _stored(key, optimizers[0], optimizers[rank].flats[number])
+        if (shard := swapped.get((key, number, rank))) is not None:
+            return _Flat(shard, stored.dtype, 0, _length(sub_groups[number], len(optimizers)))
+        return _Flat(rank, stored.dtype, stored.start, stored.numel)
+
+    return [[place(number, rank) for rank in range(len(optimizers))] for number in range(len(sub_groups))]
 
 
 def _group(group: Group, flats: Sequence[Flat], sub_groups: Sequence[Mapping[str, Trained]]) -> ZeroGroup:
@@ -250,11 +319,6 @@ def _optimizer_names(folder: Path) -> list[str]:
             raise UnsupportedError(
                 f"{folder / name}: the model is cut into stages of a pipeline, or experts have files of their own. "
                 "Use DeepSpeed's own tools."
-            )
-        if name == "offloaded_tensors":
-            raise UnsupportedError(
-                f"{folder / name}: the optimizer's states are in swap files (NVMe), in an order that only DeepSpeed "
-                "knows. Go on with as many ranks as before, by DeepSpeed itself, and save with save_state."
             )
         if match := _OPTIMIZER.fullmatch(name):
             rank, part = map(int, match.groups())

@@ -81,12 +81,12 @@ def trained_of_stage_3(model: ModelFile, optimizers: Sequence[OptimizerFile]) ->
 
 
 def _check_length(file: OptimizerFile, number: int, flat: Flat, end: int) -> None:
-    for name, place in {FP32: flat.values, **flat.moments}.items():
+    for name, place in {} if flat.swap_name else {FP32: flat.values, **flat.moments}.items():
         if place.numel != end:
             raise CheckpointError(
                 f"{file.path}: {name} of tensor {number} of the optimizer: expected {end} elements, which the "
-                f"parameters in it need on each of {file.world_size} ranks; found {place.numel}. Was it in swap files "
-                "(NVMe), or is it of another checkpoint?"
+                f"parameters in it need on each of {file.world_size} ranks; found {place.numel}. Copy or save the "
+                "checkpoint again."
             )
 
 

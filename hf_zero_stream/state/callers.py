@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.zero_folder import ZERO_2_MODEL, world_size_of
+from ..checkpoint.zero_folder import SWAPPED, ZERO_2_MODEL, world_size_of
 from ..config import StreamingConfig
 from ..errors import CheckpointError
 from ..ranks.coordinator import Coordinator
@@ -118,13 +118,15 @@ def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bo
     """Whether `folder` and `tag` mean a ZeRO checkpoint that DeepSpeed cannot load itself (all ranks).
 
     It loads those of as many ranks as there are, `world_size`, and of a stage that shards parameters as its own does.
+    Of those with swap files it loads no moments, in silence (0.19.8).
     """
 
     def look() -> bool:
         name = str(tag) if tag is not None else _latest(folder)
         place = folder / name
         saved = world_size_of(place) if name else 0
-        return saved > 0 and (saved != world_size or (place / ZERO_2_MODEL).exists() == shards_parameters)
+        is_other = saved != world_size or (place / ZERO_2_MODEL).exists() == shards_parameters
+        return saved > 0 and (is_other or (place / SWAPPED).exists())
 
     coordinator = Coordinator.of_default_group()
     with coordinator.watched(LOAD), coordinator.reporting():
