@@ -15,7 +15,7 @@ import transformers
 from torch.optim import lr_scheduler
 
 import hf_zero_stream
-from hf_zero_stream.errors import CheckpointError, SaveError, UnsupportedError
+from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from hf_zero_stream.saving.files import PREFIX
 from hf_zero_stream.state import load as loading
 from hf_zero_stream.state import refusals
@@ -198,6 +198,50 @@ def test_parameters_that_had_no_gradient_yet(zoo_checkpoint: Checkpoint, tmp_pat
             save(model, tmp_path, optimizer)
         losses.append(train_here(model, optimizer, range(2, 6), all_since=3))
     assert losses[0] == losses[1]
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Has the options that DeepSpeed's has: no `amsgrad`."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.param_groups[0]["amsgrad"] = False
+
+
+def test_a_third_moment_is_not_lost(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Between Adams of several makers, of which not all have amsgrad."""
+    model, _ = made(zoo_checkpoint("llama"))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    train_here(model, optimizer, [0])
+    save(model, tmp_path / "with", optimizer)
+    save(model, tmp_path / "without", FusedAdam(model.parameters()))
+    before = [param.clone() for param in model.parameters()]
+    for kind in (FusedAdam, DeepSpeedCPUAdam):
+        with pytest.raises(
+            ConfigError, match=f"the saved one keeps .* max_exp_avg_sq .*, and {kind.__name__} has non"
+        ):
+            load(model, tmp_path / "with", kind(model.parameters()))
+    with pytest.raises(ConfigError, match="AdamW keeps .* max_exp_avg_sq .*, and the saved one has none"):
+        load(model, tmp_path / "without", optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+    plain = torch.optim.Adam(model.parameters())
+    load(model, tmp_path / "with", plain)
+    kept = plain.state[model.lm_head.weight]["max_exp_avg_sq"]
+    assert torch.equal(kept, optimizer.state[model.lm_head.weight]["max_exp_avg_sq"]) and kept.any()
+
+
+def test_adam_does_not_turn_adamw_into_itself(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """As in torch's own ``load_state_dict``."""
+    model, _ = made(zoo_checkpoint("llama"))
+    save(model, tmp_path, torch.optim.Adam(model.parameters(), weight_decay=0.3))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    load(model, tmp_path, optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3 and optimizer.param_groups[0]["decoupled_weight_decay"]
 
 
 def test_back_to_the_beginning(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def refused_saves(folder: Path, target: Path) -> dict[str, str]:
         "blocks on one rank": ("absmax", lambda param: torch.zeros(3), [1]),
         "8 bit": ("state1", lambda param: torch.zeros(param.to_local().shape, dtype=torch.uint8), [0, 1]),
         "lists": ("preconditioners", lambda param: [torch.eye(2)], [0, 1]),
+        "a rank's own": ("rms", lambda param: float(dist.get_rank()), [0, 1]),
+        "a number on one rank": ("rms", lambda param: 1.0, [1]),
     }
     model, optimizer, scheduler = plain_training(folder, {"fsdp_size": 2})
     train_plain(model, optimizer, scheduler, [0])
@@ -108,6 +110,8 @@ def test_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> Non
         "blocks on one rank": "UnsupportedError: .*The optimizer keeps absmax",
         "8 bit": "UnsupportedError: The optimizer keeps state1, torch.uint8",
         "lists": "UnsupportedError: The optimizer keeps preconditioners, a list",
+        "a rank's own": "UnsupportedError: The optimizer keeps rms in group 0, which differs between ranks",
+        "a number on one rank": "UnsupportedError: The optimizer keeps rms in group 0, which differs between ranks",
         "Muon": "UnsupportedError: MuonWithAuxAdam keeps momentum that is orthogonalised",
     }
     for found in run_ranks(2, refused_saves, zoo_checkpoint("llama"), tmp_path / "state"):

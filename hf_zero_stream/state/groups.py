@@ -14,6 +14,10 @@ from .record import GroupRecord, StateRecord, restored
 __all__ = ["drop_entries", "set_group", "set_option"]
 
 
+_DECOUPLED = "decoupled_weight_decay"
+"""By this torch's Adam is AdamW; which of them goes on is said by its class, as in its own ``load_state_dict``."""
+
+
 def drop_entries(slots: Sequence[Slot], record: StateRecord) -> None:
     """Drop what the optimizer keeps, of steps that it has made already, and did not keep when the state was saved."""
     for slot in slots:
@@ -26,7 +30,7 @@ def set_group(optimizer: Any, number: int, recorded: GroupRecord, slots: Sequenc
     """Set the options of the optimizer's group of this `number`, and what it keeps of its slots that is a number."""
     group = optimizer.param_groups[number]
     for name, value in restored(recorded.options).items():
-        if name not in group:
+        if name not in group or (name == _DECOUPLED and isinstance(optimizer, torch.optim.AdamW)):
             continue
         set_option(group, name, value)
     positions = {name: position for position, name in enumerate(recorded.parameters)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from ..checkpoint.index_file import read_index_file
 from ..checkpoint.untrusted_json import excerpt
 from ..destinations.training import Training
 from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..ranks.coordinator import Coordinator
 from ..seams.saving import index_name
 from . import schedules
 from .record import LATEST, GroupRecord, StateRecord
@@ -25,6 +28,7 @@ __all__ = [
     "refuse_optimizer",
     "refuse_other_training",
     "refuse_other_weights",
+    "refuse_ranks_apart",
 ]
 
 logger = logging.get_logger(__name__)
@@ -49,6 +53,24 @@ def refuse_optimizer(optimizer: Any) -> None:
         raise UnsupportedError(
             f"{kind} keeps {kept}: its state cannot be cut for another number of ranks. Use an optimizer like AdamW, "
             "or DeepSpeed's checkpoints."
+        )
+
+
+def refuse_ranks_apart(groups: Sequence[GroupRecord], coordinator: Coordinator) -> None:
+    """Raise an UnsupportedError on all ranks if the optimizers of the ranks keep different numbers (all ranks)."""
+    mine = {
+        (number, name): hashlib.sha256(json.dumps(value).encode()).digest()
+        for number, group in enumerate(groups)
+        for name, value in {**group.options, **group.numbers}.items()
+    }
+    everyone = coordinator.all_gather(mine)
+    names = dict.fromkeys(key for of_rank in everyone for key in of_rank)
+    different = [key for key in names if len({of_rank.get(key) for of_rank in everyone}) > 1]
+    if different:
+        number, name = different[0]
+        raise UnsupportedError(
+            f"The optimizer keeps {name} in group {number}, which differs between ranks: it belongs to a rank and not "
+            "to parameters. Use an optimizer like AdamW, or the checkpoints of DeepSpeed or accelerate."
         )
 
 
@@ -88,8 +110,23 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
                     f"{place}: {name} had shape {list(shape)} when the state was saved, and has {shapes[name]} now. "
                     "Go on with the model that was trained."
                 )
+        _refuse_other_amsgrad(kind, groups[number], recorded, number, place)
         _refuse_other_options(groups[number], recorded, number, place)
         _refuse_other_numbers(training, recorded, number, place)
+
+
+def _refuse_other_amsgrad(
+    kind: str, group: Mapping[str, Any], recorded: GroupRecord, number: int, place: Path
+) -> None:
+    """Raise a ConfigError if only one of the two optimizers can keep the third moment that `amsgrad` needs."""
+    can_keep = "amsgrad" in group and kind != "DeepSpeedCPUAdam"
+    mine, saved = bool(can_keep and group["amsgrad"]), bool(recorded.options.get("amsgrad"))
+    if (saved and not can_keep) or (mine and "amsgrad" not in recorded.options):
+        with_it, without = ("the saved one", kind) if saved else (kind, "the saved one")
+        raise ConfigError(
+            f"{place}: group {number} of the optimizer: {with_it} keeps a third moment, max_exp_avg_sq (amsgrad), and "
+            f"{without} has none. Use the same optimizer."
+        )
 
 
 def _refuse_other_options(group: Mapping[str, Any], recorded: GroupRecord, number: int, place: Path) -> None:

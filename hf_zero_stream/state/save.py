@@ -49,7 +49,7 @@ from .record import (
     plain,
     shard_of_key,
 )
-from .refusals import refuse_optimizer
+from .refusals import refuse_optimizer, refuse_ranks_apart
 from .rng import FILE as RNG_FILE
 from .rng import RandomStates
 from .trained import training_of
@@ -139,6 +139,7 @@ def save_state(
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
         save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
+        refuse_ranks_apart(record.groups, coordinator)
         name, older = coordinator.broadcast(partial(_free_name, folder, tag))
         states = RandomStates.gathered(coordinator)
         contents = []
