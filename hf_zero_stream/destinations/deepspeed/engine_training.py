@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -93,16 +93,24 @@ def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:
             setattr(engine, name, value)
 
 
-def _scaler_state(wrapper: Any) -> dict[str, Any] | None:
-    """The numbers of DeepSpeed's loss scaler."""
+def _scaler(wrapper: Any) -> Any:
+    """What has the numbers of DeepSpeed's loss scaler; None if it scales nothing."""
+    config = getattr(wrapper, "loss_scale_config", None)  # stage 0
+    if getattr(config, "use_grad_scaling", False):
+        return config
     scaler = getattr(wrapper, "loss_scaler", None)
-    if not hasattr(scaler, "cur_scale"):
+    return scaler if hasattr(scaler, "cur_scale") else None
+
+
+def _scaler_state(wrapper: Any) -> dict[str, Any] | None:
+    scaler = _scaler(wrapper)
+    if scaler is None:
         return None
     return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float, type(None)))}
 
 
 def _set_scaler_state(wrapper: Any, state: Mapping[str, Any]) -> None:
-    vars(wrapper.loss_scaler).update(state)
+    vars(_scaler(wrapper)).update(state)
 
 
 @contextmanager
@@ -154,7 +162,9 @@ def _swapped_in(wrapper: Any, number: int) -> Iterator[None]:
 def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> list[Slot]:
     """DeepSpeed trains this rank's part of each group's flat buffer, or at stage 0 all of it."""
     names = {id(param): name for name, param in model.named_parameters()}
-    groups = {id(part): number for number, part in enumerate(_trained(wrapper.optimizer))}
+    groups = {
+        id(part): number for number, group in enumerate(wrapper.optimizer.param_groups) for part in group["params"]
+    }
     members: dict[int, tuple[Any, list[Member]]] = {}
     for param, part, first, start, stop in fragments_of(wrapper):
         is_whole = part.numel() >= param.numel() and not hasattr(wrapper, "real_dp_process_group")
@@ -167,7 +177,3 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
         for key, (part, of_part) in members.items()
     ]
 
-
-def _trained(optimizer: Any) -> Sequence[Any]:
-    """The only tensor of each group."""
-    return [group["params"][0] for group in optimizer.param_groups]
