@@ -83,8 +83,8 @@ STOCK = StreamingConfig(training_state=False)
 @pytest.mark.parametrize("zero", [True, False], ids=["ZeRO-3", "FSDP2"])
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_what_is_kept(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, zero: bool, name: str) -> None:
-    """The same checkpoints, losses and best model as with the Trainer's own saves."""
-    folder, run = zoo_checkpoint("llama"), TrainerRun(zero=zero, arguments=ARGUMENTS[name])
+    """The same checkpoints, losses and best model as with the Trainer's own saves, gradients accumulated."""
+    folder, run = zoo_checkpoint("llama"), TrainerRun(zero=zero, accumulation=3, arguments=ARGUMENTS[name])
     found = run_ranks(2, train, folder, tmp_path / "ours", run)
     assert found == run_ranks(2, train, folder, tmp_path / "stock", run, STOCK)
     for kept in found[0]["kept"]:

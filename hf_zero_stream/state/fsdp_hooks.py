@@ -97,6 +97,8 @@ def _load_model(
     if number >= len(optimizers):
         load_into(model, str(found[0]))
         return None
+    if not caller.is_between_steps:
+        raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     optimizer = optimizers[number]
     scheduler = caller.scheduler_of(optimizer)
     load_state(

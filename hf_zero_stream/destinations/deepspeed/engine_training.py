@@ -58,13 +58,24 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         set_scaler_state=partial(_set_scaler_state, wrapper),
         counters={name: getattr(engine, name) for name in _COUNTERS},
         set_counters=partial(_set_counters, engine),
-        is_between_steps=engine.micro_steps % engine.gradient_accumulation_steps() == 0,
+        is_between_steps=_is_between_steps(engine),
         changing=partial(_changing, wrapper),
         batch_size=engine.train_batch_size(),
         device=zero3.local_device(),
         copy_masters=partial(_copy_masters, model, wrapper),
         prepare_lazy=partial(_prepare_lazy, model),
     )
+
+
+def _is_between_steps(engine: Any) -> bool:
+    """Whether no gradients are being accumulated, as far as the engine knows."""
+    # accelerate and others say before each backward whether a step follows, and call `step` then only: the engine's
+    # own count of micro-batches means nothing.
+    is_boundary = getattr(engine, "_is_gradient_accumulation_boundary", None)
+    if is_boundary is not None:
+        return bool(is_boundary)
+    counts = getattr(engine, "managed_gradient_accumulation", lambda: True)()
+    return not counts or engine.micro_steps % engine.gradient_accumulation_steps() == 0
 
 
 def _copy_masters(model: nn.Module, wrapper: Any) -> None:
@@ -176,4 +187,3 @@ def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> 
         Slot(groups[key], part, wrapper.optimizer.state[part], of_part, is_apart=True)
         for key, (part, of_part) in members.items()
     ]
-
