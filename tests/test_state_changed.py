@@ -337,6 +337,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "ranks": (lambda it: it.update(world_size="2"), "world_size: expected"),
     "a batch": (lambda it: it.update(batch_size="2"), "batch_size: expected"),
     "pairs": (lambda it: it.update(data={"(key, value)": 3}), "expected dicts as save_state writes them"),
+    "a tuple": (lambda it: it.update(data={"(tuple)": 3}), "expected dicts as save_state writes them"),
     "keys that are lists": (lambda it: it.update(data={"(key, value)": [[[1], 2]]}), "expected dicts as save_state"),
     "more": (lambda it: it.update(more=1), "unexpected keyword argument 'more'"),
 }
@@ -405,6 +406,7 @@ def test_damaged_files(small_state: tuple[Any, Any, Path], pattern: str) -> None
 def test_data_comes_back(small_state: tuple[Any, Any, Path], tmp_path: Path) -> None:
     model, optimizer, _ = small_state
     data = {"a": [1, 2.5], 3: {True: None}, "(key, value)": {"(key, value)": [1]}, "inf": float("inf"), "é": "\u20ac"}
+    data |= {"pair": (1, ("a", [2])), "like one": {"(tuple)": [1]}, 4: ()}
     save(model, tmp_path, optimizer, data=data)
     assert load(model, tmp_path, optimizer).data == data
     with pytest.raises(UnsupportedError, match="data: expected numbers, strings"):

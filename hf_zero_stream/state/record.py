@@ -208,20 +208,24 @@ def write_latest(folder: Path, tag: str) -> None:
     os.replace(draft, folder / LATEST)
 
 
-_PAIRS = "(key, value)"  # JSON has only strings as keys
+_PAIRS, _TUPLE = "(key, value)", "(tuple)"  # JSON has only strings as keys, and no tuples
 
 
-def plain(value: Any, what: str) -> Any:
-    """`value` as JSON has it: numbers, strings, lists and dicts; raises an UnsupportedError for anything else."""
+def plain(value: Any, what: str, *, keeps_tuples: bool = False) -> Any:
+    """`value` as JSON has it: numbers, strings, lists and dicts; raises an UnsupportedError for anything else.
+
+    Tuples become lists, unless it `keeps_tuples` for :func:`restored`.
+    """
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and _is_text(value)):
         return value
     if isinstance(value, (list, tuple)):
-        return [plain(item, what) for item in value]
+        items = [plain(item, what, keeps_tuples=keeps_tuples) for item in value]
+        return {_TUPLE: items} if keeps_tuples and isinstance(value, tuple) else items
     if isinstance(value, Mapping) and all(isinstance(key, (str, int, float)) for key in value):
-        pairs = [[plain(key, what), plain(item, what)] for key, item in value.items()]
-        is_object = all(isinstance(key, str) for key in value) and list(value) != [_PAIRS]
+        pairs = [[plain(key, what), plain(item, what, keeps_tuples=keeps_tuples)] for key, item in value.items()]
+        is_object = all(isinstance(key, str) for key in value) and list(value) not in ([_PAIRS], [_TUPLE])
         return dict(pairs) if is_object else {_PAIRS: pairs}
     raise UnsupportedError(
         f"{what}: expected numbers, strings, lists and dicts, which can be written as JSON; got "
@@ -235,12 +239,14 @@ def _is_text(value: str) -> bool:
 
 
 def restored(value: Any) -> Any:
-    """What :func:`plain` was given, but for tuples, which are lists."""
+    """What :func:`plain` was given."""
     if isinstance(value, list):
         return [restored(item) for item in value]
     if isinstance(value, dict):
         if list(value) == [_PAIRS]:
             return {key: restored(item) for key, item in value[_PAIRS]}
+        if list(value) == [_TUPLE]:
+            return tuple(map(restored, value[_TUPLE]))
         return {key: restored(item) for key, item in value.items()}
     return value
 

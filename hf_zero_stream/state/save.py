@@ -133,7 +133,7 @@ def save_state(
         if is_adapted(training.model):
             adapters.refuse_unreachable(training)
             keys = adapters.keys_of(keys)
-        record = _record(training, keys, plain(data, "data"), coordinator.world_size)
+        record = _record(training, keys, plain(data, "data", keeps_tuples=True), coordinator.world_size)
         tag = tag or f"global_step{training.counters[STEPS]}"
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
