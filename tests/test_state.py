@@ -15,12 +15,14 @@ from tests.saving import different
 from tests.training_state import (
     Prepare,
     all_in_one_group,
+    engine_of,
     frozen_embeddings,
     resume_all,
     resume_and_save,
     resume_and_save_all,
     resume_plain,
     state_config,
+    train,
     train_and_save,
     train_plain_and_save,
     two_groups,
@@ -41,6 +43,7 @@ HOMES: dict[str, tuple[dict[str, Any], Prepare]] = {
     "stage 3": (state_config(3), all_in_one_group),
     "stage 2": (state_config(2), all_in_one_group),
     "stage 1": (state_config(1), all_in_one_group),
+    "stage 0": (state_config(0), all_in_one_group),
     "stage 3, fp32": (state_config(3, torch.float32), all_in_one_group),
     "sub-groups": (state_config(3, sub_group_size=2000), all_in_one_group),
     "two groups": (state_config(3), two_groups),
@@ -61,6 +64,35 @@ def test_losses_equal_deepspeeds_own_resume(cluster: None, zoo_checkpoint: Check
     resumed = run_ranks(2, resume_all, folder, tmp_path, configs, prepares, ("ours", "stock"), timeout=300)[0]
     for name, losses, found in zip(HOMES, continued, resumed, strict=True):
         assert found == {"ours": losses, "stock": losses}, name
+
+
+def models_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> list[str]:
+    """The folders for which ``load_state`` makes a lazy model."""
+    import hf_zero_stream
+    from hf_zero_stream.loading import into
+    from hf_zero_stream.state import load
+
+    original, made = load.lazily_loaded, []
+
+    def noted(path: str, *args: Any, **kwargs: Any) -> Any:
+        made.append(Path(path).name)
+        return original(path, *args, **kwargs)
+
+    engine = engine_of(folder, config, all_in_one_group)
+    train(engine, range(1))
+    hf_zero_stream.save_state(engine, target)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (load, into):
+            patch.setattr(module, "lazily_loaded", noted)
+        hf_zero_stream.load_state(engine, target)
+    return made
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_resume_plans_once(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
+    """Planning takes most of a small resume; masters and moments lie alike, and weights follow from masters."""
+    found = run_ranks(2, models_of_a_resume, zoo_checkpoint("llama"), tmp_path, state_config(stage))
+    assert found == [["global_step1"]] * 2
 
 
 FUSED = {

@@ -227,7 +227,7 @@ class SlotMemory(Destination):
         if lacking:
             raise LoadError(
                 f"load_state: the saved {key} lacks {len(lacking)} parameters that are trained: "
-                f"{', '.join(lacking[:8])}. Train the same parameters as when the state was saved."
+                f"{', '.join(lacking[:8])}. Copy the state again, or train the same parameters as when it was saved."
             )
         in_memory = [slot for slot in self._slots if not slot.is_swapped]
         batches = [Batch([item for slot in in_memory for item in self._items(slot, key)])]

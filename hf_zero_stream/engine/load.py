@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -120,23 +121,8 @@ class Load:
             CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
                 rank of a host, and on one that has another folder than rank 0, if it finds other shards there.
         """
+        (index,) = self.indexes_of([files], weight_map)
         folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
-
-        def read() -> tuple[list[ShardHeader], list[bytes]]:
-            return self.checkpoint.read_headers(files), self.checkpoint.samples(files) if there_are_copies else []
-
-        def checked_index() -> CheckpointIndex:
-            reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
-            if there_are_copies and reads_copy and self.checkpoint.reads_itself:
-                refuse_other_shards(files, zip(*read()), zip(headers, samples))
-            return CheckpointIndex.from_headers(files, headers, weight_map)
-
-        with self.clock("index"):
-            folders = self.compare_files(files)
-            there_are_copies = self._has_copies(folders) and not self.checkpoint.source.hints(files).is_everywhere
-            headers, samples = self.coordinator.broadcast(read)
-            # Where one rank reads for others, an error of one must be an error of all.
-            index = self.coordinator.run_on_all(checked_index) if self.checkpoint.relays else checked_index()
         for note in index.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
         untagged = self.checkpoint.source.hints(files).is_everywhere and not all(shard.tag for shard in index.shards)
@@ -152,6 +138,30 @@ class Load:
         # Modules read their extra state as soon as they get it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
+
+    def indexes_of(
+        self, parts: Sequence[Sequence[str]], weight_map: Mapping[str, str] | None = None
+    ) -> list[CheckpointIndex]:
+        """What is in the files of each of `parts`, all in one folder, by rank 0's headers (all ranks)."""
+        files = [file for part in parts for file in part]
+        folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
+
+        def read() -> tuple[list[ShardHeader], list[bytes]]:
+            return self.checkpoint.read_headers(files), self.checkpoint.samples(files) if there_are_copies else []
+
+        def checked_indexes() -> list[CheckpointIndex]:
+            reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
+            if there_are_copies and reads_copy and self.checkpoint.reads_itself:
+                refuse_other_shards(files, zip(*read()), zip(headers, samples))
+            rest = iter(headers)
+            return [CheckpointIndex.from_headers(part, list(islice(rest, len(part))), weight_map) for part in parts]
+
+        with self.clock("index"):
+            folders = self.compare_files(files)
+            there_are_copies = self._has_copies(folders) and not self.checkpoint.source.hints(files).is_everywhere
+            headers, samples = self.coordinator.broadcast(read)
+            # Where one rank reads for others, an error of one must be an error of all.
+            return self.coordinator.run_on_all(checked_indexes) if self.checkpoint.relays else checked_indexes()
 
     def open_distributed(self, folder: str) -> dict[str, CheckpointSlice | torch.Tensor]:
         """As :meth:`open`, of a folder of torch.distributed.checkpoint; raises an UnsupportedError too (all ranks)."""
@@ -261,21 +271,21 @@ class Load:
                     raise
                 raise LoadError(f"out of memory on rank {self.coordinator.rank} while loading: {error}") from error
 
-    def place_like(self, first: Load, batches: Sequence[Batch], files: Sequence[str]) -> bool:
-        """Read into `batches` from `files` as :meth:`place` of a `first` load has read from its own (all ranks).
+    def place_like(self, first: Load, batches: Sequence[Batch], index: CheckpointIndex) -> bool:
+        """Read into `batches` from the files of `index` as :meth:`place` of a `first` load has read (all ranks).
 
-        Returns False, and reads nothing, if tensors do not lie in `files` as they do in those of `first`.
+        Returns False, and reads nothing, if tensors do not lie in these files as they do in those of `first`. `index`
+        is the same on all ranks (:meth:`indexes_of`), which still have to agree that all have read.
         """
         assert first.plan is not None and first._index is not None
+        if index.tensors != first._index.tensors:
+            return False
         with self.coordinator.reporting():
-            self.open(files, None)
-            assert self._index is not None
-            if not all(self.coordinator.all_gather(self._index.tensors == first._index.tensors)):
-                return False
+            self._index = index
+            self.checkpoint.add(index.shards)
             self.plan = first.plan
             self.checkpoint.open(read.shard for read in self.plan)
             self._reader.fill(batches, self.plan, first._leaves)
-            self.coordinator.agree()
         return True
 
     def make_plan(

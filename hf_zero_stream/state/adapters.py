@@ -32,10 +32,10 @@ def keys_of(keys: list[str]) -> list[str]:
 
 def refuse_unreachable(training: Training) -> None:
     """Raise an UnsupportedError if new masters could not be brought into the model."""
-    if any(slot.is_swapped for slot in training.slots):
+    if training.copy_masters is None or any(slot.is_swapped for slot in training.slots):
         raise UnsupportedError(
-            "Adapters whose masters lie in swap files (offload_optimizer.device: nvme) are saved as DeepSpeed does: "
-            "they are small, keep them in memory."
+            "Adapters whose values or masters lie in swap files (offload to NVMe) are "
+            "saved as DeepSpeed does. They are small, keep them in memory."
         )
 
 

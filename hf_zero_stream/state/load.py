@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
+from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.untrusted_json import excerpt
 from ..checkpoint.zero_folder import ZeroFolder, is_zero_folder, read_zero_folder
 from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_partition
-from ..destinations.slots import MASTER, SlotMemory, make_entries
+from ..destinations.slots import MASTER, Slot, SlotMemory, make_entries
 from ..destinations.training import Training
 from ..engine.load import Load
 from ..errors import CheckpointError, UnsupportedError
@@ -118,8 +119,7 @@ def load_state(
     with coordinator.watched(LOAD), coordinator.reporting():
         finish_saves_into(folder, settings.read_from, coordinator)
         place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
-        record = coordinator.run_on_all(partial(_record_of, found, training, with_scheduler))
-        coordinator.run_on_all(partial(refuse_other_training, training, record, place))
+        record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
         training = training.of_trained({name for group in record.groups for name in group.parameters})
         swapped, values = swapped_masters(training), _values_in(record)
         if isinstance(found, StateRecord) and _has_more(training.model, values - swapped):
@@ -132,11 +132,10 @@ def load_state(
             load_zero(training, found, settings, coordinator)
         elif is_adapted(training.model):
             _load_adapted(training, place, record.keys, settings, coordinator)
+            assert training.copy_masters is not None, "adapters.refuse_unreachable"
             training.copy_masters()
         else:
-            _load_weights(training, folder, place, record, config)
-            if keys := [key for key in record.keys if key != MASTER or swapped_masters(training)]:
-                _load_keys(training, place, keys, settings, coordinator)
+            _load_values(training, folder, place, record, settings, coordinator, config)
         rates = _set_rest(training, record)
         for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the learning rate
             of_group = [slot for slot in training.slots if slot.group == number]
@@ -209,24 +208,46 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     return place, record
 
 
-def _record_of(found: StateRecord | ZeroFolder, training: Training, with_scheduler: bool) -> StateRecord:
+def _record_for(training: Training, found: StateRecord | ZeroFolder, with_scheduler: bool, place: Path) -> StateRecord:
+    """The record of what was `found`, which can go on in `training`."""
     if isinstance(found, ZeroFolder):
-        return record_of(found, training, with_scheduler)
-    return found if with_scheduler else replace(found, scheduler=None)
+        record = record_of(found, training, with_scheduler)
+    else:
+        record = found if with_scheduler else replace(found, scheduler=None)
+    refuse_other_training(training, record, place)
+    return record
 
 
-def _load_weights(
-    training: Training, folder: Path, place: Path, record: StateRecord, config: StreamingConfig | None
+def _load_values(
+    training: Training,
+    folder: Path,
+    place: Path,
+    record: StateRecord,
+    settings: StreamingConfig,
+    coordinator: Coordinator,
+    config: StreamingConfig | None,
 ) -> None:
-    """Masters in memory, and weights; from the weights' own files what has no master, or one in a swap file."""
+    """Weights and elementwise states; from the weights' own files what has no master, or one in a swap file."""
     swapped = swapped_masters(training)
     in_memory = _values_in(record) - swapped
     if _has_more(training.model, in_memory):
         load_some_into(training.live, str(folder), in_memory, config=config, with_masters=not swapped)
+    if in_memory and training.copies_masters:
+        # One model and one plan for all of them, where load_some_into would need its own.
+        keys = [MASTER, *(key for key in record.keys if key != MASTER)]
+        _load_keys(training, place, keys, training.slots, settings, coordinator)
+        assert training.copy_masters is not None
+        training.copy_masters()
+        return
     if in_memory:
         load_some_into(
             training.live, str(place), swapped, config=config, strict=False, needed=in_memory, variant=MASTER
         )
+    moments = [key for key in record.keys if key != MASTER]
+    _load_keys(training, place, moments, training.slots, settings, coordinator)
+    if swapped and MASTER in record.keys:
+        slots = [slot for slot in training.slots if slot.is_swapped]
+        _load_keys(training, place, [MASTER], slots, settings, coordinator)
 
 
 def _values_in(record: StateRecord) -> set[str]:
@@ -243,28 +264,42 @@ def _has_more(model: nn.Module, names: set[str]) -> bool:
 
 @collector_paused()
 def _load_keys(
-    training: Training, place: Path, keys: Sequence[str], settings: StreamingConfig, coordinator: Coordinator
+    training: Training,
+    place: Path,
+    keys: Sequence[str],
+    slots: Sequence[Slot],
+    settings: StreamingConfig,
+    coordinator: Coordinator,
 ) -> None:
-    """Load elementwise states, one after the other; what is laid out as the one before is read by its plan."""
+    """Load elementwise states of `slots`, one after the other; what is laid out as the first is read by its plan."""
+    if not keys:
+        return
     hides_zero3 = any(map(has_partition, training.model.parameters()))
+    first: tuple[Load, SlotMemory] | None = None
+    alike: dict[str, CheckpointIndex] = {}
     with coordinator.watched(LOAD), coordinator.reporting():
-        planned: tuple[str, SlotMemory, Load] | None = None
         for key in keys:
-            slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
-            destination = SlotMemory(
-                slots, key, training.device, hides_zero3=hides_zero3, prepare=training.prepare_lazy
-            )
-            load = Load(settings, {}, coordinator, destination)
+            memory = SlotMemory(slots, key, training.device, hides_zero3=hides_zero3, prepare=training.prepare_lazy)
+            load = Load(settings, {}, coordinator, memory)
             with closing(load), torch.no_grad():
-                if planned is not None and key != MASTER:
-                    first, memory, of_first = planned
-                    files = [shard_of_key(path, first, key) for path in of_first.files]
-                    are_there = coordinator.broadcast(partial(_exist, files))
-                    if are_there and load.place_like(of_first, memory.batches_of(key), files):
+                if first is not None and key in alike:
+                    of_first, filled = first
+                    if load.place_like(of_first, filled.batches_of(key), alike[key]):
                         continue
                 arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
                 load.place(*lazily_loaded(str(place), load, type(training.model), is_quiet=True, **arguments))
-                planned = planned if key == MASTER else (key, destination, load)
+            if first is None:
+                first = load, memory
+                files = {other: [shard_of_key(path, key, other) for path in load.files] for other in keys[1:]}
+                alike = _indexes_of(files, Load(settings, {}, coordinator, memory))
+        coordinator.agree()
+
+
+def _indexes_of(files: Mapping[str, Sequence[str]], load: Load) -> dict[str, CheckpointIndex]:
+    """For each key all of whose `files` are there, what is in them (all ranks)."""
+    there = load.coordinator.broadcast(lambda: [key for key in files if all(map(os.path.exists, files[key]))])
+    with closing(load):
+        return dict(zip(there, load.indexes_of([files[key] for key in there]), strict=True)) if there else {}
 
 
 def _load_adapted(
@@ -276,10 +311,6 @@ def _load_adapted(
             load = Load(settings, {}, coordinator, SlotMemory(training.slots, key, training.device, hides_zero3=False))
             with closing(load), torch.no_grad():
                 load.place(adapters.opened_state(load, place, key), set(), set())
-
-
-def _exist(files: Sequence[str]) -> bool:
-    return all(map(os.path.exists, files))
 
 
 def _set_rest(training: Training, record: StateRecord) -> list[float] | None:

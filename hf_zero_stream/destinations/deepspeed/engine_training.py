@@ -62,7 +62,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         changing=partial(_changing, wrapper),
         batch_size=engine.train_batch_size(),
         device=zero3.local_device(),
-        copy_masters=partial(_copy_masters, model, wrapper),
+        copy_masters=None if _has_swapped(wrapper) else partial(_copy_masters, model, wrapper),
         prepare_lazy=partial(_prepare_lazy, model),
     )
 
@@ -87,6 +87,15 @@ def _copy_masters(model: nn.Module, wrapper: Any) -> None:
                 params[name].ds_tensor.data[: stop - start].copy_(slot.flat(MASTER)[first : first + stop - start])
     elif hasattr(wrapper, "update_lp_params"):
         wrapper.update_lp_params()
+    elif hasattr(wrapper, "optimizer"):  # stage 0: every rank trains all of each parameter
+        for param, part, first, start, stop in fragments_of(wrapper):
+            param.data.view(-1)[start:stop].copy_(part.detach().view(-1)[first : first + stop - start])
+
+
+def _has_swapped(wrapper: Any) -> bool:
+    """Whether partitions of the model's own values that are trained lie in swap files."""
+    groups = wrapper.fp16_groups if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3) else []
+    return any(getattr(param.ds_tensor, "final_location", None) == "nvme" for params in groups for param in params)
 
 
 def _prepare_lazy(model: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
@@ -171,11 +180,10 @@ def _swapped_in(wrapper: Any, number: int) -> Iterator[None]:
 
 
 def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> list[Slot]:
-    """DeepSpeed trains this rank's part of each group's flat buffer, or at stage 0 all of it."""
+    """DeepSpeed trains this rank's part of each group's flat buffer; at stage 0 all of it, or of each parameter."""
     names = {id(param): name for name, param in model.named_parameters()}
-    groups = {
-        id(part): number for number, group in enumerate(wrapper.optimizer.param_groups) for part in group["params"]
-    }
+    trained = enumerate(group["params"] for group in wrapper.optimizer.param_groups)
+    groups = {id(part): number for number, parts in trained for part in parts}
     members: dict[int, tuple[Any, list[Member]]] = {}
     for param, part, first, start, stop in fragments_of(wrapper):
         is_whole = part.numel() >= param.numel() and not hasattr(wrapper, "real_dp_process_group")
