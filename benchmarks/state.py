@@ -75,7 +75,9 @@ def measure_saves(source: str, folder: str, arms: list[str], saves: int) -> dict
     engine.backward(engine(input_ids=tokens, labels=tokens).loss)
     engine.step()
     nbytes = BYTES_PER_PARAMETER * sum(param.ds_tensor.numel() for param in engine.module.parameters())
-    values = torch.ones(nbytes, dtype=torch.uint8)
+    values = torch.empty(nbytes, dtype=torch.uint8)
+    if {"raw", *COPIES} & set(arms):
+        values.fill_(1)
     found: dict[str, list[Figures]] = {}
     for arm in arms:
         for number in range(saves):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,7 @@ from typing import Any, Literal, overload
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.slots import elementwise_keys, holdings_of
 from ..destinations.training import STEPS, Training
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
@@ -53,7 +53,7 @@ from .refusals import refuse_optimizer, refuse_ranks_apart
 from .rng import FILE as RNG_FILE
 from .rng import RandomStates
 from .trained import training_of
-from .weights import fingerprint
+from .weights import fingerprint, fingerprint_of_new
 
 
 __all__ = ["save_state"]
@@ -142,14 +142,15 @@ def save_state(
         refuse_ranks_apart(record.groups, coordinator)
         name, older = coordinator.broadcast(partial(_free_name, folder, tag))
         states = RandomStates.gathered(coordinator)
-        contents = []
-        if with_weights:
-            is_whole = not is_adapted(training.model)
-            contents.append(save.weights() if is_whole else adapters.weights(training.model, coordinator))
+        contents, fingerprinted = [], _fingerprint_of_older
+        if with_weights and is_adapted(training.model):
+            contents, fingerprinted = [adapters.weights(training.model, coordinator)], _no_fingerprint
+        elif with_weights:
+            contents, fingerprinted = [save.weights()], fingerprint_of_new
         if keys:
             contents.append(_contents(training, name, keys, kwargs))
         act = save.start if asynchronous else save.run
-        beside = partial(_write_record, name, record, states, with_weights)
+        beside = partial(_write_record, name, record, states, fingerprinted)
         return act(*contents, ending=Ending(beside, LATEST, [] if keep_older else older))
 
 
@@ -214,11 +215,27 @@ def _lay_out_state(model: Any, key: str, kwargs: Mapping[str, Any], folder: Path
     return noted
 
 
-def _write_record(name: str, record: StateRecord, states: RandomStates, has_weights: bool, folder: Path) -> None:
-    """Write what of a state is no tensor of its parameters; if it comes without weights, the final folder has them."""
+def _fingerprint_of_older(folder: Path) -> str | None:
+    """That of weights that were in the final folder before, around the temporary `folder`."""
+    return fingerprint(folder.parent)
+
+
+def _no_fingerprint(folder: Path) -> None:
+    """Of adapters, which have the values that are trained in the state too."""
+
+
+def _write_record(
+    name: str, record: StateRecord, states: RandomStates, fingerprinted: Callable[[Path], str | None], folder: Path
+) -> None:
+    """Write what of a state is no tensor of its parameters."""
     place = folder / name
-    record = replace(record, weights=fingerprint(folder if has_weights else folder.parent))
-    place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
-    states.write(place / RNG_FILE)
-    (place / FILE).write_text(record.to_json(), encoding="utf-8")
-    (folder / LATEST).write_text(name, encoding="utf-8")
+    try:
+        weights = fingerprinted(folder)
+        place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
+        states.write(place / RNG_FILE)
+        (place / FILE).write_text(replace(record, weights=weights).to_json(), encoding="utf-8")
+        (folder / LATEST).write_text(name, encoding="utf-8")
+    except (OSError, ReadError) as error:
+        raise SaveError(
+            f"{folder.parent / name}: cannot finish this training state: {error}. What was there before still is."
+        ) from error

@@ -16,7 +16,7 @@ from ..errors import CheckpointError, ReadError
 from ..seams.saving import index_name
 
 
-__all__ = ["fingerprint"]
+__all__ = ["fingerprint", "fingerprint_of_new"]
 
 _MOST_TENSORS = 1024
 _SAMPLE_BYTES = 64
@@ -29,18 +29,23 @@ def fingerprint(folder: Path) -> str | None:
     optimizer changes nearly all of them, and reading all bytes would take as long as a load.
     """
     try:
-        index = CheckpointIndex.from_files(_files(folder))
-        digest = hashlib.sha256()
-        names = sorted(index.tensors)
-        for name in names[:: -(-len(names) // _MOST_TENSORS) or 1]:
-            entry = index.tensors[name]
-            digest.update(f"{name} {entry.dtype} {list(entry.shape)} ".encode())
-            with open(index.shards[entry.shard].path, "rb") as file:
-                file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))
-                digest.update(file.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
-        return digest.hexdigest() if names else None
+        return fingerprint_of_new(folder)
     except (OSError, CheckpointError, ReadError, NotAMap):
         return None
+
+
+def fingerprint_of_new(folder: Path) -> str | None:
+    """As :func:`fingerprint`, of weights that were written just now: raises an OSError or a ReadError if need be."""
+    index = CheckpointIndex.from_files(_files(folder))
+    digest = hashlib.sha256()
+    names = sorted(index.tensors)
+    for name in names[:: -(-len(names) // _MOST_TENSORS) or 1]:
+        entry = index.tensors[name]
+        digest.update(f"{name} {entry.dtype} {list(entry.shape)} ".encode())
+        with open(index.shards[entry.shard].path, "rb") as file:
+            file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))
+            digest.update(file.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
+    return digest.hexdigest() if names else None
 
 
 def _files(folder: Path) -> list[Path]:
