@@ -38,7 +38,8 @@ class Training:
         changing: a context in which the state may be replaced (all ranks).
         batch_size: samples in a step of all ranks; None if it is not known.
         device: where this rank trains.
-        copy_masters: brings new masters, inside `changing`, into the model (all ranks); None if it cannot be done.
+        copy_masters: brings new masters, inside `changing`, into the model (all ranks).
+        can_copy_masters: whether that can be done.
         prepare_lazy: gives a lazy model, of which some names are missing, the names of `model` where these differ.
     """
 
@@ -55,14 +56,15 @@ class Training:
     changing: Callable[[], AbstractContextManager[object]] = nullcontext
     batch_size: int | None = None
     device: torch.device = torch.device("cpu")
-    copy_masters: Callable[[], object] | None = lambda: None
+    copy_masters: Callable[[], object] = lambda: None
+    can_copy_masters: bool = True
     prepare_lazy: Callable[[nn.Module, set[str]], object] = lambda model, missing: None
 
     @property
     def copies_masters(self) -> bool:
         """Whether all that is trained are masters in memory, of which the model's values are copies."""
         are_there = all(slot.is_apart and not slot.is_swapped for slot in self.slots)
-        return self.copy_masters is not None and are_there
+        return self.can_copy_masters and are_there
 
     def of_trained(self, names: AbstractSet[str] = frozenset()) -> Training:
         """This training without slots that are frozen, but for parameters of these `names`."""

@@ -32,7 +32,7 @@ def keys_of(keys: list[str]) -> list[str]:
 
 def refuse_unreachable(training: Training) -> None:
     """Raise an UnsupportedError if new masters could not be brought into the model."""
-    if training.copy_masters is None or any(slot.is_swapped for slot in training.slots):
+    if not training.can_copy_masters or any(slot.is_swapped for slot in training.slots):
         raise UnsupportedError(
             "Adapters whose values or masters lie in swap files (offload to NVMe) are "
             "saved as DeepSpeed does. They are small, keep them in memory."

@@ -132,7 +132,6 @@ def load_state(
             load_zero(training, found, settings, coordinator)
         elif is_adapted(training.model):
             _load_adapted(training, place, record.keys, settings, coordinator)
-            assert training.copy_masters is not None, "adapters.refuse_unreachable"
             training.copy_masters()
         else:
             _load_values(training, folder, place, record, settings, coordinator, config)
@@ -236,7 +235,6 @@ def _load_values(
         # One model and one plan for all of them, where load_some_into would need its own.
         keys = [MASTER, *(key for key in record.keys if key != MASTER)]
         _load_keys(training, place, keys, training.slots, settings, coordinator)
-        assert training.copy_masters is not None
         training.copy_masters()
         return
     if in_memory:

@@ -62,7 +62,8 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         changing=partial(_changing, wrapper),
         batch_size=engine.train_batch_size(),
         device=zero3.local_device(),
-        copy_masters=None if _has_swapped(wrapper) else partial(_copy_masters, model, wrapper),
+        copy_masters=partial(_copy_masters, model, wrapper),
+        can_copy_masters=not _has_swapped(wrapper),
         prepare_lazy=partial(_prepare_lazy, model),
     )
 
