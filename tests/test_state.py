@@ -95,6 +95,22 @@ def test_a_resume_plans_once(cluster: None, zoo_checkpoint: Checkpoint, tmp_path
     assert found == [["global_step1"]] * 2
 
 
+def resume_and_save_homes(folder: Path, target: Path, configs: list[dict[str, Any]], prepares: list[Prepare]) -> None:
+    for number, (config, prepare) in enumerate(zip(configs, prepares, strict=True)):
+        resume_and_save(folder, target / f"ours {number}", config, prepare, target / f"again {number}")
+
+
+@pytest.mark.slow
+def test_every_home_at_another_size(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What 4 ranks load, each kind of training in itself, is what 2 ranks saved."""
+    folder = zoo_checkpoint("qwen3_moe")
+    configs, prepares = map(list, zip(*HOMES.values(), strict=True))
+    run_ranks(2, train_and_save, folder, tmp_path, configs, prepares, False, timeout=300)
+    run_ranks(4, resume_and_save_homes, folder, tmp_path, configs, prepares, timeout=300)
+    for number, name in enumerate(HOMES):
+        assert different_states(tmp_path / f"ours {number}", tmp_path / f"again {number}") == [], name
+
+
 FUSED = {
     "stage 3": (state_config(3, sub_group_size=2000) | optimizer("Adam"), two_groups),
     "stage 2": (state_config(2) | optimizer("Adam"), two_groups),
