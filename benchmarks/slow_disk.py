@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,11 +50,15 @@ class Task:
 
 
 @contextmanager
-def slow_folder(folder: Path, latency: float, rate: float) -> Iterator[Path]:
-    """`folder` as it looks on a slow disk, while it is mounted."""
+def slow_folder(folder: Path, latency: float, rate: float, log: Path | None = None) -> Iterator[Path]:
+    """`folder` as it looks on a slow disk, while it is mounted.
+
+    With `log`, that file has a line for each request of the kernel: the file's name, the first byte, the size.
+    """
     with tempfile.TemporaryDirectory(prefix="slow-") as place:
         command = [sys.executable, "-m", "benchmarks.slow_disk", "--serve", str(folder), place]
         command += ["--latency", str(latency), "--rate", str(rate)]
+        command += [] if log is None else ["--log", str(log)]
         process = subprocess.Popen(command, cwd=ROOT)
         try:
             while not os.path.ismount(place):
@@ -66,12 +71,12 @@ def slow_folder(folder: Path, latency: float, rate: float) -> Iterator[Path]:
             process.wait(timeout=30)
 
 
-def serve(folder: str, place: str, latency: float, rate: float) -> None:
+def serve(folder: str, place: str, latency: float, rate: float, log: Path | None) -> None:
     import mfusepy
 
     from tests.http_files import Behaviour
 
-    link = Behaviour(bytes_per_second=rate * 1e6)
+    link, lock = Behaviour(bytes_per_second=rate * 1e6), threading.Lock()
 
     class Slow(mfusepy.Operations):
         use_ns = True
@@ -102,7 +107,11 @@ def serve(folder: str, place: str, latency: float, rate: float) -> None:
         def read(self, path: str, size: int, offset: int, fh: int) -> bytes:
             time.sleep(latency / 1e3)
             link.pace(size)
-            return os.pread(fh, size, offset)
+            found = os.pread(fh, size, offset)
+            if log is not None:
+                with lock, open(log, "a") as lines:
+                    lines.write(f"{os.path.basename(path)} {offset} {len(found)}\n")
+            return found
 
     options = {"max_read": REQUEST_BYTES, "fsname": "slow", "subtype": "slow"}
     mfusepy.FUSE(Slow(), place, foreground=True, ro=True, max_threads=64, **options)
@@ -173,9 +182,10 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=10, help="of each request of the kernel, in milliseconds")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--serve", nargs=2, metavar=("FOLDER", "PLACE"), help=argparse.SUPPRESS)
+    parser.add_argument("--log", type=Path, help=argparse.SUPPRESS)
     settings = parser.parse_args()
     if settings.serve:
-        serve(*settings.serve, settings.latency, settings.rate)
+        serve(*settings.serve, settings.latency, settings.rate, settings.log)
         return
     checkpoint = cached_checkpoint("moe", settings.gigabytes)
     print(f"{settings.latency:g} ms, {settings.rate:g} MB/s, {checkpoint.nbytes / 1e9:.2f} GB")

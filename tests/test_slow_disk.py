@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
+import hf_zero_stream
 from benchmarks.slow_disk import slow_folder
 from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
 from hf_zero_stream.config import StreamingConfig
@@ -17,10 +20,17 @@ from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.local import is_on_network
 from scripts.system_packages import FUSE
+from tests.cluster import run_ranks
 from tests.conftest import skip_if_lacking
+from tests.parity import ds_config
 
 
-@pytest.mark.skipif(not os.access("/dev/fuse", os.W_OK), reason="this system does not let FUSE be used (/dev/fuse)")
+needs_fuse = pytest.mark.skipif(
+    not os.access("/dev/fuse", os.W_OK), reason="this system does not let FUSE be used (/dev/fuse)"
+)
+
+
+@needs_fuse
 @pytest.mark.parametrize("direct_io", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_slow_shared_disk(tmp_path: Path, direct_io: bool) -> None:
     skip_if_lacking(FUSE)
@@ -37,3 +47,31 @@ def test_a_slow_shared_disk(tmp_path: Path, direct_io: bool) -> None:
             slices = checkpoint_slices(index, checkpoint.materialise)
             for name, expected in tensors.items():
                 assert torch.equal(slices[name][...].materialise(), expected)
+
+
+def load_replicas(folder: str) -> None:
+    with hf_zero_stream.streaming(StreamingConfig(progress=False)):
+        model = transformers.AutoModel.from_pretrained(folder)
+        assert sum(rank.bytes_read for rank in model.streaming_report.ranks)
+
+
+def load_partitions(folder: str) -> None:
+    hf_zero_stream.StreamingAutoModel.from_pretrained(folder, ds_config=ds_config())
+
+
+@needs_fuse
+@pytest.mark.parametrize("load", [load_partitions, load_replicas])
+def test_each_byte_crosses_the_wire_once_per_host(cluster: None, tmp_path: Path, load: Callable[[str], None]) -> None:
+    """Two ranks whose parts lie side by side in each tensor; what the kernel asks the server for is counted."""
+    skip_if_lacking(FUSE)
+    folder, log = tmp_path / "model", tmp_path / "log"
+    config = transformers.BertConfig(
+        hidden_size=256, num_hidden_layers=6, num_attention_heads=2, intermediate_size=1024, vocab_size=1009
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    size = (folder / "model.safetensors").stat().st_size
+    with slow_folder(folder, latency=1, rate=1000, log=log) as place:
+        run_ranks(2, load, str(place))
+    lines = [line.split() for line in log.read_text().splitlines()]
+    asked = sum(int(nbytes) for name, _, nbytes in lines if name == "model.safetensors")
+    assert size <= asked <= 1.02 * size, (size, asked)
