@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,10 +113,11 @@ def packed_names(model: nn.Module) -> list[str]:
 
 
 @contextmanager
-def watched_memory() -> Iterator[dict[str, Any]]:
+def watched_memory(most: float = math.inf) -> Iterator[dict[str, Any]]:
     """Weak references to the gathered bytes of every weight that is dequantised inside, and to the last matrix.
 
-    `bytes` are those of each gathered parameter, `peak` the most of them that were there at one time.
+    `bytes` are those of each gathered parameter, `peak` the most of them that were there at one time. If it would be
+    more than `most`, gloo's own thread gets time to let go of what it gathered a moment ago.
     """
     from hf_zero_stream.packed.weights import PackedWeight
 
@@ -130,9 +132,14 @@ def watched_memory() -> Iterator[dict[str, Any]]:
         seen["gathered"].append(StorageWeakRef(storage))
         seen["bytes"][id(self)] = parameter.nbytes
         there[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        deadline = time.monotonic() + 20
+        while (now := sum(nbytes for reference, nbytes in there.values() if not reference.expired())) > most:
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.01)
         for key in [key for key, (reference, _) in there.items() if reference.expired()]:
             del there[key]
-        seen["peak"] = max(seen["peak"], sum(nbytes for _, nbytes in there.values()))
+        seen["peak"] = max(seen["peak"], now)
         seen["overlapping"] += sum(not each.expired() for each in last)
         result = original(self, parameter, number)
         last[:] = [StorageWeakRef(result.untyped_storage())]

@@ -313,6 +313,13 @@ def load_with_settings(folder: Path, zero: dict[str, Any]) -> None:
     load(folder, ds_config(torch.bfloat16, **zero))
 
 
+def test_refused_expert_parallelism(folders: dict[str, Path]) -> None:
+    """AutoEP of DeepSpeed: a plan refuses what a load would."""
+    config = {**ds_config(torch.bfloat16), "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    with pytest.raises(UnsupportedError, match="expert_parallel.*keep_quantized"):
+        hf_zero_stream.plan(str(folders["fp8"]), world_size=2, ds_config=config)
+
+
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_refused_settings(cluster: None, folders: dict[str, Path], setting: str) -> None:
     for outcome in run_ranks_expecting_errors(2, load_with_settings, folders["fp8"], SETTINGS[setting]):

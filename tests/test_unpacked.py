@@ -25,21 +25,21 @@ class Messages(logging.Handler):
         self.found.append(record.getMessage())
 
 
-def load_sharded(folder: Path, **settings: Any) -> tuple[list[str], list[str]]:
+def load_sharded(folder: Path, sizes: dict[str, int], **settings: Any) -> tuple[list[str], list[str]]:
     messages = Messages()
     transformers.utils.logging.get_logger("hf_zero_stream").addHandler(messages)
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False, **settings)):
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config={"tp_size": 2})
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
     dtypes = sorted({str(param.dtype) for param in model.parameters()})
     return dtypes, [text for text in messages.found if "keep_quantized" in text]
 
 
-def refuse(folder: Path) -> None:
-    load_sharded(folder, keep_quantized=True)
+def refuse(folder: Path, sizes: dict[str, int]) -> None:
+    load_sharded(folder, sizes, keep_quantized=True)
 
 
 def loads(folder: Path) -> list[Any]:
-    return [load_sharded(folder), load_sharded(folder, keep_quantized=False)]
+    return [load_sharded(folder, {"tp_size": 2}), load_sharded(folder, {"tp_size": 2}, keep_quantized=False)]
 
 
 def test_sharded(cluster: None, tmp_path: Path) -> None:
@@ -50,9 +50,17 @@ def test_sharded(cluster: None, tmp_path: Path) -> None:
         assert len(by_default[1]) == (rank == 0)
         if rank == 0:
             assert "rows, columns and experts" in by_default[1][0] and "are dequantised" in by_default[1][0]
-    for outcome in run_ranks_expecting_errors(2, refuse, tmp_path):
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}, {"fsdp_size": 2, "ep_size": 2}], ids=str)
+def test_refused(cluster: None, tmp_path: Path, sizes: dict[str, int]) -> None:
+    """Tensor and expert parallelism, with ``keep_quantized=True``."""
+    fp8(tmp_path)
+    (size,) = sizes.keys() - {"fsdp_size"}
+    for outcome in run_ranks_expecting_errors(2, refuse, tmp_path, sizes):
         assert outcome.error_type == "UnsupportedError"
-        assert outcome.error_message.startswith("keep_quantized: ") and "tp_size 2" in outcome.error_message
+        assert outcome.error_message.startswith("keep_quantized: ") and f"{size} 2" in outcome.error_message
 
 
 MAKERS: dict[str, Callable[[Path], None]] = {
