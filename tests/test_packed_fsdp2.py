@@ -357,7 +357,7 @@ def gathered_after(folder: Path, is_native: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("name", MODELS)
 def test_nothing_gathered_stays_alive(cluster: None, models: Folders, name: str, is_native: bool) -> None:
     for found in run_ranks(2, gathered_after, models(name), is_native):
-        assert found["storages"] > 3
+        assert found["storages"] >= 2
         assert found["after forward"] == found["after backward"] == 0
 
 
