@@ -109,16 +109,23 @@ class Coordinator:
         raise failures[0].error()
 
     def _gather(self, value: Any) -> list[Any]:
-        """Like ``dist.all_gather_object``, but raises when a rank dies."""
+        """Like ``dist.all_gather_object``, but raises when a rank dies, and what is small is exchanged at once."""
         mine = _pickled(value)
-        lengths = [torch.empty(1, dtype=torch.int64, device=mine.device) for _ in range(self.world_size)]
-        self.wait(dist.all_gather(lengths, torch.tensor([mine.numel()], device=mine.device), async_op=True))
-        counts = [int(length) for length in lengths]
-        padded = torch.zeros(max(counts), dtype=torch.uint8, device=mine.device)
-        padded[: mine.numel()] = mine
-        everyone = [torch.empty_like(padded) for _ in counts]
-        self.wait(dist.all_gather(everyone, padded, async_op=True))
+        length = torch.tensor([mine.numel()], device=mine.device).view(torch.uint8)
+        everyone = self._gather_bytes(torch.cat([length, mine[:_SMALL_BYTES]]), length.numel() + _SMALL_BYTES)
+        counts = [int(data[: length.numel()].view(torch.int64)) for data in everyone]
+        everyone = [data[length.numel() :] for data in everyone]
+        if max(counts) > _SMALL_BYTES:
+            everyone = self._gather_bytes(mine, max(counts))
         return [_unpickled(data[:count]) for data, count in zip(everyone, counts, strict=True)]
+
+    def _gather_bytes(self, mine: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
+        """Every rank's bytes, each filled up to `nbytes`."""
+        padded = torch.zeros(nbytes, dtype=torch.uint8, device=mine.device)
+        padded[: mine.numel()] = mine
+        everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
+        self.wait(dist.all_gather(everyone, padded, async_op=True))
+        return everyone
 
     def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
         """Every rank's `beside`; raises :class:`DisagreementError` on all ranks if `what` differs between ranks."""
@@ -276,6 +283,9 @@ def expected_at(occasion: Occasion) -> Iterator[None]:
                 Round(presence, occasion, error=error)
         raise
 
+
+_SMALL_BYTES = 504
+"""Of what ranks exchange, so much goes with its length, in one collective."""
 
 _turn = threading.RLock()
 """Held by the thread whose load or save uses the process group."""
