@@ -126,7 +126,7 @@ def adapters_of(model: nn.Module) -> list[nn.Parameter]:
 def trained_on_own_data(folder: Path, world_size: int) -> dict[str, Any]:
     """Three steps, each of two backward passes, in which each rank has inputs of its own.
 
-    In one process: the same with the mean of all their losses.
+    In one process: the same with the mean of all their losses. A second adapter is never used, and has no gradients.
     """
     rank, is_sharded = dist.get_rank(), dist.get_world_size() > 1
     if is_sharded:
@@ -138,15 +138,19 @@ def trained_on_own_data(folder: Path, world_size: int) -> dict[str, Any]:
     model = peft.get_peft_model(base, peft.LoraConfig(r=3, lora_alpha=5, target_modules=TARGETS))
     at_first = [param.detach().clone() for param in adapters_of(model)]
     fill_adapters(model)
-    optimizer = torch.optim.SGD(adapters_of(model), lr=1.0)
+    trained = adapters_of(model)
+    model.add_adapter("unused", peft.LoraConfig(r=3, target_modules=TARGETS))
+    unused = [param.requires_grad_() for name, param in model.named_parameters() if ".unused." in name]
+    optimizer = torch.optim.SGD(trained, lr=1.0)
     for _ in range(3):
         for seed in (10, 20):
             for each in [rank] if is_sharded else range(world_size):
                 loss = model(**inputs(seed=seed + each)).loss
                 (loss if is_sharded else loss / world_size).backward()
+        assert unused and all(param.grad is None for param in unused)
         optimizer.step()
         optimizer.zero_grad()
-    return {"at first": at_first, "trained": [param.detach().clone() for param in adapters_of(model)]}
+    return {"at first": at_first, "trained": [param.detach().clone() for param in trained]}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

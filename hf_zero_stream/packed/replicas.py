@@ -29,7 +29,9 @@ def keep_alike(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
             dist.broadcast(param.data, group=group, group_src=0)
     replicas = _Replicas(params, mesh)
     for param in params:
-        param.register_post_accumulate_grad_hook(replicas.note)
+        is_trained = param.requires_grad
+        param.requires_grad_().register_post_accumulate_grad_hook(replicas.note)
+        param.requires_grad_(is_trained)  # an adapter that is not active yet may be trained later
 
 
 class _Replicas:
@@ -44,16 +46,19 @@ class _Replicas:
 
     def _average(self) -> None:
         self._is_queued = False
-        of_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        of_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
         for param in self._params:
             if param.requires_grad:
-                if param.grad is None:
-                    param.grad = torch.zeros_like(param)
-                of_dtype.setdefault(param.dtype, []).append(param.grad)
-        for grads in of_dtype.values():
-            flat = torch.cat([grad.reshape(-1) for grad in grads])
+                of_dtype.setdefault(param.dtype, []).append(param)
+        for params in of_dtype.values():
+            # A parameter without a gradient on all ranks must not get one: an optimizer skips it.
+            marks = torch.tensor([float(param.grad is not None) for param in params]).to(params[0])
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+            flat = torch.cat([marks, *(grad.reshape(-1) for grad in grads)])
             for group in self._mesh.get_all_groups():
                 dist.all_reduce(flat, group=group)
-            flat /= self._mesh.size()
-            for grad, mean in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-                grad.copy_(mean.view_as(grad))
+            marks, *means = flat.split([len(params), *(param.numel() for param in params)])
+            for param, grad, mean, has_grad in zip(params, grads, means, marks.tolist(), strict=True):
+                if has_grad:
+                    grad.copy_(mean.view_as(grad) / self._mesh.size())
+                    param.grad = grad
