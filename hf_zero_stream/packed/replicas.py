@@ -6,15 +6,23 @@ FSDP2 does not know them. Without help each rank would train its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import DeviceMesh
+
+from ..errors import refuse_unknown_version
 
 
 __all__ = ["keep_alike"]
+
+_ENGINE: Any = getattr(Variable, "_execution_engine", None)
+"""Of autograd; torch's FSDP2 too has it call back at the end of a backward pass."""
+
+refuse_unknown_version("torch", [] if hasattr(_ENGINE, "queue_callback") else ["Variable._execution_engine"])
 
 
 def keep_alike(params: Sequence[nn.Parameter], mesh: DeviceMesh) -> None:
@@ -42,7 +50,7 @@ class _Replicas:
         """Have gradients averaged once the backward pass that runs has ended."""
         if not self._is_queued:
             self._is_queued = True
-            Variable._execution_engine.queue_callback(self._average)
+            _ENGINE.queue_callback(self._average)
 
     def _average(self) -> None:
         self._is_queued = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -106,6 +107,7 @@ def load_state(
         HfZeroStreamError: on all ranks, in the middle of reading: some values are new; load again.
     """
     finish_pending()
+    began = time.perf_counter()
     folder = Path(folder)
     coordinator = Coordinator.of_default_group()
     with expected_at(LOAD):
@@ -153,6 +155,11 @@ def load_state(
         _say_what_follows(training, record, place)
         if isinstance(found, StateRecord):
             _say_what_is_not_there(training, found, with_scheduler, place)
+        if settings.log_report:
+            logger.info(
+                f"loaded {place} in {time.perf_counter() - began:.1f} s ({coordinator.world_size} ranks; "
+                f"{record.world_size} have saved it)"
+            )
     return Resumed(place.name, restored(record.data), dict(record.counters), record.world_size)
 
 
