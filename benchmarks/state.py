@@ -189,10 +189,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kind", choices=("dense", "moe"), default="dense")
     parser.add_argument("--ranks", type=int, default=2, help="that save")
     parser.add_argument("--resume-ranks", type=int, default=3)
-    parser.add_argument("--saves", type=int, default=3, help="by each arm in each repeat")
+    parser.add_argument("--saves", type=int, default=3, help="by each arm in each repeat; at least 2")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run")
     settings = parser.parse_args(arguments)
+    if settings.saves < 2:
+        parser.error(f"--saves: expected at least 2, as the first stands apart; got {settings.saves}")
     checkpoint = cached_checkpoint(settings.kind, settings.parameters * 2e-3)
     print(
         f"{checkpoint.nbytes / 2e6:.0f}M parameters\n{machine.in_words(machine.describe(checkpoint.folder))}",
