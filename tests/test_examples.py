@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_zero_stream.ranks.topology import announces_fsdp2
 from tests.cluster import ROOT
-from tests.commands import FSDP2_ON_CPU, documented_commands, losses, run_command
+from tests.commands import FSDP2_ON_CPU, documented_commands, losses, run_command, run_to_its_end
 
 
 EXAMPLES = ["finetune_accelerate.py", "finetune_trainer.py", "finetune_sharded.py"]
@@ -102,29 +102,16 @@ def test_fsdp2_config_trains(path: Path, folder: Path) -> None:
         f"accelerate launch --config_file {path.relative_to(ROOT)} --num_processes 2 {example_on_cpu(EXAMPLES[0])}"
     )
     saved = folder / f"trained with {path.name}"
-    streaming = _run_to_its_end(command, folder, "--output", str(saved))
-    stock = _run_to_its_end(command, folder, "--loader", "stock")
+    streaming, stock = (
+        run_to_its_end(command, folder, "step 3: loss", extra=extra, search_path=[FSDP2_ON_CPU])
+        for extra in (["--output", str(saved)], ["--loader", "stock"])
+    )
     assert "STREAMING LOAD REPORT (2 ranks" in streaming and "STREAMING LOAD REPORT" not in stock
     assert len(losses(streaming)) == 3
     assert losses(streaming) == losses(stock)
     trained = AutoModelForCausalLM.from_pretrained(saved)
     untrained = AutoModelForCausalLM.from_pretrained(folder / "tiny-moe")
     assert not torch.equal(trained.lm_head.weight, untrained.lm_head.weight)
-
-
-def _run_to_its_end(command: str, folder: Path, *extra: str) -> str:
-    """What `command` prints. It may abort after its last step, as Python ends.
-
-    That was seen once in a run of stock's. Most likely a thread of gloo's was the last to hold a tensor that FSDP2 had
-    gathered, and let go of it when Python's lock was gone.
-    """
-    try:
-        return run_command(command, folder, extra=extra, search_path=[FSDP2_ON_CPU])
-    except AssertionError as error:
-        printed = str(error)
-        if "terminate called without an active exception" not in printed or len(losses(printed)) < 3:
-            raise
-        return printed
 
 
 def test_config_announces_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:

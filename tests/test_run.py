@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT
-from tests.commands import command_environment, losses, run_command
+from tests.commands import command_environment, losses, run_command, run_to_its_end
 from tests.test_trl import make_tokenizer
 from tests.zoo import make_moe_checkpoint
 
@@ -242,7 +242,7 @@ def test_trls_command_line_is_streamed(command: str, loads: int, tmp_path: Path)
     (tmp_path / folder).mkdir()
     (tmp_path / folder / "train.jsonl").write_text(line * 8)
     ours = run_command(trl, tmp_path)
-    stock = run_command(trl.replace("-m hf_zero_stream.run ", ""), tmp_path)
+    stock = run_to_its_end(trl.replace("-m hf_zero_stream.run ", ""), tmp_path, "Training completed")
     assert ours.count("Streaming weights: 100%") == loads and "Writing weights: 100%" in ours
     assert "Streaming weights" not in stock and "Writing weights" not in stock
     found = [re.findall(r"'loss': '([^']+)'", output) for output in (ours, stock)]
