@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.launch import run
-from tests.packed_training import count_alive, inputs, load, watched_memory, with_adapters
-from tests.parity import ds_config
+from tests.packed_training import count_alive, inputs, load, one_module_at_a_time, watched_memory, with_adapters
 from tests.quantised_checkpoints import compressed_tensors, fp8, mxfp4, unquantised
 
 
@@ -64,13 +63,7 @@ def measure(name: str, folder: str) -> Figures:
     from hf_zero_stream.packed.modules import packed_weights
 
     deepspeed.init_distributed("gloo")
-    config = ds_config(
-        torch.bfloat16,
-        stage3_max_live_parameters=0,
-        stage3_max_reuse_distance=0,
-        stage3_prefetch_bucket_size=0,
-        stage3_param_persistence_threshold=0,
-    )
+    config = one_module_at_a_time()
     base = load(Path(folder), config, **_arguments(name))
     reads = [rank["bytes_read"] for rank in base.streaming_report.to_dict()["ranks"]]
     frozen: list[Any] = list(base.parameters())

@@ -16,8 +16,21 @@ import transformers
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tests.parity import ds_config
+
 
 TARGETS = ["q_proj", "o_proj", "q_b_proj", "kv_b_proj"]
+
+
+def one_module_at_a_time() -> dict[str, Any]:
+    """A config in bf16 under which ZeRO-3 gathers each module's parameters for it alone, and keeps none."""
+    return ds_config(
+        torch.bfloat16,
+        stage3_max_live_parameters=0,
+        stage3_max_reuse_distance=0,
+        stage3_prefetch_bucket_size=0,
+        stage3_param_persistence_threshold=0,
+    )
 
 
 def inputs(length: int = 12, seed: int = 3) -> dict[str, torch.Tensor]:

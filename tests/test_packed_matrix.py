@@ -16,6 +16,7 @@ from tests.packed_training import (
     count_alive,
     inputs,
     load,
+    one_module_at_a_time,
     packed_names,
     plain_losses,
     trained,
@@ -81,13 +82,7 @@ def memory(folder: Path) -> dict[str, Any]:
     import deepspeed
     from deepspeed.utils import z3_leaf_module
 
-    config = ds_config(
-        torch.bfloat16,
-        stage3_max_live_parameters=0,
-        stage3_max_reuse_distance=0,
-        stage3_prefetch_bucket_size=0,
-        stage3_param_persistence_threshold=0,
-    )
+    config = one_module_at_a_time()
     base = load(folder, config)
     report = base.streaming_report.to_dict()["ranks"]
     model = with_adapters(base)

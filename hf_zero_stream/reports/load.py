@@ -116,8 +116,9 @@ class LoadReport(Report):
         return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""
 
     def table(self) -> str:
-        """The report for people to read: plain text in several lines of at most 80 columns, without colour. A
-        name of a parameter that is longer stays whole.
+        """The report for people to read: plain text in several lines of at most 80 columns, without colour.
+
+        A name of a parameter that is longer stays whole.
 
         Each table has one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
         Throughput is bytes read per second of the whole load. After the tables come the memory that training will
