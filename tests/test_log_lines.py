@@ -46,9 +46,11 @@ def act(folder: Path, saved: Path) -> tuple[list[Line], list[Line]]:
         engine.step()
         engine.save_checkpoint(saved / "state")
         engine.load_checkpoint(saved / "state")
+        dist.barrier()  # so that the two that come next wait at the same time
         with hf_zero_stream.streaming(StreamingConfig(log_report=False)):
             if dist.get_rank() % 2:  # it is not shared, and each rank that comes knows that
                 transformers.AutoModel.from_pretrained(folder, ds_config={"zero_optimization": {"stage": 0}})
+        dist.barrier()  # rank 0 keeps the store, through which they agree who speaks
     lines = [(record.name, record.getMessage()) for record in records]
     return tuple([line for line in lines if line[0].startswith(whose)] for whose in ("hf_zero_stream", "transformers"))
 

@@ -109,21 +109,36 @@ def test_lead_is_bounded(cold_files: list[str], monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_cached_is_left_alone(cold_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Mapping it would cost a warm load a tenth of its time."""
+    found: list[bool] = []
     populated: list[int] = []
+
+    def is_resident(address: int, nbytes: int) -> bool:
+        found.append(madvise.is_resident(address, nbytes))
+        return found[-1]
 
     def advise(address: int, nbytes: int, advice: int) -> bool:
         populated.extend([nbytes] * (advice == madvise.MADV_POPULATE_READ))
         return madvise.advise(address, nbytes, advice)
 
+    monkeypatch.setattr(read_ahead, "is_resident", is_resident)
     monkeypatch.setattr(read_ahead, "advise", advise)
-    Path(cold_files[1]).read_bytes()
     finish(ReadAhead(cold_files, 0, 1))
-    assert populated == 3 * [WINDOW_BYTES], "the first file only"
-    finish(ReadAhead(cold_files, 0, 1))
-    assert len(populated) == 3
+    assert not any(found[:3])
+    assert len(found) == 5
+    # A machine whose memory is short may drop pages between any two steps: what was found is what counts.
+    wait_until(lambda: ask_again(cold_files, found))
+    assert len(populated) == found.count(False)
+    before, asked = len(populated), len(found)
     monkeypatch.setattr(read_ahead, "_may_ask", lambda handle: False)  # a file of somebody else
     finish(ReadAhead(cold_files, 0, 1))
-    assert len(populated) == 8
+    assert len(populated) == before + 5
+    assert len(found) == asked
+
+
+def ask_again(files: list[str], found: list[bool]) -> bool:
+    """Read ahead once more; whether all five windows were found in the page cache."""
+    finish(ReadAhead(files, 0, 1))
+    return all(found[-5:])
 
 
 def test_what_fails_is_left_to_the_reads(cold_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
