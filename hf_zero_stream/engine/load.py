@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, compress, islice, repeat
 from typing import Any
 
 import torch
@@ -122,6 +122,7 @@ class Load:
                 rank of a host, and on one that has another folder than rank 0, if it finds other shards there.
         """
         (index,) = self.indexes_of([files], weight_map)
+        assert index is not None
         folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
         for note in index.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
@@ -141,25 +142,37 @@ class Load:
 
     def indexes_of(
         self, parts: Sequence[Sequence[str]], weight_map: Mapping[str, str] | None = None
-    ) -> list[CheckpointIndex]:
-        """What is in the files of each of `parts`, all in one folder, by rank 0's headers (all ranks)."""
-        files = [file for part in parts for file in part]
-        folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
+    ) -> list[CheckpointIndex | None]:
+        """What is in the files of each of `parts`, all in one folder, by rank 0's headers (all ranks).
 
-        def read() -> tuple[list[ShardHeader], list[bytes]]:
+        None for a part but the first whose files rank 0 does not see. The `weight_map` is that of the first.
+        """
+        first, *others = parts
+        folder, is_main = os.path.dirname(first[0]), self.coordinator.is_main
+
+        def read(files: Sequence[str]) -> tuple[list[ShardHeader], list[bytes]]:
             return self.checkpoint.read_headers(files), self.checkpoint.samples(files) if there_are_copies else []
 
-        def checked_indexes() -> list[CheckpointIndex]:
+        def read_what_is_there() -> tuple[list[bool], list[ShardHeader], list[bytes]]:
+            is_there = [True, *(all(map(os.path.exists, part)) for part in others)]
+            return is_there, *read([*chain.from_iterable(compress(parts, is_there))])
+
+        def checked_indexes() -> list[CheckpointIndex | None]:
             reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
             if there_are_copies and reads_copy and self.checkpoint.reads_itself:
-                refuse_other_shards(files, zip(*read()), zip(headers, samples))
-            rest = iter(headers)
-            return [CheckpointIndex.from_headers(part, list(islice(rest, len(part))), weight_map) for part in parts]
+                there = [*chain.from_iterable(compress(parts, is_there))]
+                refuse_other_shards(there, zip(*read(there)), zip(headers, samples))
+            rest, maps = iter(headers), chain([weight_map], repeat(None))
+            return [
+                CheckpointIndex.from_headers(part, list(islice(rest, len(part))), of_part) if there else None
+                for part, there, of_part in zip(parts, is_there, maps)
+            ]
 
         with self.clock("index"):
+            files = [*chain.from_iterable(parts)]
             folders = self.compare_files(files)
             there_are_copies = self._has_copies(folders) and not self.checkpoint.source.hints(files).is_everywhere
-            headers, samples = self.coordinator.broadcast(read)
+            is_there, headers, samples = self.coordinator.broadcast(read_what_is_there)
             # Where one rank reads for others, an error of one must be an error of all.
             return self.coordinator.run_on_all(checked_indexes) if self.checkpoint.relays else checked_indexes()
 
@@ -242,11 +255,13 @@ class Load:
             if not _is_extra_state(name)
         }
 
-    def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
+    def place(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, then: Callable[[], None] = lambda: None
+    ) -> None:
         """Turn a lazy model into one that the destination trains, and read this rank's bytes into it (all ranks).
 
-        For the arguments see :meth:`Destination.batches`. All ranks raise an error if planning or reading fails on
-        any, or if they would load different things.
+        For the arguments see :meth:`Destination.batches`. `then` reads more, before ranks agree that all have read.
+        All ranks raise an error if planning or reading fails on any, or if they would load different things.
         """
         device = self.destination.device
         if device.type == "cuda":
@@ -264,6 +279,7 @@ class Load:
                 self.destination.allocate()
                 self.memory.sample()
                 self._reader.fill(batches, plan, leaves)
+                then()
                 self.coordinator.agree()
                 self.destination.finish()
             except BaseException as error:

@@ -137,7 +137,7 @@ class OpenCheckpoint:
             for path in pending:
                 found[path] = self._sample(path)
 
-        run_in_threads(paths, work, SAMPLING_THREADS)  # which ends all once one has failed
+        run_in_threads(paths, work, min(len(paths), SAMPLING_THREADS))  # which ends all once one has failed
         return [found[path] for path in paths]
 
     def _sample(self, path: str) -> bytes:
@@ -210,7 +210,8 @@ class OpenCheckpoint:
     def open(self, numbers: Iterable[int]) -> None:
         """Open these shards if this rank reads them, so that a missing or changed one is found early."""
         if self.reads_itself:
-            run_in_threads(sorted(set(numbers)), self.source.open, self.threads())
+            shards = sorted(set(numbers))
+            run_in_threads(shards, self.source.open, min(len(shards), self.threads()))
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -16,28 +15,25 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.untrusted_json import excerpt
 from ..checkpoint.zero_folder import ZeroFolder, is_zero_folder, read_zero_folder
 from ..config import StreamingConfig
-from ..destinations.deepspeed.marks import has_partition
-from ..destinations.slots import MASTER, Slot, SlotMemory, make_entries
+from ..destinations.slots import MASTER, SlotMemory, make_entries
 from ..destinations.training import Training
 from ..engine.load import Load
 from ..errors import CheckpointError, UnsupportedError
-from ..loading.dry_load import lazily_loaded
 from ..loading.integration import finish_saves_into
 from ..loading.into import load_some_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
-from ..reports.memory import collector_paused
 from ..saving.pending import finish_pending
 from ..seams.adapted import is_adapted
 from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
 from . import adapters, schedules
+from .elementwise import load_states
 from .groups import drop_entries, set_group, set_option
-from .record import FILE, LATEST, StateRecord, dtype_of, is_tag, restored, shard_of_key
+from .record import FILE, LATEST, StateRecord, dtype_of, is_tag, restored
 from .refusals import (
     has_its_weights,
     refuse_missing_files,
@@ -241,7 +237,7 @@ def _load_values(
     if in_memory and training.copies_masters:
         # One model and one plan for all of them, where load_some_into would need its own.
         keys = [MASTER, *(key for key in record.keys if key != MASTER)]
-        _load_keys(training, place, keys, training.slots, settings, coordinator)
+        load_states(training, place, keys, training.slots, settings, coordinator)
         training.copy_masters()
         return
     if in_memory:
@@ -249,10 +245,10 @@ def _load_values(
             training.live, str(place), swapped, config=config, strict=False, needed=in_memory, variant=MASTER
         )
     moments = [key for key in record.keys if key != MASTER]
-    _load_keys(training, place, moments, training.slots, settings, coordinator)
+    load_states(training, place, moments, training.slots, settings, coordinator)
     if swapped and MASTER in record.keys:
         slots = [slot for slot in training.slots if slot.is_swapped]
-        _load_keys(training, place, [MASTER], slots, settings, coordinator)
+        load_states(training, place, [MASTER], slots, settings, coordinator)
 
 
 def _values_in(record: StateRecord) -> set[str]:
@@ -265,46 +261,6 @@ def _has_more(model: nn.Module, names: set[str]) -> bool:
     return any(name not in names for name, _ in model.named_parameters()) or any(
         set(module._buffers) - module._non_persistent_buffers_set for module in model.modules()
     )
-
-
-@collector_paused()
-def _load_keys(
-    training: Training,
-    place: Path,
-    keys: Sequence[str],
-    slots: Sequence[Slot],
-    settings: StreamingConfig,
-    coordinator: Coordinator,
-) -> None:
-    """Load elementwise states of `slots`, one after the other; what is laid out as the first is read by its plan."""
-    if not keys:
-        return
-    hides_zero3 = any(map(has_partition, training.model.parameters()))
-    first: tuple[Load, SlotMemory] | None = None
-    alike: dict[str, CheckpointIndex] = {}
-    with coordinator.watched(LOAD), coordinator.reporting():
-        for key in keys:
-            memory = SlotMemory(slots, key, training.device, hides_zero3=hides_zero3, prepare=training.prepare_lazy)
-            load = Load(settings, {}, coordinator, memory)
-            with closing(load), torch.no_grad():
-                if first is not None and key in alike:
-                    of_first, filled = first
-                    if load.place_like(of_first, filled.batches_of(key), alike[key]):
-                        continue
-                arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
-                load.place(*lazily_loaded(str(place), load, type(training.model), is_quiet=True, **arguments))
-            if first is None:
-                first = load, memory
-                files = {other: [shard_of_key(path, key, other) for path in load.files] for other in keys[1:]}
-                alike = _indexes_of(files, Load(settings, {}, coordinator, memory))
-        coordinator.agree()
-
-
-def _indexes_of(files: Mapping[str, Sequence[str]], load: Load) -> dict[str, CheckpointIndex]:
-    """For each key all of whose `files` are there, what is in them (all ranks)."""
-    there = load.coordinator.broadcast(lambda: [key for key in files if all(map(os.path.exists, files[key]))])
-    with closing(load):
-        return dict(zip(there, load.indexes_of([files[key] for key in there]), strict=True)) if there else {}
 
 
 def _load_adapted(

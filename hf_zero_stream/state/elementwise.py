@@ -1,0 +1,105 @@
+"""Reads elementwise states, such as moments, into the memory of the optimizer that goes on with them."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import torch
+
+from ..checkpoint.index import CheckpointIndex
+from ..config import StreamingConfig
+from ..destinations.deepspeed.marks import has_partition
+from ..destinations.slots import Slot, SlotMemory
+from ..destinations.training import Training
+from ..engine.load import Load
+from ..loading.dry_load import lazily_loaded
+from ..ranks.coordinator import Coordinator
+from ..ranks.rendezvous import LOAD
+from ..reports.memory import collector_paused
+from .record import shard_of_key
+
+
+__all__ = ["load_states"]
+
+
+@collector_paused()
+def load_states(
+    training: Training,
+    place: Path,
+    keys: Sequence[str],
+    slots: Sequence[Slot],
+    settings: StreamingConfig,
+    coordinator: Coordinator,
+) -> None:
+    """Read the states `keys` of `slots` from the folder `place`, one after the other (all ranks).
+
+    Those that lie in their files as the first one does are read by its plan.
+    """
+    if not keys:
+        return
+    first, *others = keys
+    alike = _read_first(training, place, first, others, slots, settings, coordinator)
+    for key in others:
+        if key not in alike:
+            _read_first(training, place, key, [], slots, settings, coordinator)
+
+
+def _read_first(
+    training: Training,
+    place: Path,
+    key: str,
+    others: Sequence[str],
+    slots: Sequence[Slot],
+    settings: StreamingConfig,
+    coordinator: Coordinator,
+) -> list[str]:
+    """Read the state `key`, and those of the `others` that lie as it does; returns which they were."""
+    hides_zero3 = any(map(has_partition, training.model.parameters()))
+    memory = SlotMemory(slots, key, training.device, hides_zero3=hides_zero3, prepare=training.prepare_lazy)
+    alike: list[str] = []
+
+    def read_alike() -> None:
+        for other, index in load.others.items():
+            with closing(Load(settings, {}, coordinator, memory)) as load_of_other:
+                if load_of_other.place_like(load, memory.batches_of(other), index):
+                    alike.append(other)
+
+    with coordinator.watched(LOAD), coordinator.reporting():
+        load = _LoadWithOthers(settings, coordinator, memory, key, others)
+        with closing(load), torch.no_grad():
+            arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
+            lazy_model = lazily_loaded(str(place), load, type(training.model), is_quiet=True, **arguments)
+            load.place(*lazy_model, then=read_alike)
+    return alike
+
+
+class _LoadWithOthers(Load):
+    """A load of the state `key` that looks into the files of `others` too when it opens its own."""
+
+    def __init__(
+        self,
+        settings: StreamingConfig,
+        coordinator: Coordinator,
+        memory: SlotMemory,
+        key: str,
+        others: Sequence[str],
+    ) -> None:
+        super().__init__(settings, {}, coordinator, memory)
+        self._key, self._others = key, others
+        self.others: Mapping[str, CheckpointIndex] = {}
+        """What is in the files of other states, of those that have files of the same names but for their own."""
+
+    def indexes_of(
+        self, parts: Sequence[Sequence[str]], weight_map: Mapping[str, str] | None = None
+    ) -> list[CheckpointIndex | None]:
+        (files,) = parts
+        of_others = {other: [shard_of_key(path, self._key, other) for path in files] for other in self._others}
+        if not all(path.count(f".{self._key}") for path in map(os.path.basename, files)):
+            of_others = {}  # somebody has given the files other names
+        index, *indexes = super().indexes_of([files, *of_others.values()], weight_map)
+        self.others = {other: found for other, found in zip(of_others, indexes, strict=True) if found is not None}
+        return [index]
