@@ -70,9 +70,9 @@ def models_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> li
     """The folders for which ``load_state`` makes a lazy model."""
     import hf_zero_stream
     from hf_zero_stream.loading import into
-    from hf_zero_stream.state import load
+    from hf_zero_stream.state import elementwise
 
-    original, made = load.lazily_loaded, []
+    original, made = elementwise.lazily_loaded, []
 
     def noted(path: str, *args: Any, **kwargs: Any) -> Any:
         made.append(Path(path).name)
@@ -82,7 +82,7 @@ def models_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> li
     train(engine, range(1))
     hf_zero_stream.save_state(engine, target)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (load, into):
+        for module in (elementwise, into):
             patch.setattr(module, "lazily_loaded", noted)
         hf_zero_stream.load_state(engine, target)
     return made

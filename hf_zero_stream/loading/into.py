@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -87,14 +87,16 @@ def load_some_into(
     strict: bool = True,
     needed: set[str] | None = None,
     with_masters: bool = True,
+    coordinator: Coordinator | None = None,
     **kwargs: Any,
 ) -> LoadReport:
     """Like :func:`load_into`, but parameters `without` keep the values that they have.
 
     With `needed`, the parameters that the checkpoint must have, nothing is said about others that it lacks. Without
-    masters, what ZeRO-3 trains in place of parameters keeps its values too.
+    masters, what ZeRO-3 trains in place of parameters keeps its values too. A `coordinator` is that of a meeting that
+    this is a part of.
     """
-    with expected_at(LOAD):
+    with _before_meeting(coordinator):
         config = replace(StreamingConfig.resolve(config, {}), strict=strict)
         refuse_sharding(path, kwargs)
 
@@ -111,7 +113,9 @@ def load_some_into(
             )
         return found
 
-    return place_into(model, path, lazy_model, without, config=config, with_masters=with_masters)
+    return place_into(
+        model, path, lazy_model, without, config=config, with_masters=with_masters, coordinator=coordinator
+    )
 
 
 @collector_paused()
@@ -123,13 +127,15 @@ def place_into(
     *,
     config: StreamingConfig,
     with_masters: bool = True,
+    coordinator: Coordinator | None = None,
 ) -> LoadReport:
     """Stream what `lazy_model` gives, which is in the folder `path`, into `model`, but not parameters `without`.
 
     `lazy_model` is called by all ranks together, with the load that reads for them. What it gives has, under the names
-    of the model's own, lazy parameters and buffers. Raises what :func:`load_into` raises.
+    of the model's own, lazy parameters and buffers. For `coordinator` see :func:`load_some_into`. Raises what
+    :func:`load_into` raises.
     """
-    with expected_at(LOAD):
+    with _before_meeting(coordinator):
         live_model = _inside(model)
         fill_whole(live_model)
         if any(map(packed_weights, live_model.modules())):
@@ -143,7 +149,7 @@ def place_into(
             "load_into(model)",
             "Load it anew with from_pretrained.",
         )
-        coordinator = Coordinator.of_default_group()
+        coordinator = coordinator or Coordinator.of_default_group()
         with coordinator.watched(LOAD), coordinator.reporting():
             finish_saves_into(path, config.read_from, coordinator)
             destination = _memory_of(live_model, coordinator, config, with_masters)
@@ -155,6 +161,11 @@ def place_into(
                 load.place(lazy, missing | without, tied)
                 _copy_buffers(live_model, computed)
             return load.finish(live_model, logger)
+
+
+def _before_meeting(coordinator: Coordinator | None) -> AbstractContextManager[None]:
+    """Around code that may fail before ranks meet, unless they have met already."""
+    return expected_at(LOAD) if coordinator is None else nullcontext()
 
 
 def _memory_of(

@@ -18,7 +18,6 @@ from ..destinations.training import Training
 from ..engine.load import Load
 from ..loading.dry_load import lazily_loaded
 from ..ranks.coordinator import Coordinator
-from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
 from .record import shard_of_key
 
@@ -35,7 +34,7 @@ def load_states(
     settings: StreamingConfig,
     coordinator: Coordinator,
 ) -> None:
-    """Read the states `keys` of `slots` from the folder `place`, one after the other (all ranks).
+    """Read the states `keys` of `slots` from the folder `place`, one after the other (all ranks, in a load's meeting).
 
     Those that lie in their files as the first one does are read by its plan.
     """
@@ -68,7 +67,7 @@ def _read_first(
                 if load_of_other.place_like(load, memory.batches_of(other), index):
                     alike.append(other)
 
-    with coordinator.watched(LOAD), coordinator.reporting():
+    with coordinator.reporting():
         load = _LoadWithOthers(settings, coordinator, memory, key, others)
         with closing(load), torch.no_grad():
             arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}

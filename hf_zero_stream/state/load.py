@@ -114,31 +114,32 @@ def load_state(
             adapters.refuse_unreachable(training)
         if not training.is_between_steps:
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
-    with coordinator.watched(LOAD), coordinator.reporting():
-        finish_saves_into(folder, settings.read_from, coordinator)
-        place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
-        record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
-        training = training.of_trained({name for group in record.groups for name in group.parameters})
-        swapped, values = swapped_masters(training), _values_in(record)
-        if isinstance(found, StateRecord) and _has_more(training.model, values - swapped):
-            needs_all = not values or bool(swapped)
-            coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
-    with training.changing():
-        drop_entries(training.slots, record)
-        make_entries(training.slots, [key for key in record.keys if key != MASTER])
-        if isinstance(found, ZeroFolder):
-            load_zero(training, found, settings, coordinator)
-        elif is_adapted(training.model):
-            _load_adapted(training, place, record.keys, settings, coordinator)
-            training.copy_masters()
-        else:
-            _load_values(training, folder, place, record, settings, coordinator, config)
-        rates = _set_rest(training, record)
-        for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the learning rate
-            of_group = [slot for slot in training.slots if slot.group == number]
-            set_group(training.optimizer, number, recorded, of_group)
-            if rates is not None:
-                set_option(training.optimizer.param_groups[number], "lr", rates[number])
+    with coordinator.watched(LOAD):
+        with coordinator.reporting():
+            finish_saves_into(folder, settings.read_from, coordinator)
+            place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
+            record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
+            training = training.of_trained({name for group in record.groups for name in group.parameters})
+            swapped, values = swapped_masters(training), _values_in(record)
+            if isinstance(found, StateRecord) and _has_more(training.model, values - swapped):
+                needs_all = not values or bool(swapped)
+                coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
+        with training.changing():
+            drop_entries(training.slots, record)
+            make_entries(training.slots, [key for key in record.keys if key != MASTER])
+            if isinstance(found, ZeroFolder):
+                load_zero(training, found, settings, coordinator)
+            elif is_adapted(training.model):
+                _load_adapted(training, place, record.keys, settings, coordinator)
+                training.copy_masters()
+            else:
+                _load_values(training, folder, place, record, settings, coordinator)
+            rates = _set_rest(training, record)
+            for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the rate
+                of_group = [slot for slot in training.slots if slot.group == number]
+                set_group(training.optimizer, number, recorded, of_group)
+                if rates is not None:
+                    set_option(training.optimizer.param_groups[number], "lr", rates[number])
     if with_rng and isinstance(found, ZeroFolder):
         logger.warning_once(f"{place}: DeepSpeed saves no random numbers, so those of all ranks are new.")
     elif with_rng and not restore_rank(place / RNG_FILE, coordinator.rank):
@@ -227,13 +228,13 @@ def _load_values(
     record: StateRecord,
     settings: StreamingConfig,
     coordinator: Coordinator,
-    config: StreamingConfig | None,
 ) -> None:
     """Weights and elementwise states; from the weights' own files what has no master, or one in a swap file."""
     swapped = swapped_masters(training)
     in_memory = _values_in(record) - swapped
+    load_weights = partial(load_some_into, training.live, config=settings, coordinator=coordinator)
     if _has_more(training.model, in_memory):
-        load_some_into(training.live, str(folder), in_memory, config=config, with_masters=not swapped)
+        load_weights(str(folder), in_memory, with_masters=not swapped)
     if in_memory and training.copies_masters:
         # One model and one plan for all of them, where load_some_into would need its own.
         keys = [MASTER, *(key for key in record.keys if key != MASTER)]
@@ -241,9 +242,7 @@ def _load_values(
         training.copy_masters()
         return
     if in_memory:
-        load_some_into(
-            training.live, str(place), swapped, config=config, strict=False, needed=in_memory, variant=MASTER
-        )
+        load_weights(str(place), swapped, strict=False, needed=in_memory, variant=MASTER)
     moments = [key for key in record.keys if key != MASTER]
     load_states(training, place, moments, training.slots, settings, coordinator)
     if swapped and MASTER in record.keys:
@@ -267,7 +266,7 @@ def _load_adapted(
     training: Training, place: Path, keys: Sequence[str], settings: StreamingConfig, coordinator: Coordinator
 ) -> None:
     """Load what is trained of a PEFT model, and its states."""
-    with coordinator.watched(LOAD), coordinator.reporting():
+    with coordinator.reporting():
         for key in keys:
             load = Load(settings, {}, coordinator, SlotMemory(training.slots, key, training.device, hides_zero3=False))
             with closing(load), torch.no_grad():

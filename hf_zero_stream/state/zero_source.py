@@ -25,7 +25,6 @@ from ..engine.load import Load
 from ..errors import ConfigError
 from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
-from ..ranks.rendezvous import LOAD
 from ..reports.memory import collector_paused
 from ..seams.adapted import is_adapted
 from ..seams.session import LazyModel
@@ -130,11 +129,10 @@ def load_zero(training: Training, zero: ZeroFolder, settings: StreamingConfig, c
         return _StandIn(load, {**trained, **frozen}, buffers), set(), set()
 
     # Masters that are in swap files come as moments do, after the weights that belong to them.
-    place_into(
-        training.live, zero.path, partial(weights, without=set()), set(), config=settings, with_masters=not swapped
-    )
+    place = partial(place_into, training.live, zero.path, config=settings, coordinator=coordinator)
+    place(partial(weights, without=set()), set(), with_masters=not swapped)
     if swapped and swapped != zero.views().keys():
-        place_into(training.live, zero.path, partial(weights, without=swapped), set(), config=settings)
+        place(partial(weights, without=swapped), set())
     for key in [*zero.keys, *([MASTER] if swapped else [])]:
         slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
         _load_key(slots, training, zero, key, settings, coordinator)
@@ -156,7 +154,7 @@ def _load_key(
 ) -> None:
     hides_zero3 = any(map(has_partition, training.model.parameters()))
     destination = SlotMemory(slots, key, training.device, hides_zero3=hides_zero3)
-    with coordinator.watched(LOAD), coordinator.reporting():
+    with coordinator.reporting():
         load = Load(settings, {}, coordinator, destination)
         with closing(load), torch.no_grad():
             views = zero.views(key, load.checkpoint.add(zero.shards))
