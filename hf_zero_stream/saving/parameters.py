@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -199,8 +198,8 @@ class NewParameters(Parameters):
         threads: int,
         held: Held | None = None,
     ) -> None:
-        lazy = partial(LazyParameters, model, coordinator, dtype, self.gather, held)
-        self._lazy = coordinator.run_on_all(lazy)
+        with coordinator.reporting():
+            self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
         holdings = self._lazy.holdings
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
         super().__init__(coordinator, {}, Layout(_held_by(holdings)))
@@ -225,8 +224,8 @@ class NewParameters(Parameters):
         return entries
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], compares: bool, threads: int) -> None:
-        compared = holdings if compares else {}
-        digests = self._coordinator.run_on_all(partial(digests_of, compared, threads))
+        with self._coordinator.reporting():
+            digests = digests_of(holdings if compares else {}, threads)
         mine = [
             _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))
             for name, each in holdings.items()

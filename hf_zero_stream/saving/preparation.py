@@ -57,6 +57,8 @@ _kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
 class Preparation:
     """Plans what a save of `model` writes, and writes what is not weights (all ranks).
 
+    An error of one rank is an error of all at the next agreement; the caller is inside :meth:`Coordinator.reporting`.
+
     Attributes:
         single_writer: rank 0 writes everything.
         settings: what else the plans depend on, which are kept for the next save; None: they are not kept.
@@ -130,13 +132,10 @@ class Preparation:
         if [len(group) for group in planned] != [len(plans) for plans in kept.plans]:
             return None
 
-        def write() -> None:
-            for content, files in zip(contents, kept.files, strict=True):
-                for name, data in files.items():
-                    (folder / content.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / content.folder / name).write_bytes(data)
-
-        self.coordinator.run_on_main(write)
+        for content, files in zip(contents, kept.files, strict=True):  # none but on rank 0
+            for name, data in files.items():
+                (folder / content.folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / content.folder / name).write_bytes(data)
         return planned
 
     def _files(self, folder: Path) -> list[Path]:
@@ -159,7 +158,8 @@ class Preparation:
             if parameters is None:
                 others.append(self._planned(root, alike.lay_out, content, alike.held))
                 continue
-            self.coordinator.run_on_main(partial(alike.write_index, root, content.index_name))
+            if self.coordinator.is_main:
+                alike.write_index(root, content.index_name)
             others.append(first.like(alike, parameters))
         return [first, *others]
 
@@ -186,9 +186,10 @@ class Preparation:
                 _refuse_computed(plan)
             return Planned(parameters, shards, plan, content.folder)
 
-        found = coordinator.run_on_all(planned)
-        headers = b"".join(shard.header for shard in found.shards)
-        digests = coordinator.all_gather(hashlib.sha256(headers).hexdigest())
+        with coordinator.reporting():
+            found = planned()
+            mine = hashlib.sha256(b"".join(shard.header for shard in found.shards)).hexdigest()
+        digests = coordinator.all_gather(mine)
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if different:
             raise SaveError(

@@ -63,6 +63,8 @@ def accelerate_config_file() -> str:
 
 def unwrapped(model: Any) -> Any:
     """The model inside any nesting of engines, DistributedDataParallel and what ``torch.compile`` returns."""
+    if isinstance(model, PreTrainedModel) and "_orig_mod" not in vars(model):
+        return model  # accelerate would look up installed packages, which takes some milliseconds
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     return inner if inner is model else unwrapped(inner)
 
