@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import logging
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from fractions import Fraction
 from typing import Any, Literal, get_args, get_type_hints
 
 from .errors import ConfigError
+from .launcher import announced_local_rank
 
 
 __all__ = [
@@ -21,12 +23,15 @@ __all__ = [
     "StreamingConfig",
     "adopt_alias",
     "buildable",
+    "check_environment",
     "completed",
     "parse_size",
     "unknown_variables",
     "values_in",
     "without_own_section",
 ]
+
+logger = logging.getLogger(__name__)
 
 _SECTION = "hf_zero_stream"  # the top-level key of a DeepSpeed config that holds our settings
 _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in capitals follows
@@ -205,13 +210,15 @@ class StreamingConfig:
         G, T) are powers of 1000 and KiB, MiB, GiB, TiB powers of 1024 (`"64MiB"`, `"1.5 GB"`). Booleans accept 1, 0,
         true, false, yes, no.
 
-        Variables with other names of this kind are ignored (see :func:`unknown_variables`).
+        Variables with other names of this kind are ignored, with a warning (see :func:`unknown_variables`).
 
         Raises:
             ConfigError: a key of the section is not known, or a value cannot be understood or lies outside its range.
         """
         if explicit is not None:
             return explicit
+        if environ is os.environ:
+            check_environment()
         section = {} if ds_config is None else ds_config.get(_SECTION, {})
         if not isinstance(section, Mapping):
             raise ConfigError(f'"{_SECTION}" in the DeepSpeed config: expected a mapping; got {section!r}')
@@ -243,6 +250,20 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
     strange = [variable for variable in environ if variable.startswith(_PREFIX) and variable not in known]
     nearest = {variable: _nearest(variable.removeprefix(_PREFIX).lower(), known.values()) for variable in strange}
     return {variable: near and _PREFIX + near.upper() for variable, near in nearest.items()}
+
+
+def check_environment() -> None:
+    """Raise a ConfigError if a setting there is wrong; warn of each of :func:`unknown_variables`, once per host."""
+    values_in()
+    for variable, near in unknown_variables().items():
+        _warn_of_variable(variable, near)
+
+
+@functools.cache
+def _warn_of_variable(variable: str, near: str) -> None:
+    if announced_local_rank() == 0:
+        hint = f" Did you mean {near}?" if near else " See docs/settings.md for those that are."
+        logger.warning(f"The environment variable {variable} is no setting of hf_zero_stream, and is ignored.{hint}")
 
 
 @functools.cache

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import threading
 from typing import TypeVar
 
 from . import scope
-from .config import StreamingConfig, unknown_variables, values_in
+from .config import StreamingConfig, check_environment
 from .errors import ConfigError
 from .patching import Patches
-from .ranks.topology import announced_local_rank
 from .seams import entrances
 
 
 __all__ = ["enter_for_process", "streaming"]
 
 Function = TypeVar("Function")
-
-logger = logging.getLogger(__name__)
 
 
 class streaming:  # noqa: N801 - used like a function
@@ -57,7 +52,7 @@ class streaming:  # noqa: N801 - used like a function
 
     def __enter__(self) -> streaming:
         if self.config is None and scope.current_config() is None:
-            _check_environment()
+            check_environment()
         _replaced.__enter__()
         self._open.append(scope.enter(self.config))
         return self
@@ -76,25 +71,11 @@ def enter_for_process() -> None:
 
     Its settings are those of the environment and of the DeepSpeed config.
     """
-    _check_environment()
+    check_environment()
     if scope.enter_for_process():
         _replaced.__enter__()
     else:
         _replaced.renew()
-
-
-def _check_environment() -> None:
-    """Raise a ConfigError if a setting in the environment is wrong; warn of variables that are no settings."""
-    values_in()
-    for variable, near in unknown_variables().items():
-        _warn_of_variable(variable, near)
-
-
-@functools.cache  # once
-def _warn_of_variable(variable: str, near: str) -> None:
-    if announced_local_rank() == 0:
-        hint = f" Did you mean {near}?" if near else " See docs/settings.md for those that are."
-        logger.warning(f"The environment variable {variable} is no setting of hf_zero_stream, and is ignored.{hint}")
 
 
 class _Replaced:

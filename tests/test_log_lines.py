@@ -13,6 +13,7 @@ import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
+from hf_zero_stream import config
 from hf_zero_stream.config import StreamingConfig
 from tests.cluster import run_ranks
 from tests.parity import ds_config
@@ -72,3 +73,39 @@ def test_ranks_speak_once(compiler: None, cluster: None, zoo_checkpoint: Callabl
             assert ranks == [0, ON_A_HOST], (text, ranks)
         else:
             assert len(ranks) == 1, (text, ranks)
+
+
+def call_outside_of_streaming(folder: Path, saved: Path) -> dict[str, int]:
+    """How often this rank warns of a variable that is no setting, in each call that needs no ``streaming()``."""
+    os.environ["HF_ZERO_STREAM_VERFIY"] = "full"
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("hf_zero_stream").addHandler(handler)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    calls: dict[str, Callable[[], object]] = {
+        "save_pretrained": lambda: hf_zero_stream.save_pretrained(model, saved / "model", write_from="all"),
+        "load_into": lambda: hf_zero_stream.load_into(model, str(saved / "model")),
+        "save_state": lambda: hf_zero_stream.save_state(model, saved / "state", optimizer=optimizer),
+        "load_state": lambda: hf_zero_stream.load_state(model, saved / "state", optimizer=optimizer),
+    }
+    found = {}
+    for name, call in calls.items():
+        config._warn_of_variable.cache_clear()  # as if it were the first call of the process
+        records.clear()
+        call()
+        call()
+        found[name] = sum("HF_ZERO_STREAM_VERFIY" in record.getMessage() for record in records)
+    return found
+
+
+def test_mistyped_variables_are_named_outside_of_streaming_too(
+    compiler: None, cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, call_outside_of_streaming, zoo_checkpoint("llama"), tmp_path)
+    assert set(first.values()) == {1}, first
+    assert set(second.values()) == {0}, second

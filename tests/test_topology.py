@@ -9,29 +9,29 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from hf_zero_stream.ranks import topology
-from hf_zero_stream.ranks.topology import LOCAL_RANKS, LOCAL_SIZES, Location, Topology
+from hf_zero_stream.launcher import LOCAL_RANKS, LOCAL_SIZES, announced_local_rank, announced_local_size
+from hf_zero_stream.ranks.topology import Location, Topology
 from tests.cluster import run_ranks
 from tests.hosts import move_to_host
 
 
 @pytest.mark.parametrize("name", LOCAL_SIZES)
 def test_launchers_say_how_many_ranks_a_host_has(name: str) -> None:
-    assert topology.announced_local_size({}) == 1
-    assert topology.announced_local_size({name: "8"}) == 8
-    assert topology.announced_local_size({name: "8(x3)"}) == 8
+    assert announced_local_size({}) == 1
+    assert announced_local_size({name: "8"}) == 8
+    assert announced_local_size({name: "8(x3)"}) == 8
 
 
 @pytest.mark.parametrize("name", LOCAL_RANKS)
 def test_launchers_number_the_ranks_of_a_host(name: str) -> None:
-    assert topology.announced_local_rank({}) == 0
-    assert topology.announced_local_rank({name: "5"}) == 5
+    assert announced_local_rank({}) == 0
+    assert announced_local_rank({name: "5"}) == 5
 
 
 def test_torch_s_launchers_come_before_those_around_them() -> None:
     """As torchrun in a batch script of Slurm's."""
     environ = {"SLURM_LOCALID": "0", "SLURM_NTASKS_PER_NODE": "1", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
-    assert (topology.announced_local_rank(environ), topology.announced_local_size(environ)) == (3, 4)
+    assert (announced_local_rank(environ), announced_local_size(environ)) == (3, 4)
 
 
 @pytest.mark.parametrize(("hosts", "position", "first"), [("aabb", 1, 2), ("abab", 1, 1), ("abcd", 0, 3)])

@@ -17,7 +17,7 @@ import typer
 
 from ..config import StreamingConfig, unknown_variables, values_in, without_own_section
 from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError
-from ..ranks.topology import announces_zero3, announces_zero3_init
+from ..launcher import announces_zero3, announces_zero3_init
 from ..reports.text import count_text, folded_names
 from ..sources.base import SourceFile
 from ..sources.local import LocalFiles, is_on_network, kind_of_file_system
@@ -289,7 +289,7 @@ def _check_ds_config(config: Mapping[str, Any]) -> Iterator[Check]:
         what = f"zero_optimization.stage is {zero.get('stage')!r}"
         yield Check("ZeRO stage", "note", f"{what}: only stage 3 partitions parameters")
     try:
-        StreamingConfig.resolve(None, config)
+        StreamingConfig.resolve(None, config, {})
         zero3.refuse_unsupported(without_own_section(config))
         yield Check("settings", "ok", "known and supported")
     except (ConfigError, UnsupportedError) as error:

@@ -15,9 +15,9 @@ from .. import scope
 from ..config import StreamingConfig, adopt_alias, completed
 from ..engine.load import Load
 from ..errors import UnsupportedError
+from ..launcher import announced_local_rank, announces_zero3, announces_zero3_init
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
-from ..ranks.topology import announced_local_rank, announces_zero3, announces_zero3_init
 from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed, is_known
 from ..seams.wrappers import shards_by_fsdp2
 

@@ -12,7 +12,7 @@ from typing import Any, TextIO
 from huggingface_hub.utils import are_progress_bars_disabled
 from tqdm.auto import tqdm
 
-from ..ranks.topology import announced_local_rank
+from ..launcher import announced_local_rank
 
 
 __all__ = ["progress_bar"]

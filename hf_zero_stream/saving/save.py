@@ -120,7 +120,8 @@ class Save:
         refuse_wrapped(values, "save_pretrained", advice)
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
-        self._write_from, self._verify, self._keeps_plans = write_from, verify, keeps_plans
+        settings = StreamingConfig.resolve(current_config(), found_config()[0])
+        self._write_from, self._verify, self._keeps_plans = write_from or settings.write_from, verify, keeps_plans
         self._chunk_bytes, self._progress = chunk_bytes, progress
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
@@ -281,9 +282,8 @@ class Save:
         )
 
     def _begun(self) -> tuple[str, Publication]:
-        """Who writes, and where; by rank 0, in the settings of the ``streaming()`` around it, if there is one."""
-        write_from = self._write_from or StreamingConfig.resolve(current_config(), found_config()[0]).write_from
-        return write_from, Publication.begin(self._folder)
+        """Who writes, and where; rank 0 decides."""
+        return self._write_from, Publication.begin(self._folder)
 
     def _is_hidden(self, folder: Path) -> bool:
         """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""

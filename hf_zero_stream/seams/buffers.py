@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..ranks.topology import announced_local_rank
+from ..launcher import announced_local_rank
 
 
 __all__ = ["computed_buffers"]

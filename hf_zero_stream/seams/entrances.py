@@ -19,8 +19,8 @@ from transformers.utils import hub
 
 from .. import scope
 from ..config import StreamingConfig
+from ..launcher import announces_zero3
 from ..patching import Patches, Replacement
-from ..ranks.topology import announces_zero3
 from ..sources.urls import is_url
 from .ds_config import found_config
 from .wrappers import accelerator_replacements, is_accelerator_there, shards_by_fsdp2

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from .. import scope
 from ..config import StreamingConfig
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
-from ..ranks.topology import announced_local_rank
+from ..launcher import announced_local_rank
 from ..sources.answers import Answers, answers_once
 from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.distributed import DistributedConfig
 
-from ..ranks.topology import announced_local_rank
+from ..launcher import announced_local_rank
 from .session import Original, Session, seam
 
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ..errors import refuse_unknown_version
+from ..launcher import announces_fsdp2
 from ..patching import Replacement
-from ..ranks.topology import announces_fsdp2
 
 
 __all__ = [

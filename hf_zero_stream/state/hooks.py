@@ -18,9 +18,9 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
+from ..launcher import announced_local_rank
 from ..loading.into import load_into
 from ..patching import Patches
-from ..ranks.topology import announced_local_rank
 from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import noted_saves, noting_saves, replace_trainer
