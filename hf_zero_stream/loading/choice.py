@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from ..launcher import announced_local_rank, announces_zero3, announces_zero3_init
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
-from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed, is_known
+from ..seams.sharding import SIZES, cuts_matrices, distributed_config_of, init_distributed, is_known
 from ..seams.wrappers import shards_by_fsdp2
 
 
@@ -34,8 +34,6 @@ __all__ = [
 ]
 
 logger = logging.get_logger(__name__)
-
-_SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 
 
 class Choice(NamedTuple):
@@ -218,10 +216,10 @@ def _sharding_argument(kwargs: Mapping[str, Any]) -> str:
     if (config := kwargs.get("distributed_config")) is None:
         return ""
     if isinstance(config, Mapping):
-        asks = config.get("tp_plan") is not None or any(config.get(size) not in (None, 1) for size in _SIZES)
+        asks = config.get("tp_plan") is not None or any(config.get(size) not in (None, 1) for size in SIZES)
     else:
         # Before transformers 5.14 a config may have no sizes, and a model is sharded whenever one is given.
-        asks = any(getattr(config, size, None) != 1 for size in _SIZES)
+        asks = any(getattr(config, size, None) != 1 for size in SIZES)
     return "distributed_config" if asks else ""
 
 

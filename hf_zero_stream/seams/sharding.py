@@ -18,9 +18,10 @@ from ..launcher import announced_local_rank
 from .session import Original, Session, seam
 
 
-__all__ = ["cuts_matrices", "device_type", "distributed_config_of", "init_distributed", "is_known"]
+__all__ = ["SIZES", "cuts_matrices", "device_type", "distributed_config_of", "init_distributed", "is_known"]
 
-_SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
+SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
+"""The attributes of a ``DistributedConfig`` that shard a model where they are more than 1."""
 
 
 def is_known() -> bool:
@@ -39,7 +40,7 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
         config = DistributedConfig(**of_its_own) if of_its_own else None
     elif isinstance(config, Mapping):
         config = DistributedConfig.from_dict(dict(config))
-    shards = config is not None and any(getattr(config, size, None) not in (None, 1) for size in _SIZES)
+    shards = config is not None and any(getattr(config, size, None) not in (None, 1) for size in SIZES)
     return config if shards else None
 
 
