@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from transformers import modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 from transformers.integrations.deepspeed import (
     HfDeepSpeedConfig,
@@ -152,3 +155,23 @@ def resize_the_first(folder: Path) -> tuple[list[int], list[int]]:
 def test_two_models(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
     for sizes, (partitioned, number) in run_ranks(2, resize_the_first, zoo_checkpoint("llama", torch.bfloat16)):
         assert sizes == [317, 311] and partitioned == number
+
+
+def test_hidden_from_functions_that_others_put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """axolotl has transformers take ZeRO-3 for enabled, whatever its config is."""
+    from hf_zero_stream.seams.ds_config import zero3_hidden
+
+    def say_yes() -> bool:
+        return True
+
+    modules = [modeling_utils, transformers_deepspeed]
+    for module in modules:
+        monkeypatch.setattr(module, "is_deepspeed_zero3_enabled", say_yes)
+    with zero3_hidden():
+        assert not any(module.is_deepspeed_zero3_enabled() for module in modules)
+        with ThreadPoolExecutor() as threads:
+            assert threads.submit(modeling_utils.is_deepspeed_zero3_enabled).result()
+        with zero3_hidden():
+            pass
+        assert not any(module.is_deepspeed_zero3_enabled() for module in modules)
+    assert all(module.is_deepspeed_zero3_enabled is say_yes for module in modules)

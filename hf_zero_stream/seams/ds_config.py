@@ -16,8 +16,11 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import modeling_utils
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
+
+from ..patching import Patches
 
 
 __all__ = ["ModelsConfig", "found_config", "zero3_hidden"]
@@ -66,13 +69,24 @@ def _set_config(config: Any) -> None:
 _hidden: ContextVar[bool] = ContextVar("hf_zero_stream_hides_zero3", default=False)
 
 
+def _is_enabled(original: Callable[[], bool]) -> bool:
+    return not _hidden.get() and original()
+
+
+# axolotl puts functions in their place that look at no config, and say yes.
+_answers = Patches(
+    {(module, "is_deepspeed_zero3_enabled"): _is_enabled for module in (modeling_utils, transformers_deepspeed)}
+)
+
+
 @contextmanager
 def zero3_hidden() -> Iterator[None]:
     """Inside, transformers and its models find no DeepSpeed config in this thread."""
     token = _hidden.set(True)
     _change(hiding=1)
     try:
-        yield
+        with _answers:
+            yield
     finally:
         _hidden.reset(token)
         _change(hiding=-1)
