@@ -22,7 +22,7 @@ from ..destinations.live_shards import LiveShards
 from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
 from ..errors import ConfigError, LoadError, UnsupportedError
-from ..packed.modules import packed_weights
+from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -138,7 +138,7 @@ def place_into(
     with _before_meeting(coordinator):
         live_model = _inside(model)
         fill_whole(live_model)
-        if any(map(packed_weights, live_model.modules())):
+        if is_packed(live_model):
             raise UnsupportedError(
                 "load_into(model): the model's weights are packed as in the checkpoint that it was loaded from "
                 "(keep_quantized). Load it anew with from_pretrained."

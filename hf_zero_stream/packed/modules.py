@@ -18,7 +18,7 @@ from ..errors import UnsupportedError
 from .weights import PackedWeight
 
 
-__all__ = ["PackedLinear", "PackedParameter", "grouped_product", "packed_weights", "refuse_training"]
+__all__ = ["PackedLinear", "PackedParameter", "grouped_product", "is_packed", "packed_weights", "refuse_training"]
 
 
 class PackedParameter(nn.Parameter):
@@ -52,6 +52,11 @@ def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
     """The packed weights of `module` itself, by the names of its parameters."""
     found: dict[str, PackedWeight] = vars(module).setdefault("_hf_zero_stream_packed", {})
     return found
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether any weights of `model` are packed."""
+    return any(map(packed_weights, model.modules()))
 
 
 def refuse_training(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from ..checkpoint.lazy import LazyTensor
 from ..destinations.deepspeed.marks import has_partition, is_gathered_whole
 from ..errors import SaveError, UnsupportedError
+from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
@@ -103,11 +104,13 @@ def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args:
     bound = SIGNATURE.bind(self, *args, **kwargs)
     arguments = bound.arguments
     if not _is_ours(arguments):
+        _refuse_packed(arguments)
         if active_configs() and not is_noting():
             refuse_url(arguments["save_directory"])
         return original(self, *args, **kwargs)
     leader = _leader.get()
     if leader is None and arguments.get("state_dict") is None and is_gathered_whole(self):
+        _refuse_packed(arguments)
         refuse_url(arguments["save_directory"])
         # Of several callers rank 0 writes, as in newer versions of transformers.
         arguments["is_main_process"] = arguments.get("is_main_process", True) and dist.get_rank() == 0
@@ -139,7 +142,23 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     from ..destinations.shards import is_sharded  # imports torch's FSDP2
 
     model = arguments["self"]
-    return any(map(has_partition, model.parameters())) or is_sharded(model)
+    return any(map(has_partition, model.parameters())) or is_sharded(model) or is_packed(model)
+
+
+def _refuse_packed(arguments: Mapping[str, Any]) -> None:
+    """Raise if transformers alone is to save packed weights: it would write their bytes as if they were values.
+
+    A load may take them for values and give a wrong model, as bitsandbytes' does. Adapters alone it saves rightly.
+    """
+    model = arguments["self"]
+    if is_noting() or getattr(model, "_hf_peft_config_loaded", False) or not is_packed(model):
+        return
+    raise UnsupportedError(
+        f"save_pretrained({arguments['save_directory']!r}): the weights of this {type(model).__name__} are quantised "
+        "and packed (hf_zero_stream's keep_quantized), and transformers alone would write their bytes as flat tensors "
+        "without scales. Call hf_zero_stream.save_pretrained(model, folder), or model.save_pretrained(folder) inside "
+        "streaming(), on all ranks, outside of GatheredParameters, and without a state_dict or distributed_checkpoint."
+    )
 
 
 entrances.handle(save_pretrained=_save_pretrained)

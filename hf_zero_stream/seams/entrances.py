@@ -8,6 +8,7 @@ and replaced. The rooms that do the work register as *handlers* of these functio
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,7 +27,16 @@ from .ds_config import found_config
 from .wrappers import accelerator_replacements, is_accelerator_there, shards_by_fsdp2
 
 
-__all__ = ["MODEL_FILES", "WEIGHTS", "handle", "must_open", "on_opening", "patch_auto_classes", "patches"]
+__all__ = [
+    "MODEL_FILES",
+    "WEIGHTS",
+    "handle",
+    "keep_watching_saves",
+    "must_open",
+    "on_opening",
+    "patch_auto_classes",
+    "patches",
+]
 
 Original = Callable[..., Any]
 
@@ -110,14 +120,25 @@ def _make_accelerator(original: Original, self: Any, *args: Any, **kwargs: Any) 
     original(self, *args, **kwargs)
 
 
+_of_saves = Patches({(PreTrainedModel, "save_pretrained"): _save_pretrained})
+
 patches = Patches(
     {
         (PreTrainedModel, "from_pretrained"): _from_pretrained,
-        (PreTrainedModel, "save_pretrained"): _save_pretrained,
         (hub, "cached_files"): _cached_files,
         **accelerator_replacements(__init__=_make_accelerator),
-    }
+    },
+    on_top_of=_of_saves,
 )
+
+
+@functools.cache  # once
+def keep_watching_saves() -> None:
+    """Have the handler of `save_pretrained` called from now on outside of ``streaming()`` too.
+
+    There are models now that transformers alone would save wrongly.
+    """
+    _of_saves.__enter__()
 
 
 # ------------------------------------------------------------------------------------------- classes that load by name

@@ -24,12 +24,13 @@ from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import View, entries_of
 from ..errors import CheckpointError, UnsupportedError
-from ..packed.modules import PackedLinear, grouped_product, packed_weights
+from ..packed.modules import PackedLinear, grouped_product, is_packed, packed_weights
 from ..packed.programs import NotPackable, NotQuantised, is_computed
 from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
 from .adapters import serve_packed
 from .bitsandbytes import dequantising_quantizer
+from .entrances import keep_watching_saves
 from .quantised import COMPRESSED_FORMATS, stays_quantised
 from .quantising import QuantisingQuantizer, is_quantisable, sources_of, wanted_config
 from .session import Original, Session, seam
@@ -163,7 +164,7 @@ def take_packed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, tuple
 def _remove_quantization_config(session: Session, original: Original, self: Any, model: Any) -> None:
     """A packed model's config goes on saying how its weights are quantised: that is how it is saved."""
     original(self, model)
-    if session.kept_config is not None and any(map(packed_weights, model.modules())):
+    if session.kept_config is not None and is_packed(model):
         model.config.quantization_config = session.kept_config
 
 
@@ -212,6 +213,7 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     if not candidates:
         return
     serve_packed()
+    keep_watching_saves()
     model._hf_zero_stream_dequantised = sorted(refused)
     model._weight_conversions = list(_without_quantisation(getattr(model, "_weight_conversions", None) or []))
     for param in model.parameters():
