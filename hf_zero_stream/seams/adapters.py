@@ -10,11 +10,12 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import ConfigError, UnsupportedError, refuse_unknown_version
-from ..packed.modules import packed_weights
+from ..packed.modules import is_packed, packed_weights
 from ..packed.replicas import keep_alike
 
 
@@ -57,7 +58,7 @@ def serve_packed() -> None:
 
     @functools.wraps(check_merge)
     def check_merge_allowed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(packed_weights(module) for module in self.model.modules()):
+        if is_packed(self.model):
             raise UnsupportedError(
                 "The base model's weights are quantised and packed (hf_zero_stream's keep_quantized): adapters cannot "
                 "be merged into them. Save the adapters, load the base model dequantised in one process, outside "
@@ -68,7 +69,7 @@ def serve_packed() -> None:
 
     @functools.wraps(inject)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        if not any(map(packed_weights, model.modules())):
+        if not is_packed(model):
             return inject(self, model, adapter_name, *args, **kwargs)
         _refuse_reading(self.peft_config[adapter_name])
         _refuse_replicas(model)
@@ -133,18 +134,21 @@ def _refuse_packed_targets(model: nn.Module, targets: Iterable[str]) -> None:
 def _cast_adapters(model: nn.Module, adapter_name: str) -> None:
     """Give adapters of packed layers the dtype of the layers' values, as PEFT does for plain layers.
 
-    PEFT finds integers there, and leaves adapters in fp32. DeepSpeed trains adapters of one dtype only.
+    PEFT finds integers there, and leaves adapters in fp32. DeepSpeed trains adapters of one dtype only. What PEFT
+    makes fp32 again afterwards, like VeRA's projections, has been rounded as those of plain layers.
     """
-    for layer, params in _adapters(model, adapter_name):
+    for layer, tensors in _adapters(model, adapter_name):
         for weight in packed_weights(layer.get_base_layer()).values():
-            for param in params:
-                param.data = param.data.to(weight.dtype)
+            for tensor in tensors:
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(weight.dtype)
 
 
 def _keep_alike(model: nn.Module, adapter_name: str) -> None:
     """If FSDP2 has sharded `model` already, have all ranks train the same adapters, which it does not know."""
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
-    params = [param for _, each in _adapters(model, adapter_name) for param in each if not isinstance(param, DTensor)]
+    of_adapter = (tensor for _, tensors in _adapters(model, adapter_name) for tensor in tensors)
+    params = [each for each in of_adapter if isinstance(each, nn.Parameter) and not isinstance(each, DTensor)]
     if not meshes or not params or all(param.is_meta for param in model.parameters()):  # the last: only planned
         return
     if any(param.is_meta for param in params):
@@ -155,16 +159,16 @@ def _keep_alike(model: nn.Module, adapter_name: str) -> None:
     keep_alike(params, meshes[0])
 
 
-def _adapters(model: nn.Module, adapter_name: str) -> Iterator[tuple[Any, list[nn.Parameter]]]:
-    """Each layer that has an adapter of this name, and the adapter's parameters."""
+def _adapters(model: nn.Module, adapter_name: str) -> Iterator[tuple[Any, list[torch.Tensor]]]:
+    """Each layer that has an adapter of this name, and the adapter's parameters and buffers."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
-            params: list[nn.Parameter] = []
-            for key in layer.adapter_layer_names:
-                adapters = getattr(layer, key, None)
-                if isinstance(adapters, (nn.ModuleDict, nn.ParameterDict)) and adapter_name in adapters:
-                    adapter = adapters[adapter_name]
-                    params += adapter.parameters() if isinstance(adapter, nn.Module) else [adapter]
-            yield layer, params
+            tensors: list[torch.Tensor] = []
+            for key in (*layer.adapter_layer_names, *layer.other_param_names):
+                adapters: Any = getattr(layer, key, None)
+                if isinstance(adapters, nn.Module) and adapter_name in adapters:  # a dict of modules or of tensors
+                    each = adapters[adapter_name]
+                    tensors += [*each.parameters(), *each.buffers()] if isinstance(each, nn.Module) else [each]
+            yield layer, tensors
