@@ -86,7 +86,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self, with_body: bool = True) -> None:
         self.how.delay()
-        path = unquote(self.path.partition("?")[0]).removeprefix(self.prefix)
+        # Run:ai's streamer asks for whole URLs, as a client of a proxy would; servers have to take both forms.
+        path = re.sub(r"^http://[^/]*", "", unquote(self.path.partition("?")[0])).removeprefix(self.prefix)
         file = self.folder / path.lstrip("/")
         size = file.stat().st_size if file.is_file() else 0
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
