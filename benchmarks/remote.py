@@ -4,8 +4,7 @@ python -m benchmarks.remote --gigabytes 1.7 --worlds 1,2 --rate 400 --latency 50
 
 A server on the loopback, in a process of its own, gives ranges of a checkpoint's files as S3 does; all connections
 together get `--rate` bytes per second, and each request waits `--latency` first. Run:ai's streamer, where it and
-its plugin (runai-model-streamer-s3) are
-installed, reads whole tensors from the same server, on one rank.
+its plugin (runai-model-streamer-s3) are installed, reads whole tensors from the same server, on one rank.
 """
 
 from __future__ import annotations

@@ -123,14 +123,15 @@ def adapters_of(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def trained_on_own_data(folder: Path, world_size: int) -> dict[str, Any]:
+def trained_on_own_data(folder: Path, world_size: int, keep_quantized: bool = True) -> dict[str, Any]:
     """Three steps, each of two backward passes, in which each rank has inputs of its own.
 
     In one process: the same with the mean of all their losses. A second adapter is never used, and has no gradients.
     """
     rank, is_sharded = dist.get_rank(), dist.get_world_size() > 1
     if is_sharded:
-        base = load_native(folder, dtype=torch.float32)
+        base = load_native(folder, keep_quantized, dtype=torch.float32)
+        assert bool(packed_names(base)) == keep_quantized
     else:
         folder, how = dequantised(folder)
         base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).float()
@@ -153,10 +154,12 @@ def trained_on_own_data(folder: Path, world_size: int) -> dict[str, Any]:
     return {"at first": at_first, "trained": [param.detach().clone() for param in trained]}
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_adapters_on_a_sharded_model(cluster: None, folders: dict[str, Path], world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "keep_quantized"), [(2, True), (3, True), (2, False)])
+def test_adapters_on_a_sharded_model(
+    cluster: None, folders: dict[str, Path], world_size: int, keep_quantized: bool
+) -> None:
     """FSDP2 does not know them; yet all ranks have the same ones, and train them on all data."""
-    ranks = run_ranks(world_size, trained_on_own_data, folders["nf4 dense"], world_size, timeout=300)
+    ranks = run_ranks(world_size, trained_on_own_data, folders["nf4 dense"], world_size, keep_quantized, timeout=300)
     (expected,) = run_ranks(1, trained_on_own_data, folders["nf4 dense"], world_size)
     for found in ranks:
         for name, values in found.items():

@@ -1,6 +1,7 @@
 """PEFT's adapters: put on a model that is only planned, and refused by name where packed weights cannot have them.
 
-From the first packed model on some of PEFT's methods stay replaced: they are called outside of ``streaming()`` too.
+From the first packed or sharded model on some of PEFT's methods stay replaced: they are called outside of
+``streaming()`` too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..packed.modules import is_packed, packed_weights
 from ..packed.replicas import keep_alike
 
 
-__all__ = ["put_adapters_on", "serve_packed"]
+__all__ = ["put_adapters_on", "watch_adapters"]
 
 _STARTS_WITHOUT_VALUES = ("gaussian", "eva")
 """Values of ``init_lora_weights`` that are texts, and for which PEFT does not read the base model's weights."""
@@ -45,8 +46,11 @@ def put_adapters_on(model: nn.Module, lora: Any) -> None:
 
 
 @functools.cache
-def serve_packed() -> None:
-    """Have PEFT refuse what packed weights cannot have, and treat them as weights of their values' dtype otherwise."""
+def watch_adapters() -> None:
+    """Have PEFT refuse what packed weights cannot have, and treat them as weights of their values' dtype otherwise.
+
+    Adapters on models that FSDP2 has sharded already are kept alike on all ranks, if we have loaded the model.
+    """
     if importlib.util.find_spec("peft") is None:
         return
     from peft.tuners.tuners_utils import BaseTuner
@@ -69,9 +73,10 @@ def serve_packed() -> None:
 
     @functools.wraps(inject)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        if not is_packed(model):
+        if not is_packed(model) and not hasattr(model, "streaming_report"):  # not ours
             return inject(self, model, adapter_name, *args, **kwargs)
-        _refuse_reading(self.peft_config[adapter_name])
+        if is_packed(model):
+            _refuse_reading(self.peft_config[adapter_name])
         _refuse_replicas(model)
         result = inject(self, model, adapter_name, *args, **kwargs)
         _cast_adapters(model, adapter_name)
@@ -109,7 +114,8 @@ def _refuse_reading(config: Any) -> None:
 def _refuse_replicas(model: nn.Module) -> None:
     """Raise if FSDP2 has sharded `model` on more than one dimension: PEFT takes that for tensor parallelism."""
     for param in model.parameters():
-        if isinstance(param, DTensor) and len(names := param.device_mesh.mesh_dim_names or ()) > 1:
+        names = param.device_mesh.mesh_dim_names or () if isinstance(param, DTensor) else ()
+        if len(names) > 1 and "tp" not in names:
             raise UnsupportedError(
                 f"distributed_config: the model is sharded on a mesh of {', '.join(names)}, and PEFT would make "
                 "adapters of the sizes of its shards. Shard it after get_peft_model (accelerate's FSDP2), or leave "
@@ -147,6 +153,8 @@ def _cast_adapters(model: nn.Module, adapter_name: str) -> None:
 def _keep_alike(model: nn.Module, adapter_name: str) -> None:
     """If FSDP2 has sharded `model` already, have all ranks train the same adapters, which it does not know."""
     meshes = [param.device_mesh for param in model.parameters() if isinstance(param, DTensor)]
+    if any("tp" in (mesh.mesh_dim_names or ()) for mesh in meshes):
+        return  # PEFT shards adapters as tensor parallelism does, and sees to the others
     of_adapter = (tensor for _, tensors in _adapters(model, adapter_name) for tensor in tensors)
     params = [each for each in of_adapter if isinstance(each, nn.Parameter) and not isinstance(each, DTensor)]
     if not meshes or not params or all(param.is_meta for param in model.parameters()):  # the last: only planned

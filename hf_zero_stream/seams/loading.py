@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, modeling_utils
 from transformers.utils import logging
 
@@ -20,6 +21,7 @@ from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..sources.urls import is_url
+from .adapters import watch_adapters
 from .ds_config import zero3_hidden
 from .packing import pack_model
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
@@ -243,7 +245,7 @@ def _finalize_model_loading(
     session: Session, original: Original, model: Any, load_config: Any, loading_info: Any
 ) -> Any:
     """transformers calls the seam that places the model's values, :func:`_move_missing_keys`, inside this function."""
-    if session.model is not model:
+    if session.model is None or session.model is not model:
         return original(model, load_config, loading_info)
     session.placing = partial(_place, session, model, load_config, loading_info)
     dtype = session.load.destination.dtype(load_config.dtype)
@@ -255,6 +257,8 @@ def _finalize_model_loading(
         before = sum(clock.seconds[phase] for phase in inside)
         result = original(model, load_config, loading_info)
         clock.add("finalise", before - sum(clock.seconds[phase] for phase in inside))  # they count as themselves
+        if any(isinstance(param, DTensor) for param in session.model.parameters()):
+            watch_adapters()
         return result
 
 

@@ -28,7 +28,7 @@ from ..packed.modules import PackedLinear, grouped_product, is_packed, packed_we
 from ..packed.programs import NotPackable, NotQuantised, is_computed
 from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
-from .adapters import serve_packed
+from .adapters import watch_adapters
 from .bitsandbytes import dequantising_quantizer
 from .entrances import keep_watching_saves
 from .quantised import COMPRESSED_FORMATS, stays_quantised
@@ -212,7 +212,7 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     _report(session, candidates, refused)
     if not candidates:
         return
-    serve_packed()
+    watch_adapters()
     keep_watching_saves()
     model._hf_zero_stream_dequantised = sorted(refused)
     model._weight_conversions = list(_without_quantisation(getattr(model, "_weight_conversions", None) or []))
