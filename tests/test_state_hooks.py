@@ -14,7 +14,7 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.errors import CheckpointError, ConfigError
 from hf_zero_stream.saving.files import PREFIX
 from hf_zero_stream.state.callers import state_in
 from tests.cluster import run_ranks
@@ -167,3 +167,51 @@ def test_a_save_that_died_while_files_got_their_names(tmp_path: Path) -> None:
     renames = {"renames": ["global_step3", "latest"], "removes": [], "removes_first": []}
     (place / "renames.json").write_text(json.dumps(renames))
     assert state_in(tmp_path, "pytorch_model") == (tmp_path / "pytorch_model", "global_step3")
+
+
+def save_again(folder: Path, target: Path, config: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """By each name the step of the last save under one tag, and that of what a load gave then."""
+    engine = engine_of(folder, config, all_in_one_group)
+    found = {}
+
+    def load(name: str, tag: Any) -> tuple[int, int]:
+        saved = engine.global_steps
+        train(engine, [saved])
+        assert engine.load_checkpoint(str(target / name), tag=tag)[0] is not None
+        return saved, engine.global_steps
+
+    refused = {"client_state": {"a tensor": torch.ones(2)}}
+    with hf_zero_stream.streaming():
+        train(engine, [0])
+        engine.save_checkpoint(str(target / "zero"))
+        train(engine, [1])
+        engine.save_checkpoint(str(target / "zero"), tag=0)
+        found["a tag that is false"] = load("zero", 0)
+        for name, others in (("refused", refused), ("not the latest", {"save_latest": False})):
+            engine.save_checkpoint(str(target / name), tag="best")
+            train(engine, [2])
+            engine.save_checkpoint(str(target / name), tag="best", **others)
+            found[name] = load(name, "best")
+        hf_zero_stream.load_state(engine, target / "refused" / "best")
+        found["by load_state"] = found["refused"][0], engine.global_steps
+        train(engine, [3])
+        engine.save_checkpoint(str(target / "refused"), tag="best")
+        found["ours again"] = load("refused", None)
+        saved = engine.global_steps
+        engine.save_checkpoint(str(target / "same step"))
+        engine.save_checkpoint(str(target / "same step"), **refused)
+        assert "a tensor" in engine.load_checkpoint(str(target / "same step"))[1]
+        with pytest.raises(ConfigError, match=r"a checkpoint of DeepSpeed's own is in the folder.*keep_older=False"):
+            hf_zero_stream.save_state(engine, target / "same step" / f"global_step{saved}")
+    return found
+
+
+def test_a_place_that_deepspeed_has_saved_to_as_well(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Whatever was saved last is what a load gives, whoever saved it; of older ones nothing is left for DeepSpeed."""
+    for found in run_ranks(2, save_again, zoo_checkpoint("llama"), tmp_path, state_config(3)):
+        for name, (saved, loaded) in found.items():
+            assert saved == loaded, name
+    assert (tmp_path / "zero" / "0" / "latest").exists()
+    assert not list((tmp_path / "refused").glob("best/*_states.pt"))

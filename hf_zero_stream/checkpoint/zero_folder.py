@@ -34,6 +34,7 @@ __all__ = [
     "ZERO_2_MODEL",
     "ZeroFolder",
     "ZeroGroup",
+    "entries_of_deepspeed",
     "is_zero_folder",
     "read_zero_folder",
     "world_size_of",
@@ -47,6 +48,9 @@ ZERO_2_MODEL = "mp_rank_00_model_states.pt"
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_.*_model_states\.pt|expp_rank_\d+_.*_optim_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_.*states\.pt")
+
+_OF_DEEPSPEED = re.compile(r".*_(model|optim)_states\.pt")
+"""What any checkpoint of DeepSpeed consists of, also one without ZeRO."""
 
 SWAPPED = "offloaded_tensors"
 """The folder in which DeepSpeed puts copies of the optimizer's swap files (NVMe)."""
@@ -146,6 +150,13 @@ def _joined(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> View:
 def is_zero_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether there is a file of an optimizer's states in it, of any rank."""
     return world_size_of(folder) > 0
+
+
+def entries_of_deepspeed(folder: str | os.PathLike[str]) -> list[str]:
+    """The names of what ``save_checkpoint`` of DeepSpeed has put into the folder of a tag; none if it has not."""
+    names = _names(folder)
+    has_any = any(map(_OF_DEEPSPEED.fullmatch, names))
+    return [name for name in names if _OF_DEEPSPEED.fullmatch(name) or name == SWAPPED] if has_any else []
 
 
 def world_size_of(folder: str | os.PathLike[str]) -> int:

@@ -183,8 +183,8 @@ class Publication:
     def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
         """Give all files their final names, and remove the shards of an earlier save that are not replaced.
 
-        The index comes after all others, and after it the file `last_name`, if there is one. Then the folders
-        `replaced` are removed. Without a `weights_name` no weights are among the files.
+        The index comes after all others, and after it the file `last_name`, if there is one. Then the files and
+        folders `replaced` are removed. Without a `weights_name` no weights are among the files.
         """
         try:
             names = sorted(entry.name for entry in self.temporary.iterdir())

@@ -103,7 +103,7 @@ class Ending:
     Attributes:
         beside: writes what is neither weights nor laid out with them into the folder that is going to be published.
         last_name: the file that gets its name after all others; may be empty.
-        replaced: folders that are removed then.
+        replaced: files and folders that are removed then.
     """
 
     beside: Callable[[Path], None] | None = None

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.zero_folder import SWAPPED, ZERO_2_MODEL, world_size_of
+from ..checkpoint.zero_folder import SWAPPED, ZERO_2_MODEL, entries_of_deepspeed, world_size_of
 from ..config import StreamingConfig
 from ..errors import CheckpointError
 from ..ranks.coordinator import Coordinator
@@ -23,7 +23,7 @@ from ..seams.ds_config import found_config
 from .record import FILE, LATEST, write_latest
 
 
-__all__ = ["Caller", "current", "entered", "in_background", "is_on", "name_state", "other_zero_in", "state_in"]
+__all__ = ["Caller", "current", "entered", "forget_state", "in_background", "is_on", "name_state", "other_zero_in", "state_in"]
 
 
 @dataclass(eq=False)
@@ -93,11 +93,13 @@ def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
 def _look(folder: Path, tag: Any) -> tuple[Path, str] | None:
     finish_interrupted(folder)
     name = str(tag) if tag is not None else _latest(folder)
-    if name and (folder / name / FILE).exists():
-        return folder, name
     if not name:
         return None
     finish_interrupted(folder / name)
+    if entries_of_deepspeed(folder / name):  # newer than a state of ours there, which would have replaced them
+        return None
+    if (folder / name / FILE).exists():
+        return folder, name
     inner = _latest(folder / name)
     if inner and (folder / name / inner / FILE).exists():
         return folder / name, inner
@@ -142,6 +144,13 @@ def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:
         return
     with coordinator.watched(SAVE), coordinator.reporting():
         coordinator.run_on_main(partial(write_latest, folder, tag))
+
+
+def forget_state(place: Path) -> None:
+    """Have nobody find a state of ours in `place` any more, where somebody else has saved a newer one (all ranks)."""
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched(SAVE), coordinator.reporting():
+        coordinator.run_on_main(lambda: (place / LATEST).unlink(missing_ok=True))
 
 
 def _latest(folder: Path) -> str:

@@ -43,9 +43,9 @@ def _save_checkpoint(
 ) -> Any:
     if is_on() and save_latest:
         caller = current() or Caller()
-        tag = tag or caller.apart or None
+        tag = (caller.apart or None) if tag is None else str(tag)
         # A tag of the caller's own may be one of several models in the folder: each gets a folder with its weights.
-        folder = Path(save_dir) if tag is None else Path(save_dir) / str(tag)
+        folder = Path(save_dir) if tag is None else Path(save_dir) / tag
         try:
             saved = save_state(
                 self,
@@ -60,7 +60,7 @@ def _save_checkpoint(
             say_refused(error, "DeepSpeed")
         else:
             if tag is not None:
-                name_state(Path(save_dir), str(tag), saved)
+                name_state(Path(save_dir), tag, saved)
             return True
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 

@@ -15,7 +15,7 @@ from ..errors import ConfigError, UnsupportedError
 from ..loading.into import load_into
 from ..scope import active_configs
 from ..seams.wrappers import is_fsdp2, optimizers_of
-from .callers import Caller, current, in_background, is_on, name_state, state_in
+from .callers import Caller, current, forget_state, in_background, is_on, name_state, state_in
 from .engine_hooks import say_refused
 from .load import load_state
 from .save import save_state
@@ -77,7 +77,10 @@ def _save_optimizer(
             if caller.apart:
                 name_state(place, caller.apart, saved)
             return None
-    return original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)
+    saved = original(plugin, accelerator, optimizer, model, folder, number, *args, **kwargs)
+    if active_configs():
+        forget_state((caller or Caller()).place(Path(folder), number))
+    return saved
 
 
 def _load_model(

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.utils import logging
 
 from ..checkpoint.untrusted_json import excerpt
-from ..checkpoint.zero_folder import ZeroFolder, is_zero_folder, read_zero_folder
+from ..checkpoint.zero_folder import ZeroFolder, entries_of_deepspeed, read_zero_folder
 from ..config import StreamingConfig
 from ..destinations.slots import MASTER, SlotMemory, make_entries
 from ..destinations.training import Training
@@ -191,7 +191,7 @@ def load_without_optimizer(
 
 def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ZeroFolder]:
     """The folder of the state, and what is in it."""
-    if tag is None and is_zero_folder(folder):
+    if tag is None and entries_of_deepspeed(folder):
         return folder, read_zero_folder(LocalFiles(), folder)
     if tag is None:
         try:
@@ -204,7 +204,7 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if not is_tag(tag):
         raise CheckpointError(f"{folder / LATEST}: expected the name of a folder; found {excerpt(tag)}")
     place = folder / tag
-    if not (place / FILE).exists() and is_zero_folder(place):
+    if entries_of_deepspeed(place):  # newer than a state of ours there
         return place, read_zero_folder(LocalFiles(), place)
     record = StateRecord.read(place / FILE)
     refuse_missing_files(place, record.keys, [RNG_FILE] if with_rng else [])

@@ -23,6 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal, overload
 
 from ..checkpoint.safetensors import NotedShard
+from ..checkpoint.zero_folder import entries_of_deepspeed
 from ..destinations.slots import elementwise_keys, holdings_of
 from ..destinations.training import STEPS, Training
 from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
@@ -134,13 +135,13 @@ def save_state(
             adapters.refuse_unreachable(training)
             keys = adapters.keys_of(keys)
         record = _record(training, keys, plain(data, "data", keeps_tuples=True), coordinator.world_size)
-        tag = tag or f"global_step{training.counters[STEPS]}"
+        tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
         save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
         refuse_ranks_apart(record.groups, coordinator)
-        name, older = coordinator.broadcast(partial(_free_name, folder, tag))
+        name, older = coordinator.broadcast(partial(_free_name, folder, tag, keep_older))
         states = RandomStates.gathered(coordinator)
         contents, fingerprinted = [], _fingerprint_of_older
         if with_weights and is_adapted(training.model):
@@ -192,13 +193,23 @@ def _record(training: Training, keys: list[str], data: Any, world_size: int) -> 
     )
 
 
-def _free_name(folder: Path, tag: str) -> tuple[str, list[str]]:
-    """(`tag`, or that with a number if something has this name: a state must stay until there is another; others)."""
+def _free_name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]]:
+    """(`tag`, or that with a number if something has this name: a state must stay until there is another; others).
+
+    Raises:
+        ConfigError: DeepSpeed's own checkpoint is in `folder` itself: which of the two is to be loaded later?
+    """
     finish_interrupted(folder)
+    of_deepspeed = entries_of_deepspeed(folder)
+    if of_deepspeed and keep_older:
+        raise ConfigError(
+            f"{folder / of_deepspeed[0]}: a checkpoint of DeepSpeed's own is in the folder. Save into another folder, "
+            "or replace it: keep_older=False."
+        )
     names = [tag, *(f"{tag}.{number}" for number in range(1, 1000))]
     for name in names:
         if not os.path.lexists(folder / name):
-            return name, sorted(path.parent.name for path in folder.glob(f"*/{FILE}"))
+            return name, sorted(path.parent.name for path in folder.glob(f"*/{FILE}")) + of_deepspeed
     raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
 
 
