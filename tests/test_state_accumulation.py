@@ -58,15 +58,29 @@ def accumulate(folder: Path, target: Path, zero: bool) -> dict[str, Any]:
                 losses.append(loss.item())
             return losses
 
+        def norm() -> float:
+            param = next(model.parameters())
+            return float((param.ds_tensor if zero else param.to_local()).detach().norm())
+
         train(2)
         accelerator.save_state(str(target / "between"))
+        accelerator.save_state(str(target / "middle"))
         expected = train(4)
         train(1)
+        saved = norm()
         accelerator.save_state(str(target / "middle"))
         refused = message_of(lambda: accelerator.load_state(str(target / "between")))
         train(1)
+        accelerator.load_state(str(target / "middle"))
+        loaded = norm()
         accelerator.load_state(str(target / "between"))
-        return {"expected": expected, "resumed": train(4), "refused": refused, "said": said}
+        return {
+            "expected": expected,
+            "resumed": train(4),
+            "refused": refused,
+            "said": said,
+            "middle": (saved, loaded),
+        }
 
 
 @pytest.mark.parametrize("zero", [True, False], ids=["ZeRO-3", "FSDP2"])
@@ -74,9 +88,9 @@ def test_in_the_middle(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path
     found = run_ranks(2, accumulate, zoo_checkpoint("llama"), tmp_path, zero)
     for of_rank in found:
         assert of_rank["resumed"] == of_rank["expected"]
+        assert of_rank["middle"][0] == of_rank["middle"][1], "not the state that was in the folder before"
         assert of_rank["refused"].startswith("UnsupportedError: load_state: gradients are being accumulated")
     whose = "DeepSpeed" if zero else "accelerate"
     assert len(found[0]["said"]) == 1 and f"saved by {whose}, in its own format" in found[0]["said"][0]
     assert list((tmp_path / "between").glob("pytorch_model/*/training_state.json"))
     assert not list((tmp_path / "middle").rglob("training_state.json"))
-    assert list((tmp_path / "middle").rglob("*_optim_states.pt" if zero else "optimizer_0/*.distcp"))

@@ -23,7 +23,17 @@ from ..seams.ds_config import found_config
 from .record import FILE, LATEST, write_latest
 
 
-__all__ = ["Caller", "current", "entered", "forget_state", "in_background", "is_on", "name_state", "other_zero_in", "state_in"]
+__all__ = [
+    "Caller",
+    "current",
+    "entered",
+    "forget_state",
+    "in_background",
+    "is_on",
+    "name_state",
+    "other_zero_in",
+    "state_in",
+]
 
 
 @dataclass(eq=False)
