@@ -409,8 +409,9 @@ def test_data_comes_back(small_state: tuple[Any, Any, Path], tmp_path: Path) -> 
     data |= {"pair": (1, ("a", [2])), "like one": {"(tuple)": [1]}, 4: ()}
     save(model, tmp_path, optimizer, data=data)
     assert load(model, tmp_path, optimizer).data == data
-    with pytest.raises(UnsupportedError, match="data: expected numbers, strings"):
-        save(model, tmp_path, optimizer, data=["\ud800"])
+    for refused in ("\ud800", torch.tensor(0.5)):
+        with pytest.raises(UnsupportedError, match="data: expected numbers, strings"):
+            save(model, tmp_path, optimizer, data=[refused])
 
 
 def test_normal_numbers_go_on(small_state: tuple[Any, Any, Path], tmp_path: Path) -> None:

@@ -211,20 +211,20 @@ def write_latest(folder: Path, tag: str) -> None:
 _PAIRS, _TUPLE = "(key, value)", "(tuple)"  # JSON has only strings as keys, and no tuples
 
 
-def plain(value: Any, what: str, *, keeps_tuples: bool = False) -> Any:
+def plain(value: Any, what: str, *, exactly: bool = False) -> Any:
     """`value` as JSON has it: numbers, strings, lists and dicts; raises an UnsupportedError for anything else.
 
-    Tuples become lists, unless it `keeps_tuples` for :func:`restored`.
+    Tuples become lists, and tensors of one element numbers; not so if :func:`restored` is to give the value `exactly`.
     """
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not exactly:
         return value.item()
     if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and _is_text(value)):
         return value
     if isinstance(value, (list, tuple)):
-        items = [plain(item, what, keeps_tuples=keeps_tuples) for item in value]
-        return {_TUPLE: items} if keeps_tuples and isinstance(value, tuple) else items
+        items = [plain(item, what, exactly=exactly) for item in value]
+        return {_TUPLE: items} if exactly and isinstance(value, tuple) else items
     if isinstance(value, Mapping) and all(isinstance(key, (str, int, float)) for key in value):
-        pairs = [[plain(key, what), plain(item, what, keeps_tuples=keeps_tuples)] for key, item in value.items()]
+        pairs = [[plain(key, what), plain(item, what, exactly=exactly)] for key, item in value.items()]
         is_object = all(isinstance(key, str) for key in value) and list(value) not in ([_PAIRS], [_TUPLE])
         return dict(pairs) if is_object else {_PAIRS: pairs}
     raise UnsupportedError(

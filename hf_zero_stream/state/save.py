@@ -134,7 +134,7 @@ def save_state(
         if is_adapted(training.model):
             adapters.refuse_unreachable(training)
             keys = adapters.keys_of(keys)
-        record = _record(training, keys, plain(data, "data", keeps_tuples=True), coordinator.world_size)
+        record = _record(training, keys, plain(data, "data", exactly=True), coordinator.world_size)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
