@@ -170,18 +170,24 @@ def _put_entrance(owner: type, name: str) -> None:
     found = vars(owner)[name]
     is_class_method = isinstance(found, classmethod)
     original: Callable[..., Any] = found.__func__ if is_class_method else found
-    was_called = False
+    later: Any = None
 
     @functools.wraps(original)
     def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal was_called
-        if was_called:  # by what somebody has put in its place, or by what was taken from the class before
-            return original(self, *args, **kwargs)
-        was_called = True
-        if vars(owner)[name] is placed:
-            setattr(owner, name, found)
-        _enter()
-        return vars(owner)[name].__get__(*((None, self) if is_class_method else (self,)))(*args, **kwargs)
+        nonlocal later
+        with _entering:  # another thread may be entering; it has to end first
+            called = later
+            if called is None:
+                # Later calls are those of a method that was taken from the class before. But if somebody has put a
+                # wrapper in its place, `streaming()` wraps that, and later calls come from inside.
+                is_wrapped = vars(owner)[name] is not placed
+                later = found
+                if not is_wrapped:
+                    setattr(owner, name, found)
+                _enter()
+                called = vars(owner)[name]
+                later = found if is_wrapped else called
+        return called.__get__(*((None, self) if is_class_method else (self,)))(*args, **kwargs)
 
     placed: Any = classmethod(entrance) if is_class_method else entrance
     setattr(owner, name, placed)
