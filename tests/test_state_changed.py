@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, Unsup
 from hf_zero_stream.saving.files import PREFIX
 from hf_zero_stream.state import load as loading
 from hf_zero_stream.state import refusals
+from hf_zero_stream.state.record import StateRecord
 from tests.cluster import run_ranks
 from tests.training_state import all_in_one_group, engine_of, state_config, train
 from tests.zoo import VOCAB
@@ -412,6 +414,19 @@ def test_data_comes_back(small_state: tuple[Any, Any, Path], tmp_path: Path) -> 
     for refused in ("\ud800", torch.tensor(0.5)):
         with pytest.raises(UnsupportedError, match="data: expected numbers, strings"):
             save(model, tmp_path, optimizer, data=[refused])
+
+
+def test_data_of_ranks(small_state: tuple[Any, Any, Path], tmp_path: Path, said: list[str]) -> None:
+    """They are those of the rank; one that was not there gets rank 0's, and fewer ranks are told."""
+    model, optimizer, _ = small_state
+    save(model, tmp_path, optimizer)
+    path = next(tmp_path.glob("*/training_state.json"))
+    record = replace(StateRecord.read(path), world_size=2).with_data_of([{"(tuple)": [7]}, "mine"])
+    assert [record.data_for(rank) for rank in range(3)] == [(7,), "mine", (7,)]
+    path.write_text(record.to_json())
+    assert load(model, tmp_path, optimizer).data == (7,)
+    assert any("2 ranks saved different data, and there are 1 now" in text for text in said), said
+    assert record.with_data_of([1, 1]).data_of_ranks is None
 
 
 def test_normal_numbers_go_on(small_state: tuple[Any, Any, Path], tmp_path: Path) -> None:

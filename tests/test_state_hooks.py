@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
@@ -185,8 +186,11 @@ def save_again(folder: Path, target: Path, config: dict[str, Any]) -> dict[str, 
         train(engine, [0])
         engine.save_checkpoint(str(target / "zero"))
         train(engine, [1])
-        engine.save_checkpoint(str(target / "zero"), tag=0)
+        of_rank = {"of rank": dist.get_rank()}
+        engine.save_checkpoint(str(target / "zero"), tag=0, client_state=of_rank)
         found["a tag that is false"] = load("zero", 0)
+        for flags in ({}, {"load_module_only": True}):
+            assert engine.load_checkpoint(str(target / "zero"), tag=0, **flags)[1] == of_rank
         for name, others in (("refused", refused), ("not the latest", {"save_latest": False})):
             engine.save_checkpoint(str(target / name), tag="best")
             train(engine, [2])

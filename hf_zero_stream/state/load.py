@@ -58,7 +58,7 @@ class Resumed:
 
     Attributes:
         tag: the name of the state.
-        data: what the user gave to ``save_state``.
+        data: what the user gave to ``save_state`` on this rank; on a rank that was not there, what rank 0 was given.
         counters: numbers of steps, samples, ...
         world_size: of the ranks that saved it.
     """
@@ -149,7 +149,7 @@ def load_state(
                 f"{coordinator.rank} and above are new."
             )
     if coordinator.is_main:
-        _say_what_follows(training, record, place)
+        _say_what_follows(training, record, place, coordinator.world_size)
         if isinstance(found, StateRecord):
             _say_what_is_not_there(training, found, with_scheduler, place)
         if settings.log_report:
@@ -157,7 +157,7 @@ def load_state(
                 f"loaded {place} in {time.perf_counter() - began:.1f} s ({coordinator.world_size} ranks; "
                 f"{record.world_size} have saved it)"
             )
-    return Resumed(place.name, restored(record.data), dict(record.counters), record.world_size)
+    return Resumed(place.name, record.data_for(coordinator.rank), dict(record.counters), record.world_size)
 
 
 def load_without_optimizer(
@@ -186,7 +186,7 @@ def load_without_optimizer(
     if not only_weights and engine.optimizer is not None:
         training = training_of(engine, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))
-    return restored(record.data)
+    return record.data_for(coordinator.rank)
 
 
 def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRecord | ZeroFolder]:
@@ -290,7 +290,12 @@ def _is_same_scaler(training: Training, record: StateRecord) -> bool:
     return mine is not None and saved is not None and mine.keys() == saved.keys()
 
 
-def _say_what_follows(training: Training, record: StateRecord, place: Path) -> None:
+def _say_what_follows(training: Training, record: StateRecord, place: Path, world_size: int) -> None:
+    if record.data_of_ranks is not None and world_size != record.world_size:
+        logger.warning(
+            f"{place}: {record.world_size} ranks saved different data, and there are {world_size} now. Each rank gets "
+            "those of its number, a new one rank 0's. Gather before you save what has to be shared out again."
+        )
     if record.batch_size not in (None, training.batch_size) and training.batch_size is not None:
         logger.warning(
             f"load_state: a step had {record.batch_size} samples on {record.world_size} ranks, and has "

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,8 @@ class StateRecord:
         optimizer: its class.
         keys: the elementwise states, each in files of its own.
         scheduler: its class and its state.
-        data: what the user gave.
+        data: what the user gave; on rank 0, if ranks gave different things.
+        data_of_ranks: what each of them gave then, else None.
         dtype: of what is trained: masters, or the parameters themselves.
         weights: a fingerprint of the weights that were saved with it (:mod:`.weights`).
     """
@@ -106,8 +107,19 @@ class StateRecord:
     world_size: int = 1
     batch_size: int | None = None
     data: Any = None
+    data_of_ranks: Sequence[Any] | None = None
     dtype: str | None = None
     weights: str | None = None
+
+    def with_data_of(self, ranks: Sequence[Any]) -> StateRecord:
+        """This record of rank 0's with the data that all ranks gave."""
+        is_one = len({json.dumps(data) for data in ranks}) == 1
+        return replace(self, data=ranks[0], data_of_ranks=None if is_one else ranks)
+
+    def data_for(self, rank: int) -> Any:
+        """What `rank` goes on with: what it gave, or if it was not there, what rank 0 gave."""
+        of_ranks = self.data_of_ranks or []
+        return restored(of_ranks[rank] if rank < len(of_ranks) else self.data)
 
     def to_json(self) -> str:
         return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1, allow_nan=True) + "\n"
@@ -143,7 +155,9 @@ class StateRecord:
         if len(set(names)) != len(names) or len(set(self.keys)) != len(self.keys):
             raise CheckpointError(f"{path}: expected names of parameters, each in one group, and of states, each once")
         try:
-            restored([self.data, self.scheduler, self.scaler, [group.options for group in self.groups]])
+            restored(
+                [self.data, self.data_of_ranks, self.scheduler, self.scaler, [group.options for group in self.groups]]
+            )
         except (TypeError, ValueError) as error:
             raise CheckpointError(f"{path}: expected dicts as save_state writes them: {error}") from error
 
@@ -190,6 +204,7 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "counters": lambda value: _is_dict(value, int) and all(map(_is_integer, value.values())),
     "world_size": _is_integer,
     "batch_size": lambda value: value is None or _is_integer(value),
+    "data_of_ranks": lambda value: value is None or isinstance(value, list),
     "dtype": lambda value: value is None or isinstance(value, str),
     "weights": lambda value: value is None or isinstance(value, str),
 }

@@ -97,7 +97,8 @@ def save_state(
         folder: where to save. `latest` there names the newest state; older ones stay.
         optimizer, scheduler, scaler: what trains a model that is not in an engine; an engine has its own.
         tag: the name of the state's folder; default: ``global_step`` and the number of steps.
-        data: anything that JSON can hold and that you will need, such as the position in the data.
+        data: anything that JSON can hold and that you will need, such as the position in the data. Each rank may give
+            its own, and gets it back.
         batch_size: samples in a step of all ranks, of a model that is not in an engine; needed to go on with another
             number of ranks in a scheduler that accelerate steps once for each rank.
         with_weights: save the weights too; False if `folder` has those of this very step already.
@@ -141,6 +142,7 @@ def save_state(
         save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
         refuse_ranks_apart(record.groups, coordinator)
+        record = record.with_data_of(coordinator.all_gather(record.data))
         name, older = coordinator.broadcast(partial(_free_name, folder, tag, keep_older))
         states = RandomStates.gathered(coordinator)
         contents, fingerprinted = [], _fingerprint_of_older
