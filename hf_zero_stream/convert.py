@@ -23,6 +23,7 @@ from .checkpoint.contents import Contents, contents_of, zero_folder_of
 from .checkpoint.lazy import LazyTensor
 from .checkpoint.nodes import Copy, FileTensor, View
 from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
+from .checkpoint.untrusted_json import parse_object
 from .config import StreamingConfig
 from .destinations.base import Batch, Item
 from .engine.opened import OpenCheckpoint
@@ -146,7 +147,7 @@ def _beside(source: Path) -> Path:
 
 def _refuse_quantised(source: Path, contents: Contents) -> None:
     config = source / CONFIG
-    quantised = config.exists() and "quantization_config" in json.loads(config.read_text(encoding="utf-8"))
+    quantised = config.exists() and "quantization_config" in parse_object(config.read_bytes(), str(config))
     dtypes = {name: view.node.dtype for name, view in contents.views.items()}
     small = [name for name, dtype in dtypes.items() if dtype.itemsize == 1 and dtype.is_floating_point]
     if quantised or small:

@@ -175,6 +175,9 @@ def test_what_is_refused(zoo_checkpoint: Callable[..., Path], tmp_path: Path) ->
     save_file({"weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}, small / "model.safetensors")
     with pytest.raises(UnsupportedError, match="quantised .tensor 'weight'"):
         convert(small, tmp_path / "ours", dtype=FP32)
+    (small / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config\.json: expected a JSON object"):
+        convert(small, tmp_path / "ours", dtype=FP32)
     (small / "model.safetensors").write_bytes(b"\0" * 100)
     with pytest.raises(CheckpointError, match="model.safetensors"):
         convert(small, tmp_path / "ours")
