@@ -178,7 +178,10 @@ class StreamingConfig:
     """
 
     progress: bool = True
-    """Show one progress bar on the local main process, if HF_HUB_DISABLE_PROGRESS_BARS and transformers allow it."""
+    """Show a progress bar on the main process of each node, if HF_HUB_DISABLE_PROGRESS_BARS and transformers allow it.
+
+    Where stderr is a log file, rank 0 alone writes it.
+    """
 
     log_report: bool = True
     """Log the table of the load report, at level INFO, on the main process."""

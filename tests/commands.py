@@ -72,7 +72,7 @@ def run_to_its_end(command: str, folder: Path, end: str, **kwargs: Any) -> str:
     """What `command` prints. Once it has printed `end` it may abort, as Python ends.
 
     That was seen in runs of stock's. Most likely a thread of gloo's was the last to hold a tensor, and let go of it
-    when Python's lock was gone.
+    when Python's lock was gone (see docs/troubleshooting.md).
     """
     try:
         return run_command(command, folder, **kwargs)

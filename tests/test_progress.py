@@ -1,10 +1,11 @@
-"""There is one bar per node, in bytes, and every usual switch silences it."""
+"""There is one bar per node, or one in a log file, in bytes, and every usual switch silences it."""
 
 import sys
 import threading
 
 import huggingface_hub.utils
 import pytest
+import torch.distributed as dist
 from transformers.utils import logging
 
 from hf_zero_stream.reports.progress import progress_bar
@@ -55,6 +56,18 @@ def test_a_log_file_gets_whole_lines_and_few(capsys):
 def test_only_on_the_local_main_process(capsys, monkeypatch, local_rank, visible):
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     assert bool(shown(capsys)) is visible
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+@pytest.mark.parametrize(("rank", "node_shows"), [(0, (True, True)), (8, (True, False))])
+def test_nodes_share_one_bar_in_a_log_file(capsys, monkeypatch, rank, node_shows, is_terminal):
+    """Rank 8 is the local main process of the second node."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    in_terminal, in_log = node_shows
+    assert bool(shown(capsys)) is (in_terminal if is_terminal else in_log)
 
 
 def test_silent_if_not_enabled(capsys):

@@ -1,4 +1,4 @@
-"""The progress bar of a load or of a save: one per node, in bytes."""
+"""The progress bar of a load or of a save, in bytes: one per node, or one in a log file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+import torch.distributed as dist
 from huggingface_hub.utils import are_progress_bars_disabled
 from tqdm.auto import tqdm
 
@@ -43,18 +44,24 @@ def _log_options() -> dict[str, Any]:
     return {"file": _LogLines(sys.stderr), "mininterval": LOG_SECONDS, "ascii": True, "ncols": 80}
 
 
+def _has_rank_0_elsewhere() -> bool:
+    return dist.is_available() and dist.is_initialized() and int(dist.get_rank()) > 0
+
+
 @contextmanager
 def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[Callable[[int], None]]:
     """Show a bar inside, and close it at the end, also after an error; gives what any thread may advance it with.
 
-    In a log file the bar is a line at the beginning, one every ten seconds, and one at the end. Only the local main
-    process shows it (as the launcher numbers them), and only if `enabled` is true. If the bars of huggingface_hub or
-    transformers are disabled, or transformers' verbosity is above WARNING, it is not shown.
+    In a log file the bar is a line at the beginning, one every ten seconds, and one at the end, all by rank 0: nodes
+    often share the file. Elsewhere the local main process of each node shows it (as the launcher numbers them). It is
+    shown only if `enabled` is true, and not if the bars of huggingface_hub or transformers are disabled, or
+    transformers' verbosity is above WARNING.
     """
     # transformers.utils.logging.disable_progress_bar() disables huggingface_hub's bars too, and its verbosity is the
     # level of its logger: so transformers, which takes seconds to import, is not asked.
     quiet = are_progress_bars_disabled() or logging.getLogger("transformers").getEffectiveLevel() > logging.WARNING
-    hidden = quiet or not enabled or announced_local_rank() != 0
+    in_log = _log_options()
+    hidden = quiet or not enabled or announced_local_rank() != 0 or (bool(in_log) and _has_rank_0_elsewhere())
     lock = threading.Lock()
     with tqdm(
         total=total_bytes,
@@ -63,7 +70,7 @@ def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[
         unit_scale=True,
         unit_divisor=1024,
         disable=hidden,
-        **_log_options(),
+        **in_log,
     ) as bar:
 
         def advance(nbytes: int) -> None:
