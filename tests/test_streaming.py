@@ -15,7 +15,7 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
-from hf_zero_stream import StreamingConfig, context, scope, streaming
+from hf_zero_stream import StreamingConfig, config, scope, streaming
 from hf_zero_stream.errors import ConfigError, VersionError
 from hf_zero_stream.loading import integration
 from hf_zero_stream.seams import entrances
@@ -169,7 +169,7 @@ def test_a_variable_with_a_typo_is_named_once_per_host(
 ) -> None:
     monkeypatch.setenv("HF_ZERO_STREAM_READ_RETRYS", local_rank)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    context._warn_of_variable.cache_clear()
+    config._warn_of_variable.cache_clear()
     for _ in range(2):
         with streaming():
             pass
