@@ -248,6 +248,32 @@ def test_accelerate(cluster: None, folders: dict[str, Path], title: str, world_s
             assert found["read"] <= 1.02 * in_file / world_size + 100, name
 
 
+def resume_prepared(folder: Path, target: Path, kind: str) -> tuple[list[float], list[float]]:
+    """Losses of two steps after accelerate's ``save_state``, and after its ``load_state`` into a new model."""
+    announce(state_dict_type=kind)
+    losses = []
+    for resumes in (False, True):
+        accelerator = make_accelerator()
+        model = with_adapters(load(folder, dtype=torch.bfloat16))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(adapters_of(model), lr=5e-2))
+        model.train()
+        if resumes:
+            accelerator.load_state(str(target))
+        else:
+            [step(model, optimizer, accelerator.backward) for _ in range(3)]
+            accelerator.save_state(str(target))
+        losses.append([step(model, optimizer, accelerator.backward) for _ in range(2)])
+        assert packed_names(model)
+    return losses[0], losses[1]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_accelerate_resumed(cluster: None, folders: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    for went_on, resumed_there in run_ranks(2, resume_prepared, folders["nf4 dense"], tmp_path / "state", kind):
+        assert went_on == resumed_there and went_on[0] != went_on[1]
+
+
 # ------------------------------------------------------------------------------------------------------- saving
 
 
