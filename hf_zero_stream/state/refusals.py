@@ -15,7 +15,6 @@ from ..checkpoint.index_file import read_index_file
 from ..checkpoint.untrusted_json import excerpt
 from ..destinations.training import Training
 from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..ranks.coordinator import Coordinator
 from ..seams.saving import index_name
 from . import schedules
 from .record import LATEST, GroupRecord, StateRecord
@@ -23,6 +22,8 @@ from .weights import fingerprint
 
 
 __all__ = [
+    "Digests",
+    "digests_of",
     "has_its_weights",
     "refuse_missing_files",
     "refuse_optimizer",
@@ -32,6 +33,8 @@ __all__ = [
 ]
 
 logger = logging.get_logger(__name__)
+
+Digests = Mapping[tuple[int, str], bytes]
 
 _ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
 """They keep the same."""
@@ -56,16 +59,19 @@ def refuse_optimizer(optimizer: Any) -> None:
         )
 
 
-def refuse_ranks_apart(groups: Sequence[GroupRecord], coordinator: Coordinator) -> None:
-    """Raise an UnsupportedError on all ranks if the optimizers of the ranks keep different numbers (all ranks)."""
-    mine = {
+def digests_of(groups: Sequence[GroupRecord]) -> Digests:
+    """A digest of each number that the optimizer of this rank keeps, by its group's number and its name."""
+    return {
         (number, name): hashlib.sha256(json.dumps(value).encode()).digest()
         for number, group in enumerate(groups)
         for name, value in {**group.options, **group.numbers}.items()
     }
-    everyone = coordinator.all_gather(mine)
-    names = dict.fromkeys(key for of_rank in everyone for key in of_rank)
-    different = [key for key in names if len({of_rank.get(key) for of_rank in everyone}) > 1]
+
+
+def refuse_ranks_apart(of_ranks: Sequence[Digests]) -> None:
+    """Raise an UnsupportedError if the optimizers of the ranks keep different numbers, by :func:`digests_of` them."""
+    names = dict.fromkeys(key for of_rank in of_ranks for key in of_rank)
+    different = [key for key in names if len({of_rank.get(key) for of_rank in of_ranks}) > 1]
     if different:
         number, name = different[0]
         raise UnsupportedError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -13,37 +12,26 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..errors import CheckpointError
-from ..ranks.coordinator import Coordinator
 
 
-__all__ = ["FILE", "RandomStates", "restore_rank"]
+__all__ = ["FILE", "Arrays", "of_this_rank", "restore_rank", "write_ranks"]
 
 FILE = "rng.safetensors"
 
 Arrays = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class RandomStates:
-    """The states of all ranks, in order of rank."""
-
-    of_ranks: Sequence[Arrays]
-
-    @classmethod
-    def gathered(cls, coordinator: Coordinator) -> RandomStates:
-        """Those of all ranks now (all ranks)."""
-        return cls(coordinator.all_gather(_here()))
-
-    def write(self, path: Path) -> None:
-        named = ((rank, name, array) for rank, arrays in enumerate(self.of_ranks) for name, array in arrays.items())
-        save_file({f"{rank}.{name}": array for rank, name, array in named}, path)
+def write_ranks(of_ranks: Sequence[Arrays], path: Path) -> None:
+    """Write what :func:`of_this_rank` has given on each rank, in order of rank."""
+    named = ((rank, name, array) for rank, arrays in enumerate(of_ranks) for name, array in arrays.items())
+    save_file({f"{rank}.{name}": array for rank, name, array in named}, path)
 
 
 def restore_rank(path: Path, rank: int) -> bool:
     """Go on with the random numbers of `rank`; returns False if no such rank was there.
 
     Raises:
-        CheckpointError: the file is not one of :class:`RandomStates`.
+        CheckpointError: the file is not one of :func:`write_ranks`.
     """
     prefix = f"{rank}."
     try:
@@ -70,7 +58,7 @@ def restore_rank(path: Path, rank: int) -> bool:
     return True
 
 
-def _here() -> Arrays:
+def of_this_rank() -> Arrays:
     # Both make normal numbers in pairs, and keep the second one of a pair.
     version, numbers, gauss = random.getstate()
     _, keys, position, has_second, second = np.random.get_state(legacy=True)

@@ -37,7 +37,7 @@ from ..saving.planned import Alike, Content, Ending
 from ..saving.save import Save
 from ..seams.adapted import is_adapted
 from ..seams.saving import index_name, lay_out_pretrained
-from . import adapters, schedules
+from . import adapters, rng, schedules
 from .record import (
     FILE,
     LATEST,
@@ -50,9 +50,7 @@ from .record import (
     plain,
     shard_of_key,
 )
-from .refusals import refuse_optimizer, refuse_ranks_apart
-from .rng import FILE as RNG_FILE
-from .rng import RandomStates
+from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart
 from .trained import training_of
 from .weights import fingerprint, fingerprint_of_new
 
@@ -141,10 +139,11 @@ def save_state(
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
         save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
-        refuse_ranks_apart(record.groups, coordinator)
-        record = record.with_data_of(coordinator.all_gather(record.data))
+        mine = digests_of(record.groups), record.data, rng.of_this_rank()
+        digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
+        refuse_ranks_apart(digests)
+        record = record.with_data_of(data)
         name, older = coordinator.broadcast(partial(_free_name, folder, tag, keep_older))
-        states = RandomStates.gathered(coordinator)
         contents, fingerprinted = [], _fingerprint_of_older
         if with_weights and is_adapted(training.model):
             contents, fingerprinted = [adapters.weights(training.model, coordinator)], _no_fingerprint
@@ -153,7 +152,7 @@ def save_state(
         if keys:
             contents.append(_contents(training, name, keys, kwargs))
         act = save.start if asynchronous else save.run
-        beside = partial(_write_record, name, record, states, fingerprinted)
+        beside = partial(_write_record, name, record, random_states, fingerprinted)
         return act(*contents, ending=Ending(beside, LATEST, [] if keep_older else older))
 
 
@@ -238,14 +237,18 @@ def _no_fingerprint(folder: Path) -> None:
 
 
 def _write_record(
-    name: str, record: StateRecord, states: RandomStates, fingerprinted: Callable[[Path], str | None], folder: Path
+    name: str,
+    record: StateRecord,
+    random_states: Sequence[rng.Arrays],
+    fingerprinted: Callable[[Path], str | None],
+    folder: Path,
 ) -> None:
     """Write what of a state is no tensor of its parameters."""
     place = folder / name
     try:
         weights = fingerprinted(folder)
         place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
-        states.write(place / RNG_FILE)
+        rng.write_ranks(random_states, place / rng.FILE)
         (place / FILE).write_text(replace(record, weights=weights).to_json(), encoding="utf-8")
         (folder / LATEST).write_text(name, encoding="utf-8")
     except (OSError, ReadError) as error:
