@@ -306,10 +306,15 @@ def _unmet(name: str, value: Any, default: Any) -> str:
     if type(value) is not type(default):
         return type(default).__name__
     if isinstance(value, str):
-        choices = get_args(get_type_hints(StreamingConfig)[name])
+        choices = _choices(name)
         return "" if value in choices else f"one of {', '.join(choices)}"
     minimum = 1 if name in _AT_LEAST_ONE else 0
     return f"at least {minimum}" if value < minimum else ""
+
+
+@functools.cache  # looking up all annotations takes longer than the rest of `StreamingConfig()`
+def _choices(name: str) -> tuple[str, ...]:
+    return get_args(get_type_hints(StreamingConfig)[name])
 
 
 def _parse(name: str, value: Any, default: Any, origin: str) -> Any:
