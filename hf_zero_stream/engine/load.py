@@ -164,8 +164,8 @@ class Load:
                 refuse_other_shards(there, zip(*read(there)), zip(headers, samples))
             rest, maps = iter(headers), chain([weight_map], repeat(None))
             return [
-                CheckpointIndex.from_headers(part, list(islice(rest, len(part))), of_part) if there else None
-                for part, there, of_part in zip(parts, is_there, maps)
+                CheckpointIndex.from_headers(part, list(islice(rest, len(part))), of_part) if has_files else None
+                for part, has_files, of_part in zip(parts, is_there, maps)
             ]
 
         with self.clock("index"):

@@ -146,12 +146,12 @@ class Coordinator:
             value: Any = produce() if self.is_main else None
             data = _pickled(value)
         goes_along = data.numel() <= _SMALL_BYTES // 2  # with the agreement, in one collective
-        everyone: list[Any] = self.all_gather((data.numel(), value if goes_along else None))
-        nbytes, small = everyone[0]
-        if nbytes <= _SMALL_BYTES // 2:
-            return value if self.is_main else small
+        everyone: list[Any] = self.all_gather((goes_along, value if goes_along else data.numel()))
+        goes_along, found = everyone[0]
+        if goes_along:
+            return value if self.is_main else found
         if not self.is_main:
-            data = torch.empty(nbytes, dtype=torch.uint8, device=data.device)
+            data = torch.empty(found, dtype=torch.uint8, device=data.device)
         self.wait(dist.broadcast(data, 0, async_op=True))
         return value if self.is_main else _unpickled(data)
 
