@@ -66,33 +66,33 @@ def test_losses_equal_deepspeeds_own_resume(cluster: None, zoo_checkpoint: Check
         assert found == {"ours": losses, "stock": losses}, name
 
 
-def models_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> list[str]:
-    """The folders for which ``load_state`` makes a lazy model."""
+def loads_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> tuple[int, list[str]]:
+    """How often ``load_state`` has transformers load a model, and the states that it plans to read."""
     import hf_zero_stream
-    from hf_zero_stream.loading import into
+    from hf_zero_stream.loading import dry_load
     from hf_zero_stream.state import elementwise
 
-    original, made = elementwise.lazily_loaded, []
+    original, planned, loaded = elementwise.opened, [], []
 
-    def noted(path: str, *args: Any, **kwargs: Any) -> Any:
-        made.append(Path(path).name)
-        return original(path, *args, **kwargs)
+    def noted(load: Any, model: Any, place: Path, key: str) -> Any:
+        planned.append(key)
+        return original(load, model, place, key)
 
     engine = engine_of(folder, config, all_in_one_group)
     train(engine, range(1))
     hf_zero_stream.save_state(engine, target)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (elementwise, into):
-            patch.setattr(module, "lazily_loaded", noted)
+        patch.setattr(elementwise, "opened", noted)
+        patch.setattr(dry_load, "lazily_loaded", lambda path, *_, **__: loaded.append(path))
         hf_zero_stream.load_state(engine, target)
-    return made
+    return len(loaded), planned
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_resume_plans_once(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     """Planning takes most of a small resume; masters and moments lie alike, and weights follow from masters."""
-    found = run_ranks(2, models_of_a_resume, zoo_checkpoint("llama"), tmp_path, state_config(stage))
-    assert found == [["global_step1"]] * 2
+    found = run_ranks(2, loads_of_a_resume, zoo_checkpoint("llama"), tmp_path, state_config(stage))
+    assert found == [(0, ["fp32"])] * 2
 
 
 def resume_and_save_homes(folder: Path, target: Path, configs: list[dict[str, Any]], prepares: list[Prepare]) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -122,6 +122,23 @@ class ZeroFolder:
 
     def buffers(self, first_shard: int = 0) -> dict[str, View]:
         return {name: self._other(name, first_shard) for name in self._others if name in self._buffers}
+
+    def renamed(self, rename: Callable[[str], str]) -> ZeroFolder:
+        """The same with other names of parameters and buffers."""
+
+        def keys(of_names: Mapping[str, Any]) -> dict[str, Any]:
+            return {rename(name): value for name, value in of_names.items()}
+
+        return replace(
+            self,
+            groups=[replace(group, parameters=[*map(rename, group.parameters)]) for group in self.groups],
+            shared={rename(alias): rename(name) for alias, name in self.shared.items()},
+            lacking=[*map(rename, self.lacking)],
+            _trained=keys(self._trained),
+            _others=keys(self._others),
+            _shapes=keys(self._shapes),
+            _buffers=frozenset(map(rename, self._buffers)),
+        )
 
     def _view(self, name: str, key: str, it: Trained, first_shard: int) -> View:
         flats = self._flats[key][it.sub_group]

@@ -28,6 +28,7 @@ from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
+from .own_names import named_parameters
 from .quantising import ToQuantise, quantising_batches
 from .replicated import open_flat
 from .shards import Shard, cuts_of, local_of, shard_of
@@ -150,12 +151,11 @@ class DTensors(Destination):
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
         def held(name: str, param: nn.Parameter) -> HeldShard:
-            # PEFT, in a plan with adapters, moves the parameters of a module that gets one into its `base_layer`.
-            if (managed := self._managed.get(name.replace(".base_layer.", "."))) is not None:
+            if (managed := self._managed.get(name)) is not None:
                 return fsdp.held_shard(managed, param, self.trains_on)
             return HeldShard(local_of(param).nbytes, self.trains_on, param.requires_grad)
 
-        named = ((name, param) for name, param in model.named_parameters() if name not in tied)
+        named = ((name, param) for name, param in named_parameters(model) if name not in tied)
         return sharded_footprint(
             (held(name, param) for name, param in named),
             fsdp.gathers(model),

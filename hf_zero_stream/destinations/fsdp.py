@@ -40,6 +40,7 @@ __all__ = [
     "new_shard",
     "original_class",
     "record_replacement",
+    "records_by_id",
     "recut",
     "reshard",
     "with_local",
@@ -92,6 +93,11 @@ def managed_params(model: nn.Module) -> dict[str, Managed]:
             if (id(module), name) in by_place:
                 found[f"{prefix}.{name}" if prefix else name] = by_place[id(module), name]
     return found
+
+
+def records_by_id(model: nn.Module) -> dict[int, Managed]:
+    """FSDP2's records of the parameters of `model`, by the ``id`` of each."""
+    return {id(model.get_parameter(name)): record for name, record in managed_params(model).items()}
 
 
 def _records(model: nn.Module) -> Iterator[Managed]:

@@ -9,6 +9,7 @@ from torch import nn
 from . import fsdp
 from .base import Destination, Holding
 from .dtensor import DTensors
+from .own_names import named_parameters
 from .replicated import Replicated
 
 
@@ -19,7 +20,7 @@ KINDS: list[type[Destination]] = [DTensors, Replicated]
 
 
 def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
-    """What this rank holds of each parameter of `model`, by the first of its names, in their order.
+    """What this rank holds of each parameter of `model`, by the first of its own names, in their order.
 
     For the arguments and errors see :meth:`.base.Destination.holdings`.
     """
@@ -30,7 +31,8 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         of_kind = kind.holdings(model, left, masters=masters, rank=rank, world_size=world_size)
         found.update(of_kind)
         left = {name: param for name, param in left.items() if name not in of_kind}
-    return {name: found[name] for name, _ in model.named_parameters()}
+    own = [name for name, _ in named_parameters(model)]
+    return {name: found[theirs] for name, (theirs, _) in zip(own, model.named_parameters(), strict=True)}
 
 
 def _deepspeeds() -> tuple[type[Destination], ...]:

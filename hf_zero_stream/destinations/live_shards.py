@@ -42,8 +42,7 @@ class LiveShards(Destination):
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
         sources = live_sources(self._model, model, missing)
-        records = fsdp.managed_params(self._model)
-        managed = {id(self._model.get_parameter(name)): record for name, record in records.items()}
+        managed = fsdp.records_by_id(self._model)
         items: list[Item] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), where the memory is not in one piece
         for name, (param, view) in sources.parameters.items():

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from ..errors import LoadError
 from .base import Sourced, source_of
+from .own_names import named_buffers, named_parameters
+from .skeleton import whole_shape
 
 
 __all__ = ["LiveSources", "live_sources"]
-
-_INSERTED = ("base_layer", "original_module", "_checkpoint_wrapped_module", "_orig_mod")
-"""What names gain when PEFT puts an adapter around a module or beside it, or torch checkpoints or compiles it."""
 
 
 class LiveSources(NamedTuple):
@@ -37,7 +35,8 @@ def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]
     Raises:
         LoadError: a tensor of `live_model` is not there, has another shape or no memory.
     """
-    live = _by_original_name(live_model)
+    live: dict[str, Any] = dict(named_buffers(live_model, remove_duplicate=False))
+    live.update(named_parameters(live_model, remove_duplicate=False))
     parameters: dict[str, Sourced] = {}
     buffers: dict[str, Sourced] = {}
     repeated: dict[str, Sourced] = {}
@@ -47,8 +46,8 @@ def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]
         if view is None:
             continue
         found = live.get(name)
-        shape = getattr(found, "ds_shape", getattr(found, "shape", None))  # a ZeRO-3 parameter's own is empty
-        if found is None or torch.Size(shape) != lazy.shape:
+        shape = None if found is None else whole_shape(found)
+        if found is None or shape != lazy.shape:
             described = "no such tensor" if shape is None else tuple(shape)
             raise LoadError(
                 f"load_into: the checkpoint's {name} has shape {tuple(lazy.shape)}, the model {described}. "
@@ -67,9 +66,3 @@ def live_sources(live_model: nn.Module, lazy_model: nn.Module, missing: set[str]
             seen.add(id(found))
             parameters[name] = (found, view)
     return LiveSources(parameters, buffers, repeated)
-
-
-def _by_original_name(model: nn.Module) -> dict[str, Any]:
-    """The parameters and buffers of `model` by the names that they had before modules were put around theirs."""
-    named = [*model.named_buffers(), *model.named_parameters(remove_duplicate=False)]
-    return {".".join(part for part in name.split(".") if part not in _INSERTED): tensor for name, tensor in named}

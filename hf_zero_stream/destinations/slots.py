@@ -23,6 +23,7 @@ from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target, partition_range
 from . import fsdp
 from .base import Batch, Destination, Holding, Item, narrowed, source_of
+from .own_names import named_parameters
 from .shards import local_of, shard_of
 
 
@@ -45,7 +46,7 @@ _ELSE = "Use an optimizer like AdamW, or the checkpoints of DeepSpeed or acceler
 
 
 class Member(NamedTuple):
-    """Elements ``[start, stop)`` of `box` of the parameter `name`, which lie in a slot from element `first` on.
+    """Elements ``[start, stop)`` of `box` of the parameter of the own `name`, in a slot from element `first` on.
 
     `is_whole`: this rank holds all of the box, as others do, and gives these elements when they are saved.
     """
@@ -91,8 +92,8 @@ def slots_of_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, world_size: int
 ) -> list[Slot]:
     """The slots of an optimizer that trains the parameters of `model` themselves, sharded by DTensor or whole."""
-    names = {id(param): name for name, param in model.named_parameters()}
-    records = fsdp.managed_params(model)
+    names = {id(param): name for name, param in named_parameters(model)}
+    records = fsdp.records_by_id(model)
     slots = []
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -103,7 +104,7 @@ def slots_of_parameters(
                     f"the {type(model).__name__}'s. Give the model that it trains."
                 )
             if isinstance(param, DTensor):
-                box, copy, copies, _ = shard_of(name, param, records.get(name))
+                box, copy, copies, _ = shard_of(name, param, records.get(id(param)))
             else:
                 box, copy, copies = ParameterBox.whole(param.shape), rank, world_size
             _, start, stop = partition_range(box.numel, copy, copies)

@@ -27,7 +27,6 @@ class Training:
     """A model, and what trains it.
 
     Attributes:
-        live: what :func:`..loading.into.load_into` takes for the model.
         optimizer: has the groups, and the state of the `slots`.
         scheduler: None if there is none.
         scaler_state: what the loss scaler keeps; None if there is none.
@@ -44,7 +43,6 @@ class Training:
     """
 
     model: nn.Module
-    live: Any
     optimizer: torch.optim.Optimizer
     slots: Sequence[Slot]
     scheduler: Any = None
@@ -82,7 +80,6 @@ def training_of_model(
     device = next((slot.values.device for slot in slots), torch.device("cpu"))
     return Training(
         model=model,
-        live=model,
         optimizer=optimizer,
         slots=slots,
         scheduler=scheduler,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import prod
@@ -10,10 +11,13 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from .. import scope
 from ..config import StreamingConfig, buildable, completed
 from ..destinations.base import Batch, Destination
+from ..destinations.own_names import adapter_names, without_adapters
+from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
 from ..footprint.memory import MemoryFootprint
@@ -139,9 +143,6 @@ def _forecast(path: str, load: Load, arguments: Mapping[str, Any], lora: Any = N
 def _with_adapters(load: Load, model: Any, tied: set[str], lora: Any) -> MemoryFootprint:
     """What the planned `model` needs if adapters are put on it after the load."""
     put_adapters_on(model, lora)
-    # PEFT moves the parameters of a module that gets an adapter into its `base_layer`.
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    tied = {name for name in names if name.replace(".base_layer.", ".") in tied}
     trained = load.destination.footprint(model, tied, load.config.staging_bytes)
     assert trained is not None and load.footprint is not None
     return replace(trained, load_peak=load.footprint.load_peak)
@@ -210,14 +211,24 @@ def lazily_loaded(
     *,
     stock_values: dict[str, Any] | None = None,
     is_quiet: bool = False,
+    optional: Collection[str] = (),
+    rename: Callable[[str], str] | None = None,
     **kwargs: Any,
 ) -> LazyModel:
     """The lazy model of the checkpoint at `path`, for :meth:`Load.place`; `load` gives the lazy tensors.
 
-    Its class is `model_class`, or the one that the checkpoint was saved from. For `stock_values` and `is_quiet` see
+    Its class is `model_class`, or the one that the checkpoint was saved from. For the other arguments see
     :class:`..seams.session.Session`. Raises an UnsupportedError if the load would be left to stock.
     """
-    session = Session(load, is_dry=True, stock_values=stock_values, strict=load.config.strict, is_quiet=is_quiet)
+    session = Session(
+        load,
+        is_dry=True,
+        stock_values=stock_values,
+        strict=load.config.strict,
+        is_quiet=is_quiet,
+        optional=optional,
+        rename=rename,
+    )
     with patches, scope.inside(), asked_at_once(path, kwargs, MODEL_FILES):
         cls = model_class or model_class_of(path, kwargs)
         try:
@@ -227,6 +238,35 @@ def lazily_loaded(
             return stopped.lazy_model
     reason = session.stock_reason or "transformers loads it in another way"
     raise UnsupportedError(f"{path} cannot be streamed: {reason}.")
+
+
+def lazily_loaded_like(
+    model: Any, path: str, load: Load, *, dtype: torch.dtype, needs_adapters: bool = False, **kwargs: Any
+) -> LazyModel:
+    """As :func:`lazily_loaded`, for a `model` that is in use: its class is not built anew, its own names are filled.
+
+    The checkpoint may be one of the model before PEFT put adapters into it, unless it `needs_adapters`. Values come in
+    `dtype`, or in the parameter's own one if that is wider.
+    """
+    skeleton = skeleton_of(model)
+    for param in skeleton.parameters():
+        if param.is_floating_point():
+            param.data = param.data.to(torch.promote_types(param.dtype, dtype))
+
+    def load_into_skeleton(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return PreTrainedModel.from_pretrained.__func__(cls, *args, **kwargs)
+
+    own = {
+        "__new__": lambda cls, *_, **__: skeleton,  # of another class, so that nothing is initialised
+        "__module__": type(skeleton).__module__,
+        "from_pretrained": classmethod(load_into_skeleton),  # not one of the class's own, which may do more
+    }
+    model_class = type(type(skeleton).__name__, (type(skeleton),), own)
+    config = copy.deepcopy(model.config)
+    vars(config).pop("distributed_config", None)  # by which transformers would shard the skeleton
+    if adapters := adapter_names(model):
+        kwargs = {"rename": without_adapters, "optional": () if needs_adapters else adapters, **kwargs}
+    return lazily_loaded(path, load, model_class, dtype=dtype, **{"config": config, **kwargs})
 
 
 def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
@@ -19,6 +18,7 @@ from ..destinations import fsdp
 from ..destinations.base import Destination
 from ..destinations.deferred import fill_whole
 from ..destinations.live_shards import LiveShards
+from ..destinations.own_names import named_buffers
 from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
 from ..errors import ConfigError, LoadError, UnsupportedError
@@ -29,8 +29,9 @@ from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
 from ..seams.buffers import computed_buffers
 from ..seams.session import LazyModel
+from ..seams.wrappers import unwrapped
 from .choice import refuse_sharding
-from .dry_load import lazily_loaded
+from .dry_load import lazily_loaded_like
 from .integration import finish_saves_into
 
 
@@ -85,42 +86,33 @@ def load_some_into(
     *,
     config: StreamingConfig | None,
     strict: bool = True,
-    needed: set[str] | None = None,
+    needs_adapters: bool = False,
     with_masters: bool = True,
     coordinator: Coordinator | None = None,
     **kwargs: Any,
 ) -> LoadReport:
     """Like :func:`load_into`, but parameters `without` keep the values that they have.
 
-    With `needed`, the parameters that the checkpoint must have, nothing is said about others that it lacks. Without
-    masters, what ZeRO-3 trains in place of parameters keeps its values too. A `coordinator` is that of a meeting that
-    this is a part of.
+    If it `needs_adapters`, those that PEFT has put into the model must be in the checkpoint too. Without masters, what
+    ZeRO-3 trains in place of parameters keeps its values. A `coordinator` is that of a meeting that this is a part of.
     """
     with _before_meeting(coordinator):
         config = replace(StreamingConfig.resolve(config, {}), strict=strict)
         refuse_sharding(path, kwargs)
+        live_model = _inside(model)
 
     def lazy_model(load: Load) -> LazyModel:
-        # transformers makes a lazy model of the same class, whose values are placed into the live one.
-        live_model, is_quiet = _inside(model), needed is not None
-        arguments = {"dtype": _dtype_for(live_model, load.destination), "config": _plain_config(live_model), **kwargs}
-        found = lazily_loaded(path, load, fsdp.original_class(live_model), is_quiet=is_quiet, **arguments)
-        _, missing, tied = found
-        if lacking := sorted((needed or set()) & (missing - tied)):
-            raise LoadError(
-                f"{path}: expected values for {len(needed or ())} parameters; {len(lacking)} are not there: "
-                f"{', '.join(lacking[:8])}."
-            )
-        return found
+        dtype = _dtype_for(live_model, load.destination)
+        return lazily_loaded_like(live_model, path, load, needs_adapters=needs_adapters, **{"dtype": dtype, **kwargs})
 
     return place_into(
-        model, path, lazy_model, without, config=config, with_masters=with_masters, coordinator=coordinator
+        live_model, path, lazy_model, without, config=config, with_masters=with_masters, coordinator=coordinator
     )
 
 
 @collector_paused()
 def place_into(
-    model: Any,
+    live_model: nn.Module,
     path: str,
     lazy_model: Callable[[Load], LazyModel],
     without: set[str],
@@ -129,14 +121,13 @@ def place_into(
     with_masters: bool = True,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
-    """Stream what `lazy_model` gives, which is in the folder `path`, into `model`, but not parameters `without`.
+    """Stream what `lazy_model` gives, which is in the folder `path`, into a model, but not parameters `without`.
 
-    `lazy_model` is called by all ranks together, with the load that reads for them. What it gives has, under the names
-    of the model's own, lazy parameters and buffers. For `coordinator` see :func:`load_some_into`. Raises what
-    :func:`load_into` raises.
+    `live_model` may be any module. `lazy_model` is called by all ranks together, with the load that reads for them.
+    What it gives has, under own names, lazy parameters and buffers. For `coordinator` see :func:`load_some_into`.
+    Raises what :func:`load_into` raises.
     """
     with _before_meeting(coordinator):
-        live_model = _inside(model)
         fill_whole(live_model)
         if is_packed(live_model):
             raise UnsupportedError(
@@ -168,9 +159,7 @@ def _before_meeting(coordinator: Coordinator | None) -> AbstractContextManager[N
     return expected_at(LOAD) if coordinator is None else nullcontext()
 
 
-def _memory_of(
-    model: PreTrainedModel, coordinator: Coordinator, config: StreamingConfig, with_masters: bool
-) -> Destination:
+def _memory_of(model: nn.Module, coordinator: Coordinator, config: StreamingConfig, with_masters: bool) -> Destination:
     """Where the values of `model` are."""
     if is_sharded(model):
         return LiveShards(model, coordinator)
@@ -191,16 +180,9 @@ def _dtype_for(model: PreTrainedModel, memory: Destination) -> torch.dtype:
     return torch.float32 if getattr(memory, "masters", None) else model.dtype
 
 
-def _plain_config(model: PreTrainedModel) -> Any:
-    """A copy of the config of `model`, by which transformers would shard nothing."""
-    config = copy.deepcopy(model.config)
-    vars(config).pop("distributed_config", None)
-    return config
-
-
-def _copy_buffers(model: PreTrainedModel, computed: Mapping[str, torch.Tensor]) -> None:
+def _copy_buffers(model: nn.Module, computed: Mapping[str, torch.Tensor]) -> None:
     """Give buffers that no checkpoint has their values, where they have memory for them."""
-    buffers = dict(model.named_buffers())
+    buffers = dict(named_buffers(model))
     for name, values in computed.items():
         if name in buffers and buffers[name].shape == values.shape:
             buffers[name].copy_(values)
@@ -208,9 +190,9 @@ def _copy_buffers(model: PreTrainedModel, computed: Mapping[str, torch.Tensor]) 
 
 def _inside(model: Any) -> PreTrainedModel:
     """The transformers model inside an engine, what ``torch.compile`` returns, or any wrapper with a ``module``."""
-    inner = model
+    inner = unwrapped(model)
     while not isinstance(inner, PreTrainedModel):
-        around, inner = inner, getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
+        around, inner = inner, getattr(inner, "module", None)
         if not isinstance(inner, nn.Module):
             raise ConfigError(
                 "load_into(model): expected a transformers model or the engine around one; got "

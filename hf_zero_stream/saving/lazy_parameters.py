@@ -13,6 +13,7 @@ from ..checkpoint.nodes import HostTensor, Stored, View
 from ..destinations import kinds
 from ..destinations.base import Holding
 from ..destinations.deepspeed.original_experts import with_original_experts
+from ..destinations.own_names import named_parameters, own_names
 from ..destinations.shards import whole_of
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator
@@ -22,7 +23,7 @@ from .plan import in_dtype
 __all__ = ["Held", "LazyParameters", "holdings_of_model", "state_dict_without_values"]
 
 Held = Callable[[], Mapping[str, Holding]]
-"""What this rank holds of something that a training has for parameters, by their names."""
+"""What this rank holds of something that a training has for parameters, by their own names."""
 
 
 def holdings_of_model(
@@ -33,7 +34,7 @@ def holdings_of_model(
         ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
         return kinds.holdings(model, masters=dtype == torch.float32, **ranks)
     of_names = held()
-    return {name: of_names[name] for name, _ in model.named_parameters() if name in of_names}
+    return {name: of_names[name] for name, _ in named_parameters(model) if name in of_names}
 
 
 class LazyParameters:
@@ -48,22 +49,25 @@ class LazyParameters:
         held: Held | None = None,
     ) -> None:
         self._model, self._dtype, self._materialise = model, dtype, materialise
-        self._has_buffers = held is None
+        self._has_all = held is None
         self.holdings = holdings_of_model(model, coordinator, dtype, held)
         # Names of one parameter have one and the same tensor: transformers must see that they are tied.
         lazy: dict[int, torch.Tensor] = {}
-        params = dict(model.named_parameters())
+        params = dict(named_parameters(model))
         for name, holding in self.holdings.items():
             lazy[id(params[name])] = self._lazy(View.whole(Stored(holding.box.shape, holding.dtype, name)))
-        named = model.named_parameters(remove_duplicate=False)
+        named = named_parameters(model, remove_duplicate=False)
         self.by_name = {name: lazy[id(param)] for name, param in named if id(param) in lazy}
         self._by_id = lazy
 
     def _lazy(self, view: View) -> Any:
         return in_dtype(LazyTensor.of(view, self._materialise), self._dtype)
 
-    def state_dict(self) -> dict[str, Any]:
-        """``model.state_dict()`` with lazy tensors."""
+    def state_dict(self, *, keeps_adapters: bool = True) -> dict[str, Any]:
+        """``model.state_dict()`` with lazy tensors, by own names; of what is held in place of values, no more.
+
+        With `keeps_adapters`, names have PEFT's parts, by which it and transformers save.
+        """
         memories: dict[tuple[int, torch.dtype], HostTensor] = {}
 
         def view_of(buffer: torch.Tensor) -> View:
@@ -76,18 +80,19 @@ class LazyParameters:
                 memories[key] = HostTensor.of(torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage))
             return View(memories[key], tuple(buffer.shape), buffer.stride(), int(buffer.storage_offset()))
 
-        # With the parameters themselves: accelerate's activation checkpointing has its own part in their names in the
-        # model, but not in the state dict.
-        entries = self._model.state_dict(keep_vars=True)
-        if not self._has_buffers:
-            entries = {name: value for name, value in entries.items() if id(value) in self._by_id}
-        for name, value in entries.items():
-            lazy = self.by_name.get(name, self._by_id.get(id(value)))
-            if lazy is not None:
-                entries[name] = lazy
+        names = own_names(self._model, keeps_adapters=keeps_adapters)
+        entries = {}
+        for key, value in self._model.state_dict(keep_vars=True).items():
+            name = names.get(key, key)  # activation checkpointing takes its own part out of a state dict
+            if id(value) in self._by_id:
+                entries[name] = self._by_id[id(value)]
+            elif not self._has_all:
+                continue
             elif isinstance(value, torch.Tensor):  # a buffer; every rank has its own values, and rank 0's are written
                 entries[name] = self._lazy(view_of(whole_of(name, value)))
-        return with_original_experts(self._model, dict(entries))
+            else:
+                entries[name] = value
+        return with_original_experts(self._model, entries)
 
 
 def state_dict_without_values(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:

@@ -201,6 +201,7 @@ class NewParameters(Parameters):
         with coordinator.reporting():
             self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
         holdings = self._lazy.holdings
+        self._names = holdings.keys()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
         super().__init__(coordinator, {}, Layout(_held_by(holdings)))
         self._agree_on_shares(holdings, compares, threads)
@@ -210,7 +211,7 @@ class NewParameters(Parameters):
         """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together."""
         if given is None:
             return self._lazy.state_dict()
-        entries = {}
+        entries: dict[str, Any] = {}
         for name, value in given.items():
             view = value.view_of_node if isinstance(value, LazyTensor) else value  # rank 0 sends views
             entries[name] = entry = LazyTensor.of(view, self.gather) if isinstance(view, View) else value
@@ -222,6 +223,11 @@ class NewParameters(Parameters):
                     "save_pretrained is given, or gather the parameters (deepspeed.zero.GatheredParameters)."
                 )
         return entries
+
+    def own_entries(self) -> dict[str, Any]:
+        """As :meth:`entries`, by own names; of the names of a tied parameter, the first one only."""
+        entries = self._lazy.state_dict(keeps_adapters=False)
+        return {name: entry for name, entry in entries.items() if name not in self._lazy.by_name.keys() - self._names}
 
     def _agree_on_shares(self, holdings: Mapping[str, Holding], compares: bool, threads: int) -> None:
         with self._coordinator.reporting():

@@ -59,6 +59,8 @@ class Content:
         folder: the folder of its files, inside the one that is saved to; empty for that one itself.
         dtype: of what is of floating point; None: as it is held.
         held: what is saved under the names of parameters in place of their values; None: the values.
+        check: raises if what is laid out cannot be loaded; called on rank 0, with a folder where shards have their
+            headers and no values yet.
         beside: what is held, most likely, as this is: it is saved by the same plan. Planning takes as long as writing
             some hundred MB, because transformers' conversions run over thousands of lazy tensors.
     """
@@ -68,6 +70,7 @@ class Content:
     folder: str = ""
     dtype: torch.dtype | None = None
     held: Held | None = None
+    check: Callable[[Path], None] | None = None
     beside: Sequence[Alike] = ()
 
 

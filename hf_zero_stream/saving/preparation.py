@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedModel
+from torch import nn
 from transformers.utils import logging
 
 from ..checkpoint.safetensors import ShardToWrite, lay_out_shard
-from ..errors import SaveError, UnsupportedError
+from ..errors import SaveError
 from ..ranks.coordinator import Coordinator
 from .lazy_parameters import Held, holdings_of_model
 from .parameters import Layout, NewParameters, Parameters
@@ -50,7 +50,7 @@ class _Kept:
     files: list[dict[str, bytes]]
 
 
-_kept: WeakKeyDictionary[PreTrainedModel, _Kept] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Preparation:
         settings: what else the plans depend on, which are kept for the next save; None: they are not kept.
     """
 
-    model: PreTrainedModel
+    model: nn.Module
     coordinator: Coordinator
     single_writer: bool
     chunk_bytes: int
@@ -107,8 +107,8 @@ class Preparation:
             (name, buffer.data_ptr(), buffer.dtype, buffer.shape, buffer.stride())
             for name, buffer in model.named_buffers(remove_duplicate=False)
         ]
-        configs = [model.config, getattr(model, "generation_config", None)]
-        texts = [None if config is None else config.to_json_string(use_diff=False) for config in configs]
+        configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+        texts = [config.to_json_string(use_diff=False) for config in configs if hasattr(config, "to_json_string")]
         kinds = [(content.index_name, content.dtype, len(content.beside)) for content in contents]
         settings = (self.single_writer, self.chunk_bytes, self.coordinator.world_size, self.settings)
         return ties, list(first.values()), buffers, texts, kinds, settings
@@ -182,8 +182,6 @@ class Preparation:
                 chunk_bytes=self.chunk_bytes,
                 single_writer=self.single_writer,
             )
-            if held is not None:
-                _refuse_computed(plan)
             return Planned(parameters, shards, plan, content.folder)
 
         with coordinator.reporting():
@@ -196,16 +194,6 @@ class Preparation:
                 f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
             )
         return found
-
-
-def _refuse_computed(plan: SavePlan) -> None:
-    """Raise if anything would be computed of what belongs to parameters and is not their values, such as moments."""
-    if computed := [f"{each.name} ({each.reason})" for each in plan.computations]:
-        raise UnsupportedError(
-            "What is kept beside the parameters can only be saved as it lies. To save the model, transformers "
-            f"computes {len(computed)} tensors and does not merely put them in another order: "
-            f"{', '.join(computed[:8])}. Use the checkpoints of DeepSpeed or accelerate."
-        )
 
 
 @contextmanager

@@ -32,7 +32,6 @@ from ..reports.memory import AnonymousMemory, collector_paused
 from ..reports.progress import progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..scope import current_config
-from ..seams.adapted import is_adapted
 from ..seams.ds_config import found_config
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
@@ -69,7 +68,7 @@ class Save:
         state_dict: what to save, lazy, with the parameters' own names in its nodes; default: all of the model.
         coordinator: the ranks, if they have come together already.
         keeps_plans: keep the plans for the next save.
-        takes_adapted: the model may be one of PEFT's; then what is laid out is the caller's.
+        takes_any: the model may be any module; then what is laid out is the caller's.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Save:
         state_dict: Mapping[str, Any] | None = None,
         coordinator: Coordinator | None = None,
         keeps_plans: bool = False,
-        takes_adapted: bool = False,
+        takes_any: bool = False,
         **kwargs: Any,
     ) -> None:
         refuse_url(folder)
@@ -107,7 +106,7 @@ class Save:
                 "distributed_checkpoint=True: a distributed checkpoint is not a safetensors checkpoint; leave it out."
             )
         inner = unwrapped(model)
-        if not isinstance(inner, PreTrainedModel) and not (takes_adapted and is_adapted(inner)):
+        if not isinstance(inner, PreTrainedModel) and not takes_any:
             raise UnsupportedError(
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
@@ -263,6 +262,9 @@ class Save:
                         reserve(folder / each.folder, each.shards)
 
                 coordinator.run_on_main(reserve_all)
+                for content in contents:
+                    if content.check is not None:
+                        coordinator.run_on_main(partial(content.check, folder / content.folder))
             index = next((content.index_name for content in contents if not content.folder), "")
             yield Prepared(publication, everything, index, ending, write_from == "rank0")
         except BaseException:

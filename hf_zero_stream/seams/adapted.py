@@ -14,10 +14,15 @@ from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 
 
-__all__ = ["is_adapted", "lay_out_adapter"]
+__all__ = ["is_adapted", "is_peft_model", "lay_out_adapter"]
 
 
 def is_adapted(model: Any) -> bool:
+    """Whether of `model` only adapters are saved: by ``peft.get_peft_model``, or transformers' ``add_adapter``."""
+    return is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
+
+
+def is_peft_model(model: Any) -> bool:
     """Whether `model` is one that ``peft.get_peft_model`` returned."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)

@@ -105,6 +105,8 @@ def _load_pretrained_model(
     session.model = model
     load.destination.observe(model)
     slices = _open(session, state_dict, checkpoint_files, load_config)
+    if session.rename is not None:
+        slices = {session.rename(name): piece for name, piece in slices.items()}
     with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer), keeping_groups(model):
         # Of a model inside another the dtype does not count: that of the outer one does.
         dtype = load.destination.dtype(None if is_part else load_config.dtype)
@@ -269,7 +271,8 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
             session.load.coordinator.check()  # the reason may be that the rank that reads for this one died
         raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
     if session.strict:
-        raise_if_misfit(*_misfits(model, loading_info))
+        lacking, unexpected, mismatched = _misfits(model, loading_info)
+        raise_if_misfit(lacking.difference(session.optional), unexpected, mismatched)
     if session.inside is not None:
         return  # what its checkpoint lacks stays on the meta device, like the rest of the outer model
     missing = set(loading_info.missing_and_mismatched())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -79,6 +79,8 @@ class Session:
         inside: the session whose model is being built, if that model's ``__init__`` makes this ``from_pretrained``.
             Then this session's model stays lazy, and is placed as a part of the other.
         is_quiet: transformers shall not report what the checkpoint lacks: the caller looks at it.
+        optional: names that the checkpoint need not have, whatever `strict` says.
+        rename: what a name in the checkpoint's files is, before transformers' own renames; None: itself.
         has_nested: whether the model's ``__init__`` called ``from_pretrained``.
         stock_reason: why the load is left to stock; empty while it streams.
         kept_config: the quantization config of a model whose weights are to stay quantised; see :mod:`.packing`.
@@ -94,6 +96,8 @@ class Session:
     inside: Session | None = None
     strict: bool = False
     is_quiet: bool = False
+    optional: Collection[str] = ()
+    rename: Callable[[str], str] | None = None
     has_nested: bool = field(default=False, init=False)
     stock_reason: str = field(default="", init=False)
     kept_config: dict[str, Any] | None = field(default=None, init=False)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from ..checkpoint.safetensors import NotedShard
 from ..destinations import kinds
 from ..destinations.base import Holding
+from ..destinations.own_names import named_parameters
 from ..destinations.slots import MASTER
 from ..destinations.training import Training
-from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..saving.planned import Content
 from ..seams.adapted import lay_out_adapter
 
 
-__all__ = ["keys_of", "lay_out_state", "opened_state", "refuse_unreachable", "weights"]
+__all__ = ["keys_of", "refuse_unreachable", "weights"]
 
 
 def keys_of(keys: list[str]) -> list[str]:
@@ -49,33 +48,8 @@ def _held_values(model: nn.Module, coordinator: Coordinator) -> Mapping[str, Hol
     """What this rank holds of the values of parameters that are trained."""
     rank, world_size = coordinator.rank, coordinator.world_size
     held = kinds.holdings(model, masters=False, rank=rank, world_size=world_size)
-    return {name: held[name] for name, param in model.named_parameters() if param.requires_grad}
+    return {name: held[name] for name, param in named_parameters(model) if param.requires_grad}
 
 
 def _lay_out_adapter(model: nn.Module, folder: Path, parameters: Any) -> list[NotedShard]:
     return lay_out_adapter(model, folder, parameters.entries())
-
-
-def lay_out_state(key: str, parameters: Any) -> list[NotedShard]:
-    """A state of what is trained, in one file."""
-    return [NotedShard(f"model.{key}.safetensors", dict(parameters.entries()), {"format": "pt"})]
-
-
-class _Named(nn.Module):
-    """Lazy tensors under names that have dots."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return iter(self._tensors.items())
-
-    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return iter(self._tensors.values())
-
-
-def opened_state(load: Load, place: Path, key: str) -> nn.Module:
-    """A lazy model of what :func:`lay_out_state` laid out in the folder `place`."""
-    pieces = load.open([str(place / f"model.{key}.safetensors")], None)
-    return _Named({name: piece if isinstance(piece, torch.Tensor) else piece[...] for name, piece in pieces.items()})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -16,10 +15,10 @@ from ..destinations.deepspeed.marks import has_partition
 from ..destinations.slots import Slot, SlotMemory
 from ..destinations.training import Training
 from ..engine.load import Load
-from ..loading.dry_load import lazily_loaded
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
-from .record import shard_of_key
+from .layout import opened, opened_from_hub_layout
+from .record import StateRecord, shard_of_key
 
 
 __all__ = ["load_states"]
@@ -29,6 +28,7 @@ __all__ = ["load_states"]
 def load_states(
     training: Training,
     place: Path,
+    record: StateRecord,
     keys: Sequence[str],
     slots: Sequence[Slot],
     settings: StreamingConfig,
@@ -36,20 +36,21 @@ def load_states(
 ) -> None:
     """Read the states `keys` of `slots` from the folder `place`, one after the other (all ranks, in a load's meeting).
 
-    Those that lie in their files as the first one does are read by its plan.
+    Those that lie in their files as the first one does are read by its plan. The `record` is that in `place`.
     """
     if not keys:
         return
     first, *others = keys
-    alike = _read_first(training, place, first, others, slots, settings, coordinator)
+    alike = _read_first(training, place, record, first, others, slots, settings, coordinator)
     for key in others:
         if key not in alike:
-            _read_first(training, place, key, [], slots, settings, coordinator)
+            _read_first(training, place, record, key, [], slots, settings, coordinator)
 
 
 def _read_first(
     training: Training,
     place: Path,
+    record: StateRecord,
     key: str,
     others: Sequence[str],
     slots: Sequence[Slot],
@@ -70,9 +71,8 @@ def _read_first(
     with coordinator.reporting():
         load = _LoadWithOthers(settings, coordinator, memory, key, others)
         with closing(load), torch.no_grad():
-            arguments = {"dtype": torch.float32, "config": copy.deepcopy(training.model.config), "variant": key}
-            lazy_model = lazily_loaded(str(place), load, type(training.model), is_quiet=True, **arguments)
-            load.place(*lazy_model, then=read_alike)
+            read = opened_from_hub_layout if record.is_in_hub_layout else opened
+            load.place(*read(load, training.model, place, key), then=read_alike)
     return alike
 
 

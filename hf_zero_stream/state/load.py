@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers.utils import logging
 
 from ..checkpoint.untrusted_json import excerpt
 from ..checkpoint.zero_folder import ZeroFolder, entries_of_deepspeed, read_zero_folder
 from ..config import StreamingConfig
-from ..destinations.slots import MASTER, SlotMemory, make_entries
+from ..destinations.own_names import own_names, own_or_clean
+from ..destinations.slots import MASTER, make_entries
 from ..destinations.training import Training
-from ..engine.load import Load
 from ..errors import CheckpointError, UnsupportedError
 from ..loading.integration import finish_saves_into
-from ..loading.into import load_some_into
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
@@ -31,7 +27,6 @@ from ..seams.adapted import is_adapted
 from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
 from . import adapters, schedules
-from .elementwise import load_states
 from .groups import drop_entries, set_group, set_option
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag, restored
 from .refusals import (
@@ -44,6 +39,7 @@ from .refusals import (
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
 from .trained import training_of
+from .values import has_more, load_values, load_values_alone, values_in
 from .zero_source import load_zero, record_of, swapped_masters
 
 
@@ -80,6 +76,7 @@ def load_state(
     batch_size: int | None = None,
     with_scheduler: bool = True,
     with_rng: bool = True,
+    strict: bool = True,
     config: StreamingConfig | None = None,
 ) -> Resumed:
     """Go on from a training state, at any number of ranks and any ZeRO stage, and between ZeRO and FSDP2 (all ranks).
@@ -95,6 +92,8 @@ def load_state(
         batch_size: as for ``save_state``.
         with_scheduler: load the scheduler's state too.
         with_rng: go on with the random numbers that this rank had.
+        strict: raise if the weights lack anything that the model has, or have anything else. If false, what they lack
+            stays as it is. What the optimizer trains must be in the state in any case.
         config: our settings; default: from the environment.
 
     Raises:
@@ -118,10 +117,12 @@ def load_state(
         with coordinator.reporting():
             finish_saves_into(folder, settings.read_from, coordinator)
             place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
+            names = own_names(training.model)
+            found = found.renamed(partial(own_or_clean, names))
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
             training = training.of_trained({name for group in record.groups for name in group.parameters})
-            swapped, values = swapped_masters(training), _values_in(record)
-            if isinstance(found, StateRecord) and _has_more(training.model, values - swapped):
+            swapped, values = swapped_masters(training), values_in(record)
+            if isinstance(found, StateRecord) and has_more(training.model, values - swapped):
                 needs_all = not values or bool(swapped)
                 coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
         with training.changing():
@@ -129,11 +130,8 @@ def load_state(
             make_entries(training.slots, [key for key in record.keys if key != MASTER])
             if isinstance(found, ZeroFolder):
                 load_zero(training, found, settings, coordinator)
-            elif is_adapted(training.model):
-                _load_adapted(training, place, record.keys, settings, coordinator)
-                training.copy_masters()
             else:
-                _load_values(training, folder, place, record, settings, coordinator)
+                load_values(training, folder, place, record, settings, coordinator, strict=strict)
             rates = _set_rest(training, record)
             for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the rate
                 of_group = [slot for slot in training.slots if slot.group == number]
@@ -165,24 +163,24 @@ def load_without_optimizer(
 ) -> Any:
     """Load the weights of a state into an engine (all ranks); returns the `data` that were saved with it.
 
-    Unless it is to be `only_weights`, counters, loss scaler and, `with_scheduler`, the scheduler go on.
+    If not `strict`, what the weights lack stays as it is. Unless `only_weights` are wanted, counters, loss scaler and,
+    `with_scheduler`, the scheduler go on too.
 
     Raises:
         CheckpointError: the weights in `folder` are those of another state, and this one has none of its own.
     """
     finish_pending()
     coordinator = Coordinator.of_default_group()
-    place = folder / tag
+    place, model = folder / tag, unwrapped(engine)
     with coordinator.watched(LOAD), coordinator.reporting():
-        record = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
+        found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
+        record = found.renamed(partial(own_or_clean, own_names(model)))
         has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder))
-        values = set() if has_its_own else _values_in(record)
-        if _has_more(unwrapped(engine), values):
-            coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=not values))
-    if _has_more(unwrapped(engine), values):
-        load_some_into(engine, str(folder), values, config=None, strict=strict)
-    if values:
-        load_some_into(engine, str(place), set(), config=None, strict=False, needed=values, variant=MASTER)
+        if has_more(model, set() if has_its_own else values_in(record)):
+            needs_all = has_its_own or not values_in(record)
+            coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
+        settings = StreamingConfig.resolve(None, {})
+        load_values_alone(model, folder, place, record, settings, coordinator, has_its_own=has_its_own, strict=strict)
     if not only_weights and engine.optimizer is not None:
         training = training_of(engine, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))
@@ -219,58 +217,6 @@ def _record_for(training: Training, found: StateRecord | ZeroFolder, with_schedu
         record = found if with_scheduler else replace(found, scheduler=None)
     refuse_other_training(training, record, place)
     return record
-
-
-def _load_values(
-    training: Training,
-    folder: Path,
-    place: Path,
-    record: StateRecord,
-    settings: StreamingConfig,
-    coordinator: Coordinator,
-) -> None:
-    """Weights and elementwise states; from the weights' own files what has no master, or one in a swap file."""
-    swapped = swapped_masters(training)
-    in_memory = _values_in(record) - swapped
-    load_weights = partial(load_some_into, training.live, config=settings, coordinator=coordinator)
-    if _has_more(training.model, in_memory):
-        load_weights(str(folder), in_memory, with_masters=not swapped)
-    if in_memory and training.copies_masters:
-        # One model and one plan for all of them, where load_some_into would need its own.
-        keys = [MASTER, *(key for key in record.keys if key != MASTER)]
-        load_states(training, place, keys, training.slots, settings, coordinator)
-        training.copy_masters()
-        return
-    if in_memory:
-        load_weights(str(place), swapped, strict=False, needed=in_memory, variant=MASTER)
-    moments = [key for key in record.keys if key != MASTER]
-    load_states(training, place, moments, training.slots, settings, coordinator)
-    if swapped and MASTER in record.keys:
-        slots = [slot for slot in training.slots if slot.is_swapped]
-        load_states(training, place, [MASTER], slots, settings, coordinator)
-
-
-def _values_in(record: StateRecord) -> set[str]:
-    """The parameters whose values are in the state, and not only in the weights beside it."""
-    return {name for group in record.groups for name in group.parameters} if MASTER in record.keys else set()
-
-
-def _has_more(model: nn.Module, names: set[str]) -> bool:
-    """Whether a checkpoint of `model` has anything but parameters of these `names`."""
-    return any(name not in names for name, _ in model.named_parameters()) or any(
-        set(module._buffers) - module._non_persistent_buffers_set for module in model.modules()
-    )
-
-
-def _load_adapted(
-    training: Training, place: Path, keys: Sequence[str], settings: StreamingConfig, coordinator: Coordinator
-) -> None:
-    """Load what is trained of a PEFT model, and its states."""
-    with coordinator.reporting():
-        for key in keys:
-            load = Load(settings, {}, coordinator, SlotMemory(training.slots, key, training.device, hides_zero3=False))
-            with closing(load), torch.no_grad():
-                load.place(adapters.opened_state(load, place, key), set(), set())
 
 
 def _set_rest(training: Training, record: StateRecord) -> list[float] | None:

@@ -38,7 +38,9 @@ LATEST = "latest"
 """The file in the folder of a checkpoint that names the folder of its training state, as DeepSpeed's does."""
 
 _FORMAT = "hf_zero_stream training state"
-_VERSION = 1
+_VERSION = 2
+_HUB_LAYOUT = 1
+"""The version in which states lay as the weights of the hub's checkpoint do, under its names."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class GroupRecord:
 
     Attributes:
         options: learning rate, weight decay, ...
-        parameters: names of those that are trained, in the model.
+        parameters: own names of those that are trained.
         numbers: what the optimizer keeps of each of them that is one number, as `step`: by name, one for all
             parameters, or a list with one for each.
         shapes: of the parameters; may be empty if they are not known.
@@ -96,6 +98,7 @@ class StateRecord:
         data_of_ranks: what each of them gave then, else None.
         dtype: of what is trained: masters, or the parameters themselves.
         weights: a fingerprint of the weights that were saved with it (:mod:`.weights`).
+        version: of the format.
     """
 
     optimizer: str
@@ -110,6 +113,24 @@ class StateRecord:
     data_of_ranks: Sequence[Any] | None = None
     dtype: str | None = None
     weights: str | None = None
+    version: int = _VERSION
+
+    @property
+    def is_in_hub_layout(self) -> bool:
+        """Whether the states lie as weights do in the hub's checkpoint, and not as the parameters themselves."""
+        return self.version == _HUB_LAYOUT
+
+    def renamed(self, rename: Callable[[str], str]) -> StateRecord:
+        """This record with other names of parameters."""
+        groups = [
+            replace(
+                group,
+                parameters=[*map(rename, group.parameters)],
+                lacking={key: [*map(rename, names)] for key, names in group.lacking.items()},
+            )
+            for group in self.groups
+        ]
+        return replace(self, groups=groups)
 
     def with_data_of(self, ranks: Sequence[Any]) -> StateRecord:
         """This record of rank 0's with the data that all ranks gave."""
@@ -122,7 +143,7 @@ class StateRecord:
         return restored(of_ranks[rank] if rank < len(of_ranks) else self.data)
 
     def to_json(self) -> str:
-        return json.dumps({"format": _FORMAT, "version": _VERSION, **asdict(self)}, indent=1, allow_nan=True) + "\n"
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, allow_nan=True) + "\n"
 
     @classmethod
     def read(cls, path: Path) -> StateRecord:
@@ -133,7 +154,7 @@ class StateRecord:
             raise CheckpointError(f"{path}: expected the record of a state; it cannot be read: {error}") from error
         if found.pop("format", None) != _FORMAT:
             raise CheckpointError(f'{path}: expected "format": "{_FORMAT}". Give a folder that save_state wrote.')
-        if (version := found.pop("version", None)) != _VERSION:
+        if (version := found.get("version")) not in (_HUB_LAYOUT, _VERSION):
             raise CheckpointError(f"{path}: expected version {_VERSION}; got {version!r}. Update hf_zero_stream.")
         try:
             groups = [GroupRecord(**group) for group in found.pop("groups")]

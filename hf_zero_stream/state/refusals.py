@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..checkpoint.index_file import read_index_file
 from ..checkpoint.untrusted_json import excerpt
 from ..destinations.training import Training
 from ..errors import CheckpointError, ConfigError, UnsupportedError
-from ..seams.saving import index_name
 from . import schedules
+from .layout import files_of
 from .record import LATEST, GroupRecord, StateRecord
 from .weights import fingerprint
 
@@ -188,17 +187,10 @@ def refuse_other_weights(record: StateRecord, folder: Path, place: Path, *, need
 
 def refuse_missing_files(place: Path, keys: Sequence[str], others: Sequence[str]) -> None:
     """Raise a CheckpointError if a file of one of the states `keys`, or one of `others`, is not in `place`."""
-    files = [*(path for key in keys for path in _files(place, key)), *(place / name for name in others)]
+    files = [*(path for key in keys for path in files_of(place, key)), *(place / name for name in others)]
     missing = [path for path in files if not path.is_file()]
     if missing:
         raise CheckpointError(
             f"{missing[0]}: this file of the training state is gone ({len(missing)} in all). Copy the whole folder "
             "again, or go on from an older state."
         )
-
-
-def _files(place: Path, key: str) -> list[Path]:
-    index = place / index_name(key)
-    if not index.is_file():
-        return [place / f"model.{key}.safetensors"]
-    return sorted(place / shard for shard in set(read_index_file(index)["weight_map"].values()))

@@ -7,22 +7,23 @@ The folder is a checkpoint for ``from_pretrained``, as ``save_pretrained`` write
     global_step12/model.fp32-*.safetensors, model.exp_avg-*.safetensors, ...
     global_step12/rng.safetensors
 
-States have the names, shapes and shards that the weights have. All of it is published together, `latest` last. Until
-then a resume finds the state that was there before.
+States have the parameters' own names and shapes (see layout.py). All of it is published together, `latest` last. Until
+then a resume finds the state that was there before. Before anything is written, the weights are seen to be what a load
+of this very model asks for (see resumable.py).
 """
 
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Literal, overload
 
-from ..checkpoint.safetensors import NotedShard
+from torch import nn
+from transformers import PreTrainedModel
+
 from ..checkpoint.zero_folder import entries_of_deepspeed
 from ..destinations.slots import elementwise_keys, holdings_of
 from ..destinations.training import STEPS, Training
@@ -35,9 +36,10 @@ from ..saving.files import finish_interrupted
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.planned import Alike, Content, Ending
 from ..saving.save import Save
-from ..seams.adapted import is_adapted
-from ..seams.saving import index_name, lay_out_pretrained
+from ..seams.adapted import is_adapted, is_peft_model
+from ..seams.saving import index_name
 from . import adapters, rng, schedules
+from .layout import lay_out
 from .record import (
     FILE,
     LATEST,
@@ -51,6 +53,7 @@ from .record import (
     shard_of_key,
 )
 from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart
+from .resumable import refuse_unloadable
 from .trained import training_of
 from .weights import fingerprint, fingerprint_of_new
 
@@ -90,8 +93,8 @@ def save_state(
     Every rank writes the bytes that it holds. Nothing is pickled.
 
     Args:
-        trained: a DeepSpeed engine, at any ZeRO stage; or a transformers model, whole or sharded by DTensor (FSDP2,
-            tensor parallelism), which `optimizer` trains.
+        trained: a DeepSpeed engine, at any ZeRO stage; or a model, whole or sharded by DTensor (FSDP2, tensor
+            parallelism), which `optimizer` trains. If it is not transformers', its weights are saved as states are.
         folder: where to save. `latest` there names the newest state; older ones stay.
         optimizer, scheduler, scaler: what trains a model that is not in an engine; an engine has its own.
         tag: the name of the state's folder; default: ``global_step`` and the number of steps.
@@ -110,7 +113,8 @@ def save_state(
         What every rank did. If `asynchronous`, a :class:`PendingSave`, whose ``wait()`` gives that.
 
     Raises:
-        UnsupportedError: the optimizer's state is not elementwise, or gradients are being accumulated.
+        UnsupportedError: the optimizer's state is not elementwise, gradients are being accumulated, or a load of this
+            model could not read what would be saved.
         ConfigError: an argument or its value is not known. UrlError: `folder` is a URL.
         SaveError: on all ranks, if a file cannot be written on any, or could not be in the background the last time.
 
@@ -137,7 +141,7 @@ def save_state(
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
-        save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_adapted=True, **kwargs)
+        save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
     with coordinator.watched(SAVE), coordinator.reporting():
         mine = digests_of(record.groups), record.data, rng.of_this_rank()
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
@@ -145,23 +149,35 @@ def save_state(
         record = record.with_data_of(data)
         name, older = coordinator.broadcast(partial(_free_name, folder, tag, keep_older))
         contents, fingerprinted = [], _fingerprint_of_older
-        if with_weights and is_adapted(training.model):
-            contents, fingerprinted = [adapters.weights(training.model, coordinator)], _no_fingerprint
-        elif with_weights:
-            contents, fingerprinted = [save.weights()], fingerprint_of_new
+        max_shard_size = kwargs.get("max_shard_size", "5GB")
+        if with_weights:
+            contents.append(_weights(training.model, save, max_shard_size, coordinator))
+            fingerprinted = _no_fingerprint if is_adapted(training.model) else fingerprint_of_new
+        elif not is_adapted(training.model):
+            coordinator.run_on_main(partial(refuse_unloadable, training.model, folder))
         if keys:
-            contents.append(_contents(training, name, keys, kwargs))
+            contents.append(_contents(training, name, keys, max_shard_size))
         act = save.start if asynchronous else save.run
         beside = partial(_write_record, name, record, random_states, fingerprinted)
         return act(*contents, ending=Ending(beside, LATEST, [] if keep_older else older))
 
 
-def _contents(training: Training, folder: str, keys: Sequence[str], kwargs: Mapping[str, Any]) -> Content:
+def _weights(model: nn.Module, save: Save, max_shard_size: int | str, coordinator: Coordinator) -> Content:
+    """What is saved beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
+    if is_peft_model(model):
+        return adapters.weights(model, coordinator)
+    if not isinstance(model, PreTrainedModel):
+        return Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
+    check = None if is_adapted(model) else partial(refuse_unloadable, model)
+    return replace(save.weights(), check=check)
+
+
+def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> Content:
     """The elementwise states, in a `folder` of their own."""
     first, *others = (
         Alike(
             partial(holdings_of, training.slots, key),
-            partial(_lay_out_state, training.model, key, kwargs),
+            partial(lay_out, key, max_shard_size),
             index_name(key),
             partial(shard_of_key, first=keys[0], key=key),
         )
@@ -212,19 +228,6 @@ def _free_name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]
         if not os.path.lexists(folder / name):
             return name, sorted(path.parent.name for path in folder.glob(f"*/{FILE}")) + of_deepspeed
     raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
-
-
-def _lay_out_state(model: Any, key: str, kwargs: Mapping[str, Any], folder: Path, parameters: Any) -> list[NotedShard]:
-    if is_adapted(model):
-        return adapters.lay_out_state(key, parameters)
-    entries = parameters.entries()
-    arguments = {"own_code": False, "variant": key, "max_shard_size": kwargs.get("max_shard_size", "5GB")}
-    with TemporaryDirectory() as elsewhere:  # the config is beside the weights
-        noted = lay_out_pretrained(model, Path(elsewhere), dict(entries), entries, parameters.numel, None, **arguments)
-        index = Path(elsewhere, index_name(key))
-        if index.exists():
-            shutil.copy(index, folder)
-    return noted
 
 
 def _fingerprint_of_older(folder: Path) -> str | None:

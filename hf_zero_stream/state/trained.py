@@ -6,12 +6,11 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from ..destinations.training import Training, training_of_model
 from ..errors import ConfigError
 from ..ranks.coordinator import Coordinator
-from ..seams.adapted import is_adapted
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 
 
@@ -23,8 +22,8 @@ def training_of(
 ) -> Training:
     """For the arguments see :func:`.save.save_state`; raises a ConfigError if they do not fit together."""
     model = unwrapped(trained)
-    if not isinstance(model, PreTrainedModel) and not is_adapted(model):
-        raise ConfigError(f"expected a transformers model or an engine around one; got {type(trained).__name__}")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"expected a model or an engine around one; got {type(trained).__name__}")
     if "deepspeed" in sys.modules:
         from ..destinations.deepspeed.engine_training import is_engine, training_of_engine
 

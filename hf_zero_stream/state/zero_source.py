@@ -5,20 +5,19 @@ The folder is a map of bytes (:mod:`..checkpoint.zero_folder`): nothing in it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
-from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..checkpoint.zero_folder import FP32, ZeroFolder, ZeroGroup
 from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_partition
+from ..destinations.own_names import named_parameters
 from ..destinations.slots import MASTER, Slot, SlotMemory
 from ..destinations.training import Training
 from ..engine.load import Load
@@ -28,6 +27,7 @@ from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams.adapted import is_adapted
 from ..seams.session import LazyModel
+from .layout import StandIn
 from .record import GroupRecord, StateRecord
 from .schedules import class_of
 
@@ -126,10 +126,10 @@ def load_zero(training: Training, zero: ZeroFolder, settings: StreamingConfig, c
         first = load.checkpoint.add(zero.shards)
         trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
         frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
-        return _StandIn(load, {**trained, **frozen}, buffers), set(), set()
+        return StandIn.of_views(load, {**trained, **frozen}, buffers), set(), set()
 
     # Masters that are in swap files come as moments do, after the weights that belong to them.
-    place = partial(place_into, training.live, zero.path, config=settings, coordinator=coordinator)
+    place = partial(place_into, training.model, zero.path, config=settings, coordinator=coordinator)
     place(partial(weights, without=set()), set(), with_masters=not swapped)
     if swapped and swapped != zero.views().keys():
         place(partial(weights, without=swapped), set())
@@ -158,12 +158,12 @@ def _load_key(
         load = Load(settings, {}, coordinator, destination)
         with closing(load), torch.no_grad():
             views = zero.views(key, load.checkpoint.add(zero.shards))
-            load.place(_StandIn(load, views, {}), set(), set())
+            load.place(StandIn.of_views(load, views, {}), set(), set())
 
 
 def _say_what_is_not_there(training: Training, zero: ZeroFolder) -> None:
     known = {*zero.views(), *zero.frozen(), *zero.shared}
-    unknown = [name for name, _ in training.model.named_parameters() if name not in known]
+    unknown = [name for name, _ in named_parameters(training.model) if name not in known]
     if unknown and not is_adapted(training.model):
         logger.warning(
             f"{zero.path}: it has no values for {len(unknown)} parameters, among them {unknown[0]}, which is not "
@@ -174,19 +174,3 @@ def _say_what_is_not_there(training: Training, zero: ZeroFolder) -> None:
             f"{zero.path}: of what was given as client_state, {', '.join(map(repr, zero.left_out[:8]))} cannot be had "
             "without running a pickle. Set it yourself."
         )
-
-
-class _StandIn(nn.Module):
-    """Lazy tensors by the names of a model's parameters and buffers."""
-
-    def __init__(self, load: Load, parameters: Mapping[str, View], buffers: Mapping[str, View]) -> None:
-        super().__init__()
-        materialise = load.checkpoint.materialise
-        self._lazy_parameters = {name: LazyTensor.of(view, materialise) for name, view in parameters.items()}
-        self._lazy_buffers = {name: LazyTensor.of(view, materialise) for name, view in buffers.items()}
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return iter(self._lazy_parameters.items())
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self._lazy_buffers.items())

@@ -16,6 +16,7 @@ from ...config import CHUNK_ALIAS
 from ...errors import refuse_unknown_version
 from ...footprint.memory import HOST, EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
 from ...footprint.optimizers import AdamW, adamw_copies
+from ..own_names import own_names
 from . import nvme, zero3
 
 
@@ -65,8 +66,8 @@ def model_footprint(
     `adamw` says how torch's AdamW steps, where the config leaves that open.
     """
     zero = _zero_config(ds_config, model)
-    named = list(model.named_parameters(remove_duplicate=False))
-    placed = (param.dtype for name, param in named if name not in tied and param.is_floating_point())
+    named, own = list(model.named_parameters(remove_duplicate=False)), own_names(model)
+    placed = (param.dtype for name, param in named if own[name] not in tied and param.is_floating_point())
     dtype = next(placed, torch.float32)
     parameters: list[ParameterShape] = []
     seen: set[int] = set()
@@ -74,7 +75,7 @@ def model_footprint(
         _, ranks = zero3.place_in_group(param, 0, world_size)
         # DeepSpeed leaves the dtype of adapters, which are put on a model after its load.
         own_dtype = dtype if param.is_floating_point() and zero3.is_placeholder(param) else param.dtype
-        is_tied = name in tied or id(param) in seen
+        is_tied = own[name] in tied or id(param) in seen
         seen.add(id(param))
         parameters.append(ParameterShape(name, param.numel(), own_dtype, param.requires_grad, ranks, is_tied))
     return memory_footprint(

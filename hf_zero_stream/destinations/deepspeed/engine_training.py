@@ -15,6 +15,7 @@ from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
+from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, slots_of_parameters
 from ..training import STEPS, Training
 from . import zero3
@@ -50,7 +51,6 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         slots = _stages_0_to_2(model, wrapper, coordinator)
     return Training(
         model=model,
-        live=engine,
         optimizer=optimizer,
         slots=slots,
         scheduler=engine.lr_scheduler if scheduler is None else scheduler,
@@ -82,7 +82,7 @@ def _is_between_steps(engine: Any) -> bool:
 def _copy_masters(model: nn.Module, wrapper: Any) -> None:
     """Bring new masters into the model's 16-bit parameters, as a step does."""
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        params = dict(model.named_parameters())
+        params = dict(named_parameters(model))
         for slot in _stage_3(model, wrapper):
             for name, _, first, start, stop, _ in slot.members:
                 params[name].ds_tensor.data[: stop - start].copy_(slot.flat(MASTER)[first : first + stop - start])
@@ -150,7 +150,7 @@ def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
     refuse_unknown_version("deepspeed", missing)
     if getattr(wrapper, "zenflow", False):
         raise UnsupportedError(ZENFLOW)
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model)}
     sub_groups = zip(wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat, strict=True)
     for number, (params, flat) in enumerate(sub_groups):
         members = []
@@ -182,7 +182,7 @@ def _swapped_in(wrapper: Any, number: int) -> Iterator[None]:
 
 def _stages_0_to_2(model: nn.Module, wrapper: Any, coordinator: Coordinator) -> list[Slot]:
     """DeepSpeed trains this rank's part of each group's flat buffer; at stage 0 all of it, or of each parameter."""
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model)}
     trained = enumerate(group["params"] for group in wrapper.optimizer.param_groups)
     groups = {id(part): number for number, parts in trained for part in parts}
     members: dict[int, tuple[Any, list[Member]]] = {}

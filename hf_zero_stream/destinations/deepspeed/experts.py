@@ -23,7 +23,7 @@ from torch import nn
 from ... import patching
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import Cut, ParameterBox
-from .original_experts import Origin, converted_layers
+from .original_experts import MARK, Origin, converted_layers
 
 
 try:
@@ -81,10 +81,10 @@ def convert(
         values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
         with torch.device("meta"), _RECORDERS:
             auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
-        for spec, taken, of_block in zip(specs, values, shapes, strict=True):
+        for spec, taken, of_block, block in zip(specs, values, shapes, blocks, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
             _give_values(layer, taken, place)
-            layer._hf_zero_stream_origin = Origin(spec, of_block)
+            vars(layer)[MARK] = Origin(spec, of_block, block)
     if make_groups:
         _PREEMPTION.__enter__()  # for good: nobody says when the model is initialised, or how often
 

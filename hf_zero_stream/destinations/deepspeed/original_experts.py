@@ -11,20 +11,32 @@ from torch import nn
 from ...errors import UnsupportedError
 
 
-__all__ = ["Origin", "converted_layers", "with_original_experts"]
+__all__ = ["MARK", "Origin", "converted_layers", "origin_of", "with_original_experts"]
+
+MARK = "_hf_zero_stream_origin"
+"""The attribute of a converted layer that says what it was."""
 
 
 class Origin(NamedTuple):
-    """What a converted layer was: DeepSpeed's ``MoELayerSpec``, and the entries of its state dict, in order."""
+    """What a converted layer was: DeepSpeed's ``MoELayerSpec``, and the entries of its state dict, in order.
+
+    `block` is the layer itself, on the meta device, but for the modules that it has in common with the converted one.
+    """
 
     spec: Any
     shapes: Mapping[str, torch.Size]
+    block: nn.Module
+
+
+def origin_of(layer: nn.Module) -> Origin | None:
+    """What `layer` was, if it is a converted one."""
+    return vars(layer).get(MARK)
 
 
 def converted_layers(model: nn.Module) -> dict[str, Origin]:
     """What the converted layers of `model` were, by name."""
-    mark = "_hf_zero_stream_origin"
-    return {name: getattr(layer, mark) for name, layer in model.named_modules() if hasattr(layer, mark)}
+    layers = ((name, origin_of(layer)) for name, layer in model.named_modules())
+    return {name: origin for name, origin in layers if origin is not None}
 
 
 def with_original_experts(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:

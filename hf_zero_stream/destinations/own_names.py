@@ -1,0 +1,125 @@
+"""A parameter's own name: the one that it has without the modules that others have put around its own.
+
+Compiling or checkpointing a block, DistributedDataParallel, FSDP and PEFT put a module around another one, and the
+names of all that is below get longer. A training may be saved with such modules and go on without them. So whatever is
+saved, loaded, recorded or reported by name goes by own names, and nothing else takes names apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+
+__all__ = [
+    "adapter_names",
+    "named_buffers",
+    "named_parameters",
+    "own_names",
+    "own_or_clean",
+    "without_adapters",
+    "wrapped_child",
+]
+
+_OF_TORCH = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+"""What ``torch.compile``, ``checkpoint_wrapper`` and FSDP1 call the module that they are around."""
+
+
+class _Named(NamedTuple):
+    """A tensor by the name that torch has for it, and its own; `is_of_adapter`: PEFT has put it there."""
+
+    name: str
+    own: str
+    tensor: torch.Tensor
+    is_of_adapter: bool
+
+
+def wrapped_child(module: nn.Module, *, keeps_adapters: bool = False) -> str | None:
+    """What `module` calls the module that it has been put around; None if it is around none.
+
+    With `keeps_adapters`, PEFT's modules count as the model's own.
+    """
+    for name in _OF_TORCH:
+        if name in module._modules:
+            return name
+    if isinstance(module, (DataParallel, DistributedDataParallel)):
+        return "module"
+    return None if keeps_adapters else _child_inside_adapter(module)
+
+
+def _child_inside_adapter(module: nn.Module) -> str | None:
+    peft: Any = sys.modules.get("peft")
+    if peft is None:
+        return None
+    tuners, others = peft.tuners.tuners_utils, peft.utils.other
+    beside = getattr(others, "AuxiliaryTrainingWrapper", others.ModulesToSaveWrapper)  # PEFT has it from 0.15 on
+    kinds = {
+        "base_layer": tuners.BaseTunerLayer,
+        "original_module": beside,
+        "model": tuners.BaseTuner,
+        "base_model": peft.PeftModel,
+    }
+    return next((name for name, kind in kinds.items() if name in module._modules and isinstance(module, kind)), None)
+
+
+def own_names(model: nn.Module, *, keeps_adapters: bool = False) -> dict[str, str]:
+    """The own name of each parameter and buffer of `model`, by each name that torch has for it.
+
+    With `keeps_adapters`, names have PEFT's parts: those by which PEFT and transformers save.
+    """
+    found = list(_walk(model, "", "", keeps_adapters, ()))
+    tensors: dict[str, int] = {}
+    unclear = {each.own for each in found if tensors.setdefault(each.own, id(each.tensor)) != id(each.tensor)}
+    return {each.name: each.name if each.own in unclear else each.own for each in found}
+
+
+def _walk(module: nn.Module, name: str, own: str, keeps_adapters: bool, around: tuple[int, ...]) -> Iterator[_Named]:
+    """`around`: the modules that this one is inside of, by their ids, of which PEFT may put one into another again."""
+    child_inside = wrapped_child(module, keeps_adapters=keeps_adapters)
+    is_of_adapter = child_inside is not None
+    for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+        if tensor is not None:
+            yield _Named(f"{name}{key}", f"{own}{key}", tensor, is_of_adapter)
+    for key, child in module._modules.items():
+        if child is None or id(child) in around:
+            continue
+        inner = own if key == child_inside else f"{own}{key}."
+        for each in _walk(child, f"{name}{key}.", inner, keeps_adapters, (*around, id(module))):
+            yield each._replace(is_of_adapter=each.is_of_adapter or (is_of_adapter and key != child_inside))
+
+
+def named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """As ``model.named_parameters()``, by own names."""
+    names = own_names(model)
+    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield names.get(name, name), param
+
+
+def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+    """As ``model.named_buffers()``, by own names."""
+    names = own_names(model)
+    for name, buffer in model.named_buffers(remove_duplicate=remove_duplicate):
+        yield names.get(name, name), buffer
+
+
+def adapter_names(model: nn.Module) -> set[str]:
+    """The own names of what PEFT has put into `model`, beside what was there."""
+    return {each.own for each in _walk(model, "", "", False, ()) if each.is_of_adapter}
+
+
+def without_adapters(name: str) -> str:
+    """`name`, in a file that was saved from a model with PEFT's modules in it, without their parts."""
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+def own_or_clean(names: dict[str, str], name: str) -> str:
+    """The own name of what was saved as `name`, from the :func:`own_names` of the model that goes on with it.
+
+    The model may have lost what was around its modules since.
+    """
+    return names.get(name) or ".".join(part for part in name.split(".") if part not in _OF_TORCH)

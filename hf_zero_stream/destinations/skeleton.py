@@ -1,0 +1,84 @@
+"""A copy of a model that is in use, with shapes and no memory, for transformers to load lazy tensors into.
+
+The class of the model is not built anew: it may need arguments that its config does not hold, and its modules may have
+been added, replaced or wrapped since. So a checkpoint is paired with what the model is now.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import fsdp
+from .deepspeed.original_experts import origin_of
+from .own_names import wrapped_child
+
+
+__all__ = ["skeleton_of", "whole_shape"]
+
+_OF_INSTANCE = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
+"""What a load has put on a model, and the next one makes anew."""
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of a parameter of which this rank may hold a part."""
+    return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
+
+
+def skeleton_of(model: nn.Module) -> Any:
+    """A copy of `model` on the meta device, by own names (:mod:`.own_names`), with the ties that `model` has now."""
+    copied: dict[int, Any] = {}
+
+    def tensor(old: torch.Tensor) -> torch.Tensor:
+        if id(old) not in copied:
+            new = torch.empty(whole_shape(old), dtype=old.dtype, device="meta")
+            copied[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+        return copied[id(old)]
+
+    def module(old: nn.Module) -> nn.Module:
+        if id(old) in copied:
+            return copied[id(old)]
+        if (origin := origin_of(old)) is not None:
+            new = module(origin.block)
+            copied[id(old)] = new
+            return new
+        inside = wrapped_child(old)
+        new = _empty_like(old) if inside is None else module(old._modules[inside])
+        copied[id(old)] = new
+        for tensors, place in ((old._parameters, new._parameters), (old._buffers, new._buffers)):
+            place.update({key: None if value is None else tensor(value) for key, value in tensors.items()})
+        for key, child in old._modules.items():
+            if key != inside:
+                new._modules[key] = None if child is None else module(child)
+        return new
+
+    found = module(model)
+    if hasattr(found, "all_tied_weights_keys"):
+        vars(found)["all_tied_weights_keys"] = _ties_of(found)
+    return found
+
+
+def _empty_like(old: nn.Module) -> nn.Module:
+    """A module of the class and with the attributes of `old`, that has no tensors, no children and no hooks."""
+    cls = fsdp.original_class(old)
+    new = object.__new__(cls)
+    vars(new).update({name: value for name, value in vars(old).items() if name not in _OF_INSTANCE})
+    kept = {"training", "_non_persistent_buffers_set", "_state_dict_hooks"}
+    vars(new).update({name: value for name, value in vars(nn.Module()).items() if name not in kept})
+    return new
+
+
+def _ties_of(model: nn.Module) -> dict[str, str]:
+    """As transformers notes ties: each name of a parameter that has several, and the one that is saved."""
+    declared = model.all_tied_weights_keys
+    sources = set(declared.values())
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    found = {}
+    for tied in names.values():
+        saved = next((name for name in tied if name in sources), tied[0])
+        found.update({name: saved for name in tied if name != saved})
+    return found

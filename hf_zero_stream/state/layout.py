@@ -1,0 +1,133 @@
+"""How the elementwise states of a training lie in files: under the parameters' own names, in their own shapes.
+
+So a state is what the live model has, whatever its class is and whatever has been changed in it, and no conversion of
+a checkpoint's layout stands between the two. The weights of a module that is not transformers' lie in this way too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import nn
+
+from ..checkpoint.index_file import read_index_file
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import View
+from ..checkpoint.safetensors import NotedShard
+from ..destinations.deepspeed.original_experts import converted_layers
+from ..destinations.own_names import named_buffers, named_parameters, own_names, own_or_clean
+from ..destinations.skeleton import skeleton_of, whole_shape
+from ..engine.load import Load
+from ..loading.dry_load import lazily_loaded_like
+from ..saving.parameters import NewParameters
+from ..seams.adapted import is_adapted
+from ..seams.saving import index_name
+from ..seams.session import LazyModel
+
+
+__all__ = ["StandIn", "files_of", "lay_out", "opened", "opened_from_hub_layout", "persistent_buffers"]
+
+
+def lay_out(key: str | None, max_shard_size: int | str, folder: Path, parameters: NewParameters) -> list[NotedShard]:
+    """Shards with the state `key`, or with weights; their index, if there are several, is written into `folder`."""
+    entries = {name: it for name, it in parameters.own_entries().items() if isinstance(it, torch.Tensor)}
+    stem = "model" if key is None else f"model.{key}"
+    split = split_torch_state_dict_into_shards(
+        entries, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
+    )
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / index_name(key)).write_text(text, encoding="utf-8")
+    return [
+        NotedShard(file, {name: entries[name] for name in names}, {"format": "pt"})
+        for file, names in split.filename_to_tensors.items()
+    ]
+
+
+def files_of(place: Path, key: str | None) -> list[Path]:
+    """The files of the state `key`, or of weights, in the folder `place`."""
+    index = place / index_name(key)
+    if index.is_file():
+        return sorted(place / shard for shard in set(read_index_file(index)["weight_map"].values()))
+    return [place / ("model.safetensors" if key is None else f"model.{key}.safetensors")]
+
+
+def persistent_buffers(model: nn.Module) -> set[str]:
+    """The own names of the buffers that a state dict of `model` has."""
+    names = own_names(model)
+    found = set()
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key in module._buffers.keys() - module._non_persistent_buffers_set:
+            name = f"{prefix}.{key}" if prefix else key
+            if module._buffers[key] is not None:
+                found.add(names.get(name, name))
+    return found
+
+
+class StandIn(nn.Module):
+    """Lazy tensors by the own names of a model's parameters and buffers."""
+
+    def __init__(self, parameters: Mapping[str, LazyTensor], buffers: Mapping[str, LazyTensor]) -> None:
+        super().__init__()
+        self._lazy_parameters, self._lazy_buffers = parameters, buffers
+
+    @classmethod
+    def of_views(cls, load: Load, parameters: Mapping[str, View], buffers: Mapping[str, View]) -> StandIn:
+        materialise = load.checkpoint.materialise
+        of_names = (
+            {name: LazyTensor.of(view, materialise) for name, view in it.items()} for it in (parameters, buffers)
+        )
+        return cls(*of_names)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self._lazy_parameters.items())
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self._lazy_buffers.items())
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return iter(self._lazy_parameters.values())
+
+
+def opened(load: Load, model: nn.Module, place: Path, key: str | None, *, strict: bool = True) -> LazyModel:
+    """A lazy model of the state `key` of `model`, or of weights, that :func:`lay_out` laid out in `place`.
+
+    If not `strict`, it has only what `model` has, in the same shape.
+    """
+    names = own_names(model)
+    pieces = load.open([*map(str, files_of(place, key))], None)
+    lazy = {own_or_clean(names, name): it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
+    if converted_layers(model):  # transformers' own layers are what is in the files
+        return _filled(skeleton_of(model), lazy)
+    params, buffers = dict(named_parameters(model, remove_duplicate=False)), dict(named_buffers(model))
+    if not strict:
+        shapes = {name: whole_shape(tensor) for name, tensor in {**params, **buffers}.items()}
+        lazy = {name: it for name, it in lazy.items() if shapes.get(name) == it.shape}
+    of_buffers = {name: it for name, it in lazy.items() if name in buffers}
+    return StandIn({name: it for name, it in lazy.items() if name not in buffers}, of_buffers), set(), set()
+
+
+def _filled(skeleton: nn.Module, lazy: Mapping[str, Any]) -> LazyModel:
+    """`skeleton` with lazy tensors in place of its own."""
+    missing = set()
+    for name, _ in [*skeleton.named_parameters(), *skeleton.named_buffers()]:
+        prefix, _, key = name.rpartition(".")
+        owner = skeleton.get_submodule(prefix)
+        if name in lazy:
+            (owner._parameters if key in owner._parameters else owner._buffers)[key] = lazy[name]
+        else:
+            missing.add(name)
+    return skeleton, missing, set()
+
+
+def opened_from_hub_layout(load: Load, model: Any, place: Path, key: str) -> LazyModel:
+    """As :func:`opened`, of a state that an earlier version of this package saved in the layout of the weights."""
+    if is_adapted(model):
+        return opened(load, model, place, key)
+    return lazily_loaded_like(model, str(place), load, is_quiet=True, dtype=torch.float32, variant=key)

@@ -1,0 +1,82 @@
+"""Sees, before anything is written, that a training can go on from what is going to be saved.
+
+A save takes names from the live model, and a load pairs what it finds with the live model. Between the two stand
+transformers' conversions, and whatever the user's own classes do in ``save_pretrained``. So the headers of the weights
+are loaded once, without values, as a resume would load them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import StreamingConfig
+from ..destinations.base import source_of
+from ..destinations.own_names import named_buffers, named_parameters
+from ..destinations.skeleton import whole_shape
+from ..errors import HfZeroStreamError, UnsupportedError
+from ..loading.dry_load import lazily_loaded_like, load_of_layouts
+from .layout import persistent_buffers
+
+
+__all__ = ["refuse_unloadable"]
+
+_seen: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+"""The names of models that have been seen to be loadable: each training is looked at once."""
+
+
+def refuse_unloadable(model: nn.Module, folder: Path) -> None:
+    """Raise an UnsupportedError if a load of `model` could not read all of it from the weights in `folder`.
+
+    Of these files only the headers are read.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return
+    wanted = _wanted(model)
+    names = frozenset(wanted)
+    if _seen.get(model) == names:
+        return
+    load = load_of_layouts(StreamingConfig(strict=True, log_report=False))
+    try:
+        lazy, missing, _ = lazily_loaded_like(model, str(folder), load, dtype=torch.float32, needs_adapters=True)
+    except (HfZeroStreamError, OSError, ValueError, RuntimeError) as error:
+        raise UnsupportedError(f"{_what(model)}: {error}") from error
+    finally:
+        load.close()
+    found = {
+        name: tensor.shape
+        for name, tensor in [*lazy.named_parameters(remove_duplicate=False), *lazy.named_buffers()]
+        if name not in missing and source_of(tensor) is not None
+    }
+    lacking = sorted(
+        name for name, (shape, aliases) in wanted.items() if not any(found.get(each) == shape for each in aliases)
+    )
+    if lacking:
+        raise UnsupportedError(
+            f"{_what(model)}: {len(lacking)} parameters or buffers are not there again: {', '.join(lacking[:8])}."
+        )
+    _seen[model] = names
+
+
+def _wanted(model: nn.Module) -> dict[str, tuple[torch.Size, list[str]]]:
+    """What a training of `model` has: by the first name of each tensor its shape, and all its names."""
+    persistent = persistent_buffers(model)
+    names: dict[int, list[str]] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in [*named_parameters(model, remove_duplicate=False), *named_buffers(model)]:
+        if isinstance(tensor, nn.Parameter) or name in persistent:
+            of_tensor = names.setdefault(id(tensor), [])
+            of_tensor.append(name)
+            tensors[of_tensor[0]] = tensor
+    return {aliases[0]: (whole_shape(tensors[aliases[0]]), aliases) for aliases in names.values()}
+
+
+def _what(model: nn.Module) -> str:
+    return (
+        f"the weights of this {type(model).__name__}, as save_pretrained writes them, are not what a load of it asks "
+        "for, and a training could not go on from them"
+    )

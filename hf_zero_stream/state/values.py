@@ -1,0 +1,160 @@
+"""Reads the values of a model that goes on: those that the state has, and the others from the weights beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..config import StreamingConfig
+from ..destinations.own_names import named_parameters
+from ..destinations.slots import MASTER
+from ..destinations.training import Training
+from ..engine.load import Load
+from ..errors import LoadError
+from ..loading.into import load_some_into, place_into
+from ..ranks.coordinator import Coordinator
+from ..seams.adapted import is_adapted
+from ..seams.session import LazyModel
+from .elementwise import load_states
+from .layout import opened, opened_from_hub_layout, persistent_buffers
+from .record import StateRecord
+from .zero_source import swapped_masters
+
+
+__all__ = ["has_more", "load_values", "load_values_alone", "values_in"]
+
+
+def values_in(record: StateRecord) -> set[str]:
+    """The parameters whose values are in the state, and not only in the weights beside it."""
+    return {name for group in record.groups for name in group.parameters} if MASTER in record.keys else set()
+
+
+def has_more(model: nn.Module, names: AbstractSet[str]) -> bool:
+    """Whether anything of `model` but parameters of these `names` comes from the weights."""
+    if is_adapted(model):  # its base is what it was
+        return False
+    return any(name not in names for name, _ in named_parameters(model)) or bool(persistent_buffers(model))
+
+
+def load_values(
+    training: Training,
+    folder: Path,
+    place: Path,
+    record: StateRecord,
+    settings: StreamingConfig,
+    coordinator: Coordinator,
+    *,
+    strict: bool,
+) -> None:
+    """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
+    model, swapped = training.model, swapped_masters(training)
+    in_memory = values_in(record) - swapped
+    moments = [key for key in record.keys if key != MASTER]
+    if has_more(model, in_memory):
+        _load_weights(model, folder, in_memory, settings, coordinator, strict=strict, with_masters=not swapped)
+    if in_memory and (training.copies_masters or is_adapted(model)):
+        # One plan for all of them; adapters' own values are trained where there are no masters.
+        load_states(training, place, record, [MASTER, *moments], training.slots, settings, coordinator)
+        training.copy_masters()
+        return
+    if in_memory:
+        _load_masters(model, place, record, swapped, settings, coordinator, strict=strict)
+    load_states(training, place, record, moments, training.slots, settings, coordinator)
+    if swapped and MASTER in record.keys:
+        slots = [slot for slot in training.slots if slot.is_swapped]
+        load_states(training, place, record, [MASTER], slots, settings, coordinator)
+
+
+def load_values_alone(
+    model: nn.Module,
+    folder: Path,
+    place: Path,
+    record: StateRecord,
+    settings: StreamingConfig,
+    coordinator: Coordinator,
+    *,
+    has_its_own: bool,
+    strict: bool,
+) -> None:
+    """As :func:`load_values`, of values alone; `has_its_own`: the weights in `folder` were saved with this state."""
+    values = set() if has_its_own and not is_adapted(model) else values_in(record)
+    if has_more(model, values):
+        _load_weights(model, folder, values, settings, coordinator, strict=strict, with_masters=True)
+    if values:
+        _load_masters(model, place, record, set(), settings, coordinator, strict=strict)
+
+
+def _load_weights(
+    model: Any,
+    folder: Path,
+    without: set[str],
+    settings: StreamingConfig,
+    coordinator: Coordinator,
+    *,
+    strict: bool,
+    with_masters: bool,
+) -> None:
+    if isinstance(model, PreTrainedModel):
+        load_some_into(
+            model,
+            str(folder),
+            without,
+            config=settings,
+            strict=strict,
+            needs_adapters=True,
+            with_masters=with_masters,
+            coordinator=coordinator,
+        )
+        return
+
+    def lazy_model(load: Load) -> LazyModel:
+        found = opened(load, model, folder, None, strict=strict)
+        params = {name for name, _ in named_parameters(model)}
+        _refuse_lacking(folder, found, (params | persistent_buffers(model)) - without if strict else set())
+        return found
+
+    place_into(
+        model,
+        str(folder),
+        lazy_model,
+        without,
+        config=settings,
+        with_masters=with_masters,
+        coordinator=coordinator,
+    )
+
+
+def _load_masters(
+    model: Any,
+    place: Path,
+    record: StateRecord,
+    without: set[str],
+    settings: StreamingConfig,
+    coordinator: Coordinator,
+    *,
+    strict: bool,
+) -> None:
+    """The values that were trained, from the state itself."""
+
+    def lazy_model(load: Load) -> LazyModel:
+        if record.is_in_hub_layout:
+            return opened_from_hub_layout(load, model, place, MASTER)
+        found = opened(load, model, place, MASTER, strict=strict)
+        _refuse_lacking(place, found, values_in(record) - without if strict else set())
+        return found
+
+    place_into(model, str(place), lazy_model, without, config=settings, coordinator=coordinator)
+
+
+def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:
+    lazy, missing, _ = found
+    there = {name for name, _ in [*lazy.named_parameters(), *lazy.named_buffers()]} - missing
+    if lacking := sorted(needed - there):
+        raise LoadError(
+            f"{place}: expected values for {len(needed)} parameters and buffers; {len(lacking)} are not there: "
+            f"{', '.join(lacking[:8])}. Copy the state again, or go on with the model that was saved."
+        )
