@@ -80,10 +80,13 @@ class LazyParameters:
                 memories[key] = HostTensor.of(torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage))
             return View(memories[key], tuple(buffer.shape), buffer.stride(), int(buffer.storage_offset()))
 
-        names = own_names(self._model, keeps_adapters=keeps_adapters)
+        kept = own_names(self._model, keeps_adapters=True)
+        names = kept if keeps_adapters else own_names(self._model)
+        # Activation checkpointing takes its own part out of the names of a state dict.
+        names = {kept[name]: own for name, own in names.items()} | names
         entries = {}
         for key, value in self._model.state_dict(keep_vars=True).items():
-            name = names.get(key, key)  # activation checkpointing takes its own part out of a state dict
+            name = names.get(key, key)
             if id(value) in self._by_id:
                 entries[name] = self._by_id[id(value)]
             elif not self._has_all:
