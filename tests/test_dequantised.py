@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +20,9 @@ import transformers
 from tests.cluster import run_ranks
 from tests.fsdp2 import announce, make_accelerator
 from tests.packed_models import MODELS
-from tests.packed_training import dequantised, inputs
+from tests.packed_training import TARGETS, dequantised, inputs
 from tests.parity import ds_config
+from tests.quantised_checkpoints import bitsandbytes, quantise_in_blocks
 from tests.saving import different
 
 
@@ -179,6 +181,83 @@ def test_saved_as_plain(cluster: None, formats: Any, tmp_path: Path, home: str, 
     folders = formats(name)
     assert run_ranks(2, save_in_home, home, folders, tmp_path) == [[], []]
     assert_as_expected(folders, tmp_path)
+
+
+# ------------------------------------------------------------------------------------------ in one process, and merged
+
+
+def adapted(base: Any) -> Any:
+    return peft.get_peft_model(base, peft.LoraConfig(target_modules=TARGETS, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_merged_in_one_process(formats: Any, tmp_path: Path, name: str) -> None:
+    """As docs/quantised.md says: the base dequantised, the saved adapters put on it, merged, and saved."""
+    import hf_zero_stream
+
+    folder = formats(name)[name]
+    adapted(load(folder)).save_pretrained(tmp_path / "adapters")
+    with streaming():
+        base = load(folder)
+    merged = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").merge_and_unload()
+    expect(merged, tmp_path / "expected")
+    merged.save_pretrained(tmp_path / "loaded inside, saved outside")
+    by_stock = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapters").merge_and_unload()
+    hf_zero_stream.save_pretrained(by_stock, tmp_path / "loaded outside, saved by us")
+    by_stock = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapters").merge_and_unload()
+    with streaming():
+        by_stock.save_pretrained(tmp_path / "loaded outside, saved inside")
+    for saved in tmp_path.glob("loaded *"):
+        assert different(saved, tmp_path / "expected") == [], saved.name
+
+
+def test_saved_is_planned_and_converted(formats: Any, tmp_path: Path) -> None:
+    """What is saved is a plain checkpoint to everything else of ours, too."""
+    import hf_zero_stream
+    from hf_zero_stream.convert import convert
+
+    folder = formats(SAMPLE[0])[SAMPLE[0]]
+    with streaming():
+        model = load(folder)
+    hf_zero_stream.save_pretrained(model, tmp_path / "saved")
+    assert hf_zero_stream.plan(str(tmp_path / "saved"), world_size=2).load.cost.bytes_read
+    for layout in ("same", "hub", "model"):
+        convert(tmp_path / "saved", tmp_path / layout, layout=layout)
+        again = type(model).from_pretrained(tmp_path / layout).state_dict()
+        assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items()), layout
+
+
+@pytest.mark.parametrize("kind", ["nf4", "double nf4", "int8"])
+def test_bitsandbytes_dequantised_afterwards(tmp_path: Path, kind: str) -> None:
+    """``model.dequantize()``, after which stock's own save raises NotImplementedError."""
+    import hf_zero_stream
+
+    bitsandbytes(tmp_path / "model", kind, width=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").dequantize()
+    expect(model, tmp_path / "expected")
+    hf_zero_stream.save_pretrained(model, tmp_path / "ours")
+    assert different(tmp_path / "ours", tmp_path / "expected") == []
+
+
+def test_config_in_the_text_config(tmp_path: Path) -> None:
+    """Where multimodal checkpoints may have it, and where stock leaves it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "vocab_size": 48, "num_key_value_heads": 2, "head_dim": 16}
+    vision = {**sizes, "image_size": 28, "patch_size": 14}
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    folder = tmp_path / "model"
+    quantise_in_blocks(transformers.Gemma3ForConditionalGeneration(config), folder)
+    fields = json.loads((folder / "config.json").read_text())
+    fields["text_config"]["quantization_config"] = fields.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(fields))
+    with streaming():
+        model = transformers.Gemma3ForConditionalGeneration.from_pretrained(
+            folder, quantization_config=transformers.FineGrainedFP8Config(dequantize=True)
+        )
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization" not in (tmp_path / "saved" / "config.json").read_text()
+    again = type(model).from_pretrained(tmp_path / "saved").state_dict()
+    assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items())
 
 
 # --------------------------------------------------------------------------------------------------- training goes on

@@ -1,4 +1,4 @@
-"""Models that were dequantised while they were loaded, or afterwards: they are saved as if they had never been quantised.
+"""Models that were dequantised, while they were loaded or afterwards, are saved as if they had never been quantised.
 
 transformers takes the quantizer and its config off such a model, but the model goes on knowing the conversions of its
 load. A save would reverse them: quantise anew, or give weights the names of the quantised tensors.
@@ -14,7 +14,7 @@ __all__ = ["forget_quantizer", "without_quantizer"]
 
 
 def forget_quantizer(model: Any) -> None:
-    """Take off a `model` without a quantizer what the quantizer has left: its conversions, and its config in a part."""
+    """Take off a `model` that has no quantizer any more what that has left: conversions, and a config in a part."""
     conversions = getattr(model, "_weight_conversions", None) or []
     if getattr(model, "hf_quantizer", None) is not None or not any(map(_ops_of_quantizer, conversions)):
         return
