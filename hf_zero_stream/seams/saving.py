@@ -23,6 +23,7 @@ from .. import patching
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
+from .dequantised import forget_quantizer
 from .packing import take_packed
 
 
@@ -94,6 +95,7 @@ def lay_out_pretrained(
         dtype: written to the config as the dtype of the weights; default: the model's own.
         own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
     """
+    forget_quantizer(model)
     noted = _Noted([], take_packed(model, state_dict))
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
