@@ -55,8 +55,8 @@ def choose(
     """The load into shards, ZeRO-3's partitions, models that accelerate will shard by FSDP2, or whole models whose
     ranks share the reading; None for stock.
 
-    `found` is the DeepSpeed config, of whatever stage, and empty if there is none; the other arguments are those of
-    ``from_pretrained``.
+    `found` is the DeepSpeed config, of whatever stage, and empty if there is none, as there may be inside a
+    ``zero.Init``, too; the other arguments are those of ``from_pretrained``.
     """
     if is_zero3:
         from ..destinations.deepspeed import zero3  # imports deepspeed, which takes seconds
@@ -103,12 +103,13 @@ def choose_alone(
 
 
 def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
-    from ..destinations.deepspeed import zero3
+    from ..destinations.deepspeed import zero3, zero_init
     from ..destinations.deepspeed.partitioned import Partitioned
 
     adopt_alias(found, zero3.partition_dtype(found).itemsize)
-    settings, ds_config = settings_for(found, strict), completed(found)
-    load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator))
+    settings, around = settings_for(found, strict), zero_init.open_init()
+    ds_config = completed(found) if around is None else zero_init.config_of(around, completed(found) if found else {})
+    load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator, around=around))
     zero3.refuse_unsupported(ds_config)
     if _builds_without_memory():
         raise UnsupportedError(

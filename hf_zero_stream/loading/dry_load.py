@@ -32,7 +32,7 @@ from ..seams.remote import asked_at_once
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
 from .choice import refuse_pipelines, refuse_sharding, shares_columns, warn_of_open_dtype
-from .integration import patches
+from .integration import outside_zero_init, patches
 
 
 __all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan"]
@@ -133,7 +133,7 @@ def plan(
 
 
 def _forecast(path: str, load: Load, arguments: Mapping[str, Any], lora: Any = None) -> Forecast:
-    with closing(load), collector_paused():
+    with closing(load), collector_paused(), outside_zero_init():
         model, missing, tied = lazily_loaded(path, load, **arguments)
         load.make_plan(model, missing, tied, only_planned=True)
         assert load.plan is not None and load.footprint is not None
@@ -229,7 +229,7 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    with patches, scope.inside(), asked_at_once(path, kwargs, MODEL_FILES):
+    with patches, scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
         cls = model_class or model_class_of(path, kwargs)
         try:
             with zero3_hidden(), collector_paused(), session:

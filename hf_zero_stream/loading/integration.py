@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers.utils import logging
 
 from .. import scope
 from ..config import buildable
+from ..destinations.deepspeed.marks import is_inside_zero_init
 from ..engine.load import Load
 from ..errors import DisagreementError
 from ..patching import Patches
@@ -32,7 +32,7 @@ from ..seams.table import REPLACEMENTS
 from .choice import choose, choose_alone, settings_for
 
 
-__all__ = ["finish_saves_into", "patches"]
+__all__ = ["finish_saves_into", "outside_zero_init", "patches"]
 
 logger = logging.get_logger(__name__)
 
@@ -77,7 +77,7 @@ def _auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     ds_config = kwargs.get("ds_config")
     if ds_config is None:
-        is_for_all = found_config()[1]
+        is_for_all = found_config()[1] or is_inside_zero_init()
     else:
         ds_config = kwargs["ds_config"] = _buildable(ds_config)
         is_for_all = _occasion_of(ds_config) is LOAD
@@ -92,6 +92,8 @@ def _buildable(ds_config: Any) -> dict[str, Any]:
 
 def _occasion_of(ds_config: Any) -> Occasion:
     """What ranks come together for under `ds_config`, which is not validated yet; ZeRO-3's load if in doubt."""
+    if is_inside_zero_init():
+        return LOAD
     zero = ds_config.get("zero_optimization", {}) if isinstance(ds_config, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else None
     return SHARED_LOAD if str(stage) in ("0", "1", "2") else LOAD
@@ -116,7 +118,7 @@ def _load(
 ) -> Any:
     """Stream, together with the other ranks; or leave the load to stock."""
     found, is_zero3 = found_config(own_config)
-    choice = choose(cls, path, kwargs, found, strict, is_zero3=is_zero3)
+    choice = choose(cls, path, kwargs, found, strict, is_zero3=is_zero3 or is_inside_zero_init())
     if choice is not None:
         coordinator = Coordinator.of_default_group()
         try:
@@ -149,7 +151,7 @@ def _streamed(
     with (
         closing(load),
         patches,  # another thread may leave streaming() while this one loads
-        _outside_zero_init(),
+        outside_zero_init(),
         Session(load, strict=load.config.strict) as session,
         load.memory,
         load.clock("total"),
@@ -165,12 +167,13 @@ def _streamed(
     return result
 
 
-def _outside_zero_init() -> AbstractContextManager[None]:
-    if "deepspeed" not in sys.modules:  # its import takes seconds
+def outside_zero_init() -> AbstractContextManager[None]:
+    """Suspend a ``zero.Init`` that the caller is in, which would partition the lazy model while it is built."""
+    if not is_inside_zero_init():
         return nullcontext()
-    from ..destinations.deepspeed.zero3 import outside_zero_init
+    from ..destinations.deepspeed import zero_init  # imports deepspeed, which takes seconds
 
-    return outside_zero_init()
+    return zero_init.outside_zero_init()
 
 
 def _model_of(result: Any) -> Any:

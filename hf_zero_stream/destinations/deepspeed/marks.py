@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import nn
 
 
-__all__ = ["has_gathered", "has_partition", "is_gathered_whole", "keeping_groups"]
+__all__ = ["has_gathered", "has_partition", "is_gathered_whole", "is_inside_zero_init", "keeping_groups"]
 
 
 def has_partition(param: Any) -> bool:
@@ -33,6 +34,12 @@ def is_gathered_whole(model: nn.Module) -> bool:
     from .gathered import not_in_full
 
     return not not_in_full(model)
+
+
+def is_inside_zero_init() -> bool:
+    """Whether the caller is in a ``deepspeed.zero.Init``, under which every new model is ZeRO-3's."""
+    partition_parameters = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    return getattr(partition_parameters, "top_level_context", None) is not None
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import is_zero_param
+from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
 from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
@@ -27,7 +27,10 @@ __all__ = ["Partitioned"]
 
 
 class Partitioned(Destination):
-    """The partitions of a model that is built under ZeRO-3; a plan may be for another device, and without a config."""
+    """The partitions of a model that is built under ZeRO-3; a plan may be for another device, and without a config.
+
+    If the caller is in a ``zero.Init``, that is `around`, and `ds_config` says what it says.
+    """
 
     hides_zero3 = True
     takes_packed = True
@@ -39,9 +42,11 @@ class Partitioned(Destination):
         coordinator: Coordinator,
         trains_on: str | None = None,
         adamw: AdamW | None = None,
+        around: Init | None = None,
     ) -> None:
         self.device = zero3.local_device()
         self._adamw = adamw
+        self._around = around
         self._ds_config = ds_config
         self._coordinator = coordinator
         self._trains_on = trains_on or self.device.type
@@ -120,7 +125,7 @@ class Partitioned(Destination):
     def allocate(self) -> None:
         model, self._model = self._model, None
         assert model is not None
-        zero3.PartitionedInit(model, self._ds_config, self._swapped)
+        zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         run_gathering_what_is_touched(initialise, module)

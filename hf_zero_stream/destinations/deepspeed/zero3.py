@@ -42,7 +42,6 @@ __all__ = [
     "is_placeholder",
     "local_device",
     "open_partition",
-    "outside_zero_init",
     "own_range",
     "partition_digest",
     "partition_dtype",
@@ -70,10 +69,24 @@ class PartitionedInit(Init):
     After construction each of them is a ZeRO-3 parameter, whose partition (see :func:`own_range`) is still to be
     filled, but for the padding: it is zero. Only those that are `swapped` go to swap files. Other parameters are
     treated as stock does.
+
+    Inside a ``zero.Init`` of the caller's, `around`, that one decides on everything, as in stock.
     """
 
-    def __init__(self, module: nn.Module, ds_config: Mapping[str, Any], swapped: Iterable[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ds_config: Mapping[str, Any],
+        swapped: Iterable[nn.Parameter],
+        around: Init | None = None,
+    ) -> None:
         self._swapped = set(map(id, swapped))  # no parameters: they keep this object alive
+        if around is not None:
+            self.__dict__.update(vars(around), module=module)  # its devices, groups, dtype and swapper
+            self._convert_to_zero_parameters(module.parameters())
+            if hasattr(self, "_keep_in_fp32"):  # earlier versions keep no buffers
+                self._keep_in_fp32(module)
+            return
         has_hpz = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1) > 1
         super().__init__(
             module=module,
@@ -159,16 +172,6 @@ def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
         return dist.get_rank(group), dist.get_world_size(group)
     # In a plan for other ranks it has no process group, but only its place in it.
     return getattr(param, "ds_zero_partition_rank", rank), getattr(param, "ds_zero_partition_world_size", world_size)
-
-
-@contextmanager
-def outside_zero_init() -> Iterator[None]:
-    """Suspend a ``zero.Init`` that the caller is in: under it, torch's constructors give other dtypes and devices."""
-    partition_parameters.shutdown_init_context()
-    try:
-        yield
-    finally:
-        partition_parameters.restore_init_context()
 
 
 @contextmanager
