@@ -42,6 +42,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
     wrapper = engine.optimizer
     if wrapper is None:
         raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
+    _refuse_data_efficiency(engine)
     optimizer = getattr(wrapper, "optimizer", wrapper)
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         slots = list(_stage_3(model, wrapper))
@@ -66,6 +67,17 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         can_copy_masters=not _has_swapped(wrapper),
         prepare_lazy=partial(_prepare_lazy, model),
     )
+
+
+def _refuse_data_efficiency(engine: Any) -> None:
+    """Raise an UnsupportedError for an engine that saves where its own data pipeline has come to."""
+    samples = engine.training_dataloader is not None and engine.curriculum_learning_enabled()
+    if samples or engine.random_ltd_enabled():
+        what = "samples by curriculum learning" if samples else "drops tokens by random-LTD"
+        raise UnsupportedError(
+            f"The engine {what} (data_efficiency), and a training state has no place for where that is. Use "
+            "DeepSpeed's checkpoints."
+        )
 
 
 def _is_between_steps(engine: Any) -> bool:
