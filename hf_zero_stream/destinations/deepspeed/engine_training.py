@@ -34,7 +34,7 @@ def is_engine(trained: Any) -> bool:
 
 
 def validate_tag(engine: DeepSpeedEngine, tag: str) -> None:
-    """Compare the ranks' tags; warn or raise an AssertionError, as the config's ``tag_validation`` asks (all ranks)."""
+    """Compare the ranks' tags; warn or raise an AssertionError, as the config's ``tag_validation`` says."""
     engine._checkpoint_tag_validation(tag)
 
 
