@@ -141,7 +141,7 @@ def _load_distributed_checkpoint(session: Session, original: Original, self: Any
     Under ZeRO-3 it cannot; and nobody can have a lazy model of it.
     """
     pieces = f"{folder} holds a distributed checkpoint in pieces of safetensors, one for each rank"
-    if session.is_dry or session.load.destination.hides_zero3:
+    if session.is_dry or session.inside is not None or session.load.destination.hides_zero3:
         raise UnsupportedError(
             f"{pieces}, which are not read in parts. Save it with save_pretrained(distributed_checkpoint=False)."
         )
