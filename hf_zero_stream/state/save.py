@@ -39,6 +39,7 @@ from ..saving.save import Save
 from ..seams.adapted import is_adapted, is_peft_model
 from ..seams.saving import index_name
 from . import adapters, rng, schedules
+from .groups import kinds_of, recorded_options
 from .layout import lay_out
 from .record import (
     FILE,
@@ -188,13 +189,12 @@ def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_si
 
 def _record(training: Training, keys: list[str], data: Any, world_size: int) -> StateRecord:
     groups = []
-    for number, group in enumerate(training.optimizer.param_groups):
+    for number in range(len(training.optimizer.param_groups)):
         slots = [slot for slot in training.slots if slot.group == number]
-        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         members = [member for slot in slots for member in slot.members]
         names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
-        options = plain(options, f"group {number} of the optimizer")
-        groups.append(GroupRecord(options, names, numbers_of(slots), shapes, lacking_in(slots)))
+        options = recorded_options(training.optimizer, number)
+        groups.append(GroupRecord(options, names, numbers_of(slots), shapes, lacking_in(slots), kinds_of(slots)))
     scheduler = training.scheduler
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
