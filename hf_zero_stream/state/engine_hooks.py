@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..scope import active_configs
-from .callers import Caller, current, in_background, is_on, name_state, other_zero_in, state_in
+from .callers import Caller, current, forget_signs, in_background, is_on, name_state, other_zero_in, state_in
 from .load import load_state, load_without_optimizer
 from .save import save_state
 from .zero_source import CLIENT
@@ -65,6 +65,8 @@ def _save_checkpoint(
             if tag is not None:
                 name_state(Path(save_dir), tag, saved)
             return True
+    if active_configs():
+        forget_signs(Path(save_dir) / (tag or f"global_step{self.global_steps}"))
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
 
