@@ -1,4 +1,4 @@
-"""What is saved can be resumed: whatever was changed in a model, in each home, whoever saves, at any number of ranks."""
+"""What is saved can be resumed: whatever was changed in a model, in each home, by whom and at whatever size."""
 
 from __future__ import annotations
 

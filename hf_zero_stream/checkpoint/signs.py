@@ -1,8 +1,8 @@
 """Signs: files that DeepSpeed opens in a folder of ours that it cannot load, and that tell whoever meets them.
 
 DeepSpeed looks for its own names, and where there are none, an ``assert`` without a text fails. A sign has such a
-name. It is a pickle that asks for one name of a module; the module's name is a sentence. So ``torch.load`` raises an error
-with that sentence, of which no code runs, where hf_zero_stream is not installed as well.
+name. It is a pickle that asks for one name of a module; the module's name is a sentence. So ``torch.load`` raises an
+error with that sentence, of which no code runs, where hf_zero_stream is not installed as well.
 """
 
 from __future__ import annotations

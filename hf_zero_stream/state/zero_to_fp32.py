@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -129,13 +128,14 @@ def state_dict_of(
 def _converted(folder: str, names: Sequence[str], others: Others | None) -> Mapping[str, torch.Tensor]:
     if others is None:
         try:
-            from hf_zero_stream.state.zero_tools import tensors_of_model as others
+            from hf_zero_stream.state.zero_tools import tensors_of_model
         except ImportError as error:
             raise ValueError(
                 f"{folder}: its weights have {len(names)} tensors under other names than the model, among them "
                 f"{names[0]}. Install hf_zero_stream, which converts them, and run this again; or leave frozen "
                 "parameters out (exclude_frozen_parameters)."
             ) from error
+        others = tensors_of_model
     return others(folder, names)
 
 
@@ -290,4 +290,4 @@ def main(arguments: Sequence[str] | None = None, *, asks_dtype: bool = False) ->
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
