@@ -22,9 +22,7 @@ HOMES = {
 COMPILED = ("compiled", "both")
 
 ROWS = [
-    pytest.param(
-        home, saver, marks=() if (home, saver) in {("zero3", "engine"), ("fsdp2", "accelerate")} else pytest.mark.slow
-    )
+    pytest.param(home, saver, marks=[] if (home, saver) == ("zero3", "engine") else [pytest.mark.slow])
     for home, savers in HOMES.items()
     for saver in savers
 ]
@@ -35,6 +33,7 @@ def changes_in(home: str) -> list[str]:
     return [change for change in CHANGES if home != "zero3" or change not in COMPILED]
 
 
+@pytest.mark.sample(len(ROWS))
 @pytest.mark.parametrize(("home", "saver"), ROWS)
 def test_resumed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, saver: str) -> None:
     """The same losses as of a training that never stopped; all values come back, also at another number of ranks."""
