@@ -23,6 +23,7 @@ from .checkpoint.contents import Contents, contents_of, zero_folder_of
 from .checkpoint.lazy import LazyTensor
 from .checkpoint.nodes import Copy, FileTensor, View
 from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
+from .checkpoint.state_folder import is_state
 from .checkpoint.untrusted_json import parse_object
 from .config import StreamingConfig
 from .destinations.base import Batch, Item
@@ -76,9 +77,9 @@ def convert(
     Args:
         source: a folder with safetensors shards, with files of ``torch.save`` (``pytorch_model.bin``) or of
             torch.distributed.checkpoint, or one file of the first two; it may be `destination`. Or a ZeRO checkpoint
-            of DeepSpeed, or the folder of one of its tags.
-        dtype: of the floating-point tensors; default: each keeps its own, and float32 of a ZeRO checkpoint, whose
-            values in fp32 are taken.
+            of DeepSpeed, or the folder of one of its tags, or that of a training state of ours.
+        dtype: of the floating-point tensors; default: each keeps its own, and float32 of a ZeRO checkpoint or a
+            training state, whose values in fp32 are taken.
         max_shard_size: in bytes, or as in ``"5GB"``.
         layout: names and layouts of tensors: the ``"same"``; those of the ``"hub"``, as ``save_pretrained`` writes
             them (one tensor per expert); or those of the ``"model"``, which need no conversion when loading.
@@ -95,9 +96,8 @@ def convert(
         raise ConfigError(f'layout: expected "same", "hub" or "model"; got {layout!r}')
     source = Path(source)
     contents = contents_of(source)
-    is_zero = contents.format == "ZeRO"
     beside = _beside(source) if config is None else Path(config)
-    if dtype is None and is_zero:
+    if dtype is None and contents.is_of_training:
         dtype = torch.float32
     for note in contents.notes:
         logger.warning("%s: %s", source, note)
@@ -113,7 +113,7 @@ def convert(
             how: dict[str, Any] = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
             if layout == "same":
                 noted = _split(contents, checkpoint, folder, dtype, max_shard_size)
-            elif is_zero:
+            elif contents.is_of_training:
                 noted = _laid_out_of_config(beside, contents, checkpoint, folder, dtype, trust_remote_code, **how)
             else:
                 noted = _laid_out(source, contents, checkpoint, folder, dtype, trust_remote_code, **how)
@@ -140,8 +140,11 @@ def convert(
 
 def _beside(source: Path) -> Path:
     """Where config, tokenizer and so on of a checkpoint are: around the folder of a tag, if it has none itself."""
-    zero = zero_folder_of(source)
-    is_around = zero == source and not (source / CONFIG).exists() and (source.absolute().parent / CONFIG).exists()
+    is_around = (
+        (zero_folder_of(source) == source or is_state(source))
+        and not (source / CONFIG).exists()
+        and (source.absolute().parent / CONFIG).exists()
+    )
     return source.absolute().parent if is_around else source
 
 

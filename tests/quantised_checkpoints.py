@@ -20,6 +20,7 @@ __all__ = [
     "fp8",
     "fp8_with_a_short_block",
     "mxfp4",
+    "quantise_in_blocks",
     "unquantised",
 ]
 
@@ -74,15 +75,16 @@ _FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_siz
 
 def fp8(folder: Path, width: int = 16) -> None:
     """DeepSeek's block FP8: each linear weight in e4m3 with one fp32 scale per block."""
-    _quantise_in_blocks(_deepseek_v3(width), folder)
+    quantise_in_blocks(_deepseek_v3(width), folder)
 
 
 def dense_fp8(folder: Path, width: int = 32) -> None:
     """Qwen3's block FP8, without experts."""
-    _quantise_in_blocks(_qwen3(0, width, intermediate_size=3 * width), folder)
+    quantise_in_blocks(_qwen3(0, width, intermediate_size=3 * width), folder)
 
 
-def _quantise_in_blocks(model: transformers.PreTrainedModel, folder: Path) -> None:
+def quantise_in_blocks(model: transformers.PreTrainedModel, folder: Path) -> None:
+    """Save `model` in block FP8, with all that is named as a projection quantised."""
     tensors = _save(model, folder)
     for name, weight in list(tensors.items()):
         if name.endswith("proj.weight") and "_a_proj" not in name and "_b_proj" not in name:

@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
 
-from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.cluster import run_ranks
+from tests.loading import Messages
 from tests.saving import SHARD_SIZE, different
 from tests.sharded import Sizes, compare_sharded, load_sharded
 from tests.zoo import ZOO
@@ -72,15 +76,58 @@ def test_saving(
         assert different(tmp_path / f"inside {number}", tmp_path / "whole") == []
 
 
-def load_pipeline(folder: Path) -> Any:
-    return load_sharded(transformers.AutoModelForCausalLM, folder, {"pp_size": 2})
+def load_beside_stock(folder: Path, sizes: Sizes, pieces: Path | None = None) -> dict[str, Any]:
+    """Whether a load that is left to transformers gives this rank what transformers alone gives it.
+
+    If `pieces` is given, it is a folder to make with ``distributed_checkpoint=True``, and to load.
+    """
+    import hf_zero_stream
+
+    def load() -> Any:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(**sizes))
+
+    if pieces is not None:
+        load().save_pretrained(pieces, distributed_checkpoint=True)
+        dist.barrier()
+        folder = pieces
+    messages = Messages()
+    transformers.utils.logging.get_logger("hf_zero_stream").addHandler(messages)
+    expected = {name: local(tensor) for name, tensor in load().state_dict().items()}
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+        model = load()
+    found = {name: local(tensor) for name, tensor in model.state_dict().items()}
+    return {
+        "names": sorted(found),
+        "equal": found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found),
+        "streamed": hasattr(model, "streaming_report"),
+        "said": [text for text in messages.found if "leaves this load to transformers" in text],
+    }
 
 
-def test_pipelines_are_refused(cluster: None, zoo_checkpoint: Checkpoint) -> None:
-    for outcome in run_ranks_expecting_errors(2, load_pipeline, zoo_checkpoint("llama")):
-        assert outcome.error_type == "UnsupportedError" and "expected pp_size 1; got 2" in (
-            outcome.error_message or ""
-        )
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def test_pipelines_are_left_to_stock(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    first, second = run_ranks(2, load_beside_stock, zoo_checkpoint("llama"), {"pp_size": 2})
+    for found in (first, second):
+        assert found["equal"] and found["names"] and not found["streamed"]
+    assert len(first["said"]) == 1 and "with pp_size=2 ranks hold different models" in first["said"][0]
+    assert second["said"] == []
+
+
+@pytest.mark.parametrize("sizes", [FSDP, TP], ids=str)
+def test_pieces_of_ranks_are_left_to_stock(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, sizes: Sizes
+) -> None:
+    """A folder of ``save_pretrained(distributed_checkpoint=True)``."""
+    pieces = tmp_path / "pieces"
+    first, second = run_ranks(2, load_beside_stock, zoo_checkpoint("llama"), sizes, pieces)
+    assert list(pieces.glob("shard-*.safetensors"))
+    for found in (first, second):
+        assert found["equal"] and found["names"] and not found["streamed"]
+    assert len(first["said"]) == 1 and "in pieces of safetensors" in first["said"][0]
+    assert second["said"] == []
 
 
 def test_missing_parameters_are_those_of_a_plain_load(cluster: None, zoo_checkpoint: Checkpoint) -> None:

@@ -100,3 +100,16 @@ def test_reversed_by_value(cluster: None, tmp_path: Path, world_size: int, write
         assert materialised.keys() == {"scaled.file_weight", "sorted.file_weight"}
         assert (other["rounds"] > 0) == (world_size > 1), "the transposed one should go through exchanges"
     assert different(tmp_path / "ours", tmp_path / "stock") == []
+
+
+def test_in_one_process_without_a_group(tmp_path: Path) -> None:
+    import hf_zero_stream
+
+    assert not dist.is_initialized()
+    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+    OddModel(OddConfig()).save_pretrained(tmp_path / "odd")
+    model = OddModel.from_pretrained(tmp_path / "odd")
+    model.save_pretrained(tmp_path / "stock")
+    report = hf_zero_stream.save_pretrained(model, tmp_path / "ours", verify=True)
+    assert report.materialised.keys() == {"scaled.file_weight", "sorted.file_weight"}
+    assert different(tmp_path / "ours", tmp_path / "stock") == []

@@ -17,6 +17,7 @@ from .format import Shard
 from .index import CheckpointIndex, view_of
 from .nodes import View
 from .soundness import WEIGHTS, Soundness, check_soundness, check_sums, shards_of
+from .state_folder import is_state, read_state
 from .torch_files import NotAMap
 from .untrusted_json import excerpt
 from .zero_folder import is_zero_folder, read_zero_folder
@@ -30,7 +31,7 @@ class Contents:
     """The tensors of a checkpoint, none of them read.
 
     Attributes:
-        format: "safetensors", "torch.save", "torch.distributed.checkpoint", "ZeRO".
+        format: "safetensors", "torch.save", "torch.distributed.checkpoint", "ZeRO", "training state".
         shards: the files; an entry's ``shard`` counts in them.
         views: name -> its elements, in the tensor's own shape and dtype.
         notes: what is odd, and no fault.
@@ -48,12 +49,18 @@ class Contents:
         """Whether names and layouts are those of a model in training, and not of what ``save_pretrained`` writes."""
         return self.format == "torch.distributed.checkpoint"
 
+    @property
+    def is_of_training(self) -> bool:
+        """Whether the tensors are the fp32 values that an optimizer trains, under the names of its model."""
+        return self.format in ("ZeRO", "training state")
+
 
 def contents_of(path: str | os.PathLike[str]) -> Contents:
     """The contents of a checkpoint: a folder or a single file of this host, whose headers are read.
 
     If a folder has several kinds of files, those count that transformers would load: safetensors go first. If it has
     none of these, a ZeRO checkpoint of DeepSpeed counts, or the folder of its tag; its tensors are the fp32 values.
+    Those of a training state of ours are too, if `path` is the folder of its tag.
 
     Raises:
         ReadError: a file is missing or cannot be read.
@@ -62,6 +69,9 @@ def contents_of(path: str | os.PathLike[str]) -> Contents:
     """
     if (zero := zero_folder_of(Path(path))) is not None:
         return _contents_of_zero(zero)
+    if is_state(path):
+        state = read_state(path)
+        return Contents("training state", state.shards, state.views, state.notes, {"format": "pt"})
     if is_distributed(path):
         found = distcp.parse_map(os.fspath(path), distcp.read_map(LocalFiles(), os.fspath(path)))
         return Contents("torch.distributed.checkpoint", found.shards, found.views, found.notes, {"format": "pt"})
@@ -88,6 +98,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
     """
     if zero_folder_of(Path(path)) is not None:
         return "ZeRO"
+    if is_state(path):
+        return "training state"
     if is_distributed(path):
         return "torch.distributed.checkpoint"
     return _format_of_files(shards_of(path)[0])
@@ -139,11 +151,12 @@ def soundness_of(
 ) -> Soundness:
     """As :func:`.soundness.check_soundness`, whatever the format.
 
-    In a ZeRO or distributed checkpoint it finds only the first fault, because no file says what is in another.
+    In a ZeRO or distributed checkpoint, or a training state, it finds only the first fault, because no file says what
+    is in another.
     """
     folder = Path(path)
     zero = zero_folder_of(folder)
-    if zero is None and not is_distributed(folder):
+    if zero is None and not is_state(folder) and not is_distributed(folder):
         return check_soundness(folder, sha256=sha256, sums=sums, on_bytes=on_bytes)
     found = Soundness()
     try:

@@ -22,6 +22,7 @@ from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource
 from .format import Shard, TensorEntry
 from .nodes import FileTensor, View, row_major_strides
+from .signs import is_sign
 from .torch_objects import StoredTensor
 from .untrusted_json import excerpt
 from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
@@ -183,7 +184,7 @@ def world_size_of(folder: str | os.PathLike[str]) -> int:
 
 def _names(folder: str | os.PathLike[str]) -> list[str]:
     try:
-        return sorted(os.listdir(folder))
+        return sorted(name for name in os.listdir(folder) if not is_sign(os.path.join(folder, name)))
     except (NotADirectoryError, FileNotFoundError):
         return []
     except OSError as error:
@@ -207,7 +208,7 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
     if first.stage < 3:
         model_names = [ZERO_2_MODEL]
     for name in model_names:
-        if not (folder / name).exists():
+        if name not in _names(folder):
             raise CheckpointError(f"{folder / name}: the file is not there. Copy or save the checkpoint again.")
     model = read_model_file(source, str(folder / model_names[0]))
     # Of the others only what is frozen counts.

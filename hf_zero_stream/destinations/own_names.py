@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 
 __all__ = [
@@ -47,7 +46,7 @@ def wrapped_child(module: nn.Module, *, keeps_adapters: bool = False) -> str | N
     for name in _OF_TORCH:
         if name in module._modules:
             return name
-    if isinstance(module, (DataParallel, DistributedDataParallel)):
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return "module"
     return None if keeps_adapters else _child_inside_adapter(module)
 

@@ -26,7 +26,7 @@ __all__ = [
     "Choice",
     "choose",
     "choose_alone",
-    "refuse_pipelines",
+    "is_pipeline",
     "refuse_sharding",
     "settings_for",
     "shares_columns",
@@ -67,7 +67,9 @@ def choose(
     with expected_at(LOAD):
         sharding = distributed_config_of(kwargs) if is_known() else None
         if sharding is not None:
-            refuse_pipelines(sharding)
+            if is_pipeline(sharding):
+                _say_pipeline(sharding)
+                return None
             because = cuts_matrices(sharding)
             return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed(), because))
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
@@ -121,12 +123,17 @@ def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Co
     return load
 
 
-def refuse_pipelines(distributed_config: Any) -> None:
-    """Raise an UnsupportedError if ranks would hold different models."""
-    if getattr(distributed_config, "pp_size", 1) not in (None, 1):
-        raise UnsupportedError(
-            f"distributed_config: expected pp_size 1; got {distributed_config.pp_size}. With pipeline parallelism "
-            "ranks hold different models, which are not streamed. Load without streaming()."
+def is_pipeline(distributed_config: Any) -> bool:
+    """Whether ranks will hold different models."""
+    return getattr(distributed_config, "pp_size", 1) not in (None, 1)
+
+
+def _say_pipeline(distributed_config: Any) -> None:
+    if announced_local_rank() == 0:
+        logger.warning_once(
+            f"hf_zero_stream leaves this load to transformers, because with pp_size={distributed_config.pp_size} "
+            "ranks hold different models. Each rank reads the checkpoint by transformers' own code, and nothing is "
+            "shared."
         )
 
 

@@ -31,11 +31,11 @@ from ..seams.entrances import MODEL_FILES
 from ..seams.remote import asked_at_once
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
-from .choice import refuse_pipelines, refuse_sharding, shares_columns, warn_of_open_dtype
+from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
 from .integration import outside_zero_init, patches
 
 
-__all__ = ["Forecast", "lazily_loaded", "load_of_layouts", "model_class_of", "plan"]
+__all__ = ["Forecast", "lazily_loaded", "lazily_loaded_like", "load_of_layouts", "model_class_of", "plan"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,11 @@ def plan(
         kwargs["distributed_config"] = distributed_config
     _check_tp_plan(kwargs)
     if is_known() and (sharding := distributed_config_of(kwargs)) is not None:
-        refuse_pipelines(sharding)
+        if is_pipeline(sharding):
+            raise UnsupportedError(
+                f"plan(): expected pp_size 1; got {sharding.pp_size}. With pipeline parallelism ranks hold different "
+                "models, which are not streamed."
+            )
         _check_world(sharding, world_size)
         if ds_config is not None:
             raise ConfigError("plan(): expected ds_config or distributed_config; got both")

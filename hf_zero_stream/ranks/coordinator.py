@@ -247,8 +247,9 @@ class Coordinator:
 
 
 def collective_device() -> torch.device:
-    """The device on which the default group's collectives need their tensors."""
-    accelerator = None if "gloo" in dist.get_backend() else torch.accelerator.current_accelerator()
+    """The device on which the default group's collectives need their tensors; the host if there is no group."""
+    on_host = not dist.is_initialized() or "gloo" in dist.get_backend()
+    accelerator = None if on_host else torch.accelerator.current_accelerator()
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())

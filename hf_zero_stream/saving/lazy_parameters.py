@@ -13,7 +13,7 @@ from ..checkpoint.nodes import HostTensor, Stored, View
 from ..destinations import kinds
 from ..destinations.base import Holding
 from ..destinations.deepspeed.original_experts import with_original_experts
-from ..destinations.own_names import named_parameters, own_names
+from ..destinations.own_names import named_parameters, own_names, own_or_clean
 from ..destinations.shards import whole_of
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator
@@ -82,11 +82,11 @@ class LazyParameters:
 
         kept = own_names(self._model, keeps_adapters=True)
         names = kept if keeps_adapters else own_names(self._model)
-        # Activation checkpointing takes its own part out of the names of a state dict.
         names = {kept[name]: own for name, own in names.items()} | names
         entries = {}
         for key, value in self._model.state_dict(keep_vars=True).items():
-            name = names.get(key, key)
+            clean = own_or_clean(names, key)  # activation checkpointing takes only its own part out of such names
+            name = names.get(clean, clean)
             if id(value) in self._by_id:
                 entries[name] = self._by_id[id(value)]
             elif not self._has_all:

@@ -23,6 +23,7 @@ from ..config import StreamingConfig
 from ..launcher import announces_zero3
 from ..patching import Patches, Replacement
 from ..sources.urls import is_url
+from .dequantised import forget_quantizer
 from .ds_config import found_config
 from .wrappers import accelerator_replacements, is_accelerator_there, shards_by_fsdp2
 
@@ -73,11 +74,16 @@ def _open() -> None:
 
 
 def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
-    is_loaded = "from_pretrained" in _handlers  # then there may be a session of a load around this
-    if not scope.active_configs() or (not is_loaded and _is_stocks(*args, **kwargs)):
+    if not scope.active_configs():
         return original(cls, *args, **kwargs)
-    _open()
-    return _handlers["from_pretrained"](original, cls, *args, **kwargs)
+    is_loaded = "from_pretrained" in _handlers  # then there may be a session of a load around this
+    if not is_loaded and _is_stocks(*args, **kwargs):
+        result = original(cls, *args, **kwargs)
+    else:
+        _open()
+        result = _handlers["from_pretrained"](original, cls, *args, **kwargs)
+    forget_quantizer(result[0] if isinstance(result, tuple) else result)
+    return result
 
 
 def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
@@ -101,6 +107,7 @@ def _may_be_at_url(path: Any) -> bool:
 
 def _save_pretrained(original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if scope.active_configs():
+        forget_quantizer(self)  # it may have been loaded outside
         _open()
     handler = _handlers.get("save_pretrained")
     return handler(original, self, *args, **kwargs) if handler else original(self, *args, **kwargs)

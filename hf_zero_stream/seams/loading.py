@@ -135,11 +135,20 @@ def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @seam(PreTrainedModel, "_load_and_finalize_distributed_pretrained_model", since="5.20")
-def _refuse_distributed_checkpoint(session: Session, *args: Any, **kwargs: Any) -> Any:
-    raise UnsupportedError(
-        "This folder holds a distributed checkpoint in pieces of safetensors, one for each rank, which are not read "
-        "in parts. Save it with save_pretrained(distributed_checkpoint=False), or load it without streaming()."
-    )
+def _load_distributed_checkpoint(session: Session, original: Original, self: Any, folder: Any, *args: Any) -> Any:
+    """Leave to stock what ``save_pretrained(distributed_checkpoint=True)`` wrote, which it reads into shards.
+
+    Under ZeRO-3 it cannot; and nobody can have a lazy model of it.
+    """
+    pieces = f"{folder} holds a distributed checkpoint in pieces of safetensors, one for each rank"
+    if session.is_dry or session.inside is not None or session.load.destination.hides_zero3:
+        raise UnsupportedError(
+            f"{pieces}, which are not read in parts. Save it with save_pretrained(distributed_checkpoint=False)."
+        )
+    session.stock_reason = f"{pieces}, of which torch reads what each rank needs"
+    if session.load.coordinator.is_main:
+        logger.warning_once(f"hf_zero_stream leaves this load to transformers, because {session.stock_reason}.")
+    return original(self, folder, *args)
 
 
 @seam(modeling_utils, "get_checkpoint_shard_files")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
 from .adapters import watch_adapters
 from .bitsandbytes import dequantising_quantizer
+from .dequantised import without_quantizer
 from .entrances import keep_watching_saves
 from .quantised import COMPRESSED_FORMATS, stays_quantised
 from .quantising import QuantisingQuantizer, is_quantisable, sources_of, wanted_config
@@ -215,27 +216,11 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     watch_adapters()
     keep_watching_saves()
     model._hf_zero_stream_dequantised = sorted(refused)
-    model._weight_conversions = list(_without_quantisation(getattr(model, "_weight_conversions", None) or []))
+    # Else transformers would quantise embeddings and the like when it reverses its conversions, to save them.
+    model._weight_conversions = list(without_quantizer(getattr(model, "_weight_conversions", None) or []))
     for param in model.parameters():
         if isinstance(param, LazyTensor):
             param.requires_grad_(False)
-
-
-def _without_quantisation(conversions: Iterable[Any]) -> Iterator[Any]:
-    """`conversions` without the ops of a quantizer, and without what those need beside weights.
-
-    Else transformers would quantise embeddings and the like when it reverses its conversions, to save them.
-    """
-    for each in conversions:
-        operations = getattr(each, "operations", ())
-        rest = [op for op in operations if not hasattr(op, "hf_quantizer")]
-        if len(rest) == len(operations):
-            yield each
-        elif rest and hasattr(each, "copy"):  # before transformers had it, no op came before others
-            (quantizer,) = {op.hf_quantizer for op in operations if op not in rest}
-            names = getattr(quantizer, "serialized_names", {})
-            sources = [name for name in each._original_source_patterns if name.rpartition(".")[2] in names]
-            yield each.copy(sources, each._original_target_patterns, operations=rest)
 
 
 def _refuse_lost(model: PreTrainedModel, loading_info: Any) -> None:

@@ -8,7 +8,7 @@ function that writes a shard by one that only notes its arguments.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import patching
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
+from .dequantised import forget_quantizer
 from .packing import take_packed
 
 
-__all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype", "reverse_all_conversions"]
+__all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype", "reverse_all_conversions", "stored_names"]
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ def lay_out_pretrained(
         dtype: written to the config as the dtype of the weights; default: the model's own.
         own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
     """
+    forget_quantizer(model)
     noted = _Noted([], take_packed(model, state_dict))
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
@@ -127,6 +129,19 @@ def reverse_all_conversions(model: PreTrainedModel) -> None:
     """
     if not getattr(model, "_weight_conversions", None):
         vars(model).pop("_weight_conversions", None)
+
+
+def stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """The names in files of weights of what is saved as it is; nothing for what conversions make other tensors of.
+
+    `shapes` has the model's own names.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return {name: name for name in shapes}
+    marks = {name: torch.empty(tuple(shape), device="meta") for name, shape in shapes.items()}
+    names = {id(mark): name for name, mark in marks.items()}
+    reverted = core_model_loading.revert_weight_conversion(model, marks)
+    return {names[id(value)]: stored for stored, value in reverted.items() if id(value) in names}
 
 
 def index_name(variant: str | None) -> str:

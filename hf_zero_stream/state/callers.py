@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.signs import remove_signs, write_signs
 from ..checkpoint.zero_folder import SWAPPED, ZERO_2_MODEL, entries_of_deepspeed, world_size_of
 from ..config import StreamingConfig
 from ..errors import CheckpointError
@@ -21,12 +22,14 @@ from ..saving.pending import PendingSave, finish_pending
 from ..scope import active_configs, current_config
 from ..seams.ds_config import found_config
 from .record import FILE, LATEST, write_latest
+from .zero_tools import SCRIPT, write_scripts
 
 
 __all__ = [
     "Caller",
     "current",
     "entered",
+    "forget_signs",
     "forget_state",
     "in_background",
     "is_on",
@@ -137,7 +140,7 @@ def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bo
         name = str(tag) if tag is not None else _latest(folder)
         place = folder / name
         saved = world_size_of(place) if name else 0
-        is_other = saved != world_size or (place / ZERO_2_MODEL).exists() == shards_parameters
+        is_other = saved != world_size or (ZERO_2_MODEL in entries_of_deepspeed(place)) == shards_parameters
         return saved > 0 and (is_other or (place / SWAPPED).exists())
 
     coordinator = Coordinator.of_default_group()
@@ -147,13 +150,20 @@ def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bo
 
 def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:
     """Say in `folder` that its newest state is the one in its folder `tag`, once that is `saved` (all ranks)."""
+
+    def name() -> None:
+        if (folder / tag / SCRIPT).exists():  # of a ZeRO training
+            write_scripts(folder)
+            write_signs(folder / tag)
+        write_latest(folder, tag)
+
     coordinator = Coordinator.of_default_group()
     if isinstance(saved, PendingSave):
         if coordinator.is_main:
-            saved.then(partial(write_latest, folder, tag))
+            saved.then(name)
         return
     with coordinator.watched(SAVE), coordinator.reporting():
-        coordinator.run_on_main(partial(write_latest, folder, tag))
+        coordinator.run_on_main(name)
 
 
 def forget_state(place: Path) -> None:
@@ -161,6 +171,13 @@ def forget_state(place: Path) -> None:
     coordinator = Coordinator.of_default_group()
     with coordinator.watched(SAVE), coordinator.reporting():
         coordinator.run_on_main(lambda: (place / LATEST).unlink(missing_ok=True))
+
+
+def forget_signs(place: Path) -> None:
+    """Remove what :mod:`..checkpoint.signs` has put into `place`, where DeepSpeed is going to save (all ranks)."""
+    coordinator = Coordinator.of_default_group()
+    with coordinator.watched(SAVE), coordinator.reporting():
+        coordinator.run_on_main(partial(remove_signs, place))
 
 
 def _latest(folder: Path) -> str:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..scope import active_configs
-from .callers import Caller, current, in_background, is_on, name_state, other_zero_in, state_in
+from .callers import Caller, current, forget_signs, in_background, is_on, name_state, other_zero_in, state_in
 from .load import load_state, load_without_optimizer
 from .save import save_state
 from .zero_source import CLIENT
@@ -41,9 +41,12 @@ def _save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
-    if is_on() and save_latest:
+    if save_dir and is_on() and save_latest and not _is_node_local(self):
+        from ..destinations.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
+
         caller = current() or Caller()
         tag = (caller.apart or None) if tag is None else str(tag)
+        validate_tag(self, tag or f"global_step{self.global_steps}")
         # A tag of the caller's own may be one of several models in the folder: each gets a folder with its weights.
         folder = Path(save_dir) if tag is None else Path(save_dir) / tag
         try:
@@ -62,6 +65,8 @@ def _save_checkpoint(
             if tag is not None:
                 name_state(Path(save_dir), tag, saved)
             return True
+    if active_configs():
+        forget_signs(Path(save_dir) / (tag or f"global_step{self.global_steps}"))
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
 
@@ -77,10 +82,16 @@ def _load_checkpoint(
     custom_load_fn: Any = None,
 ) -> Any:
     found: tuple[Path, str | None] | None = None
-    if active_configs() and custom_load_fn is None:
+    with_optimizer = load_optimizer_states and not load_module_only and _has_optimizer(self)
+    if active_configs() and load_dir and not _asks_for_universal(self, load_dir, tag):
         found = state_in(Path(load_dir), tag)
-        loads_all = load_optimizer_states and not load_module_only
-        if found is None and loads_all and _is_other_zero(self, Path(load_dir), tag):
+        if found is not None and custom_load_fn is not None:
+            raise UnsupportedError(
+                f"{found[0] / str(found[1])}: custom_load_fn takes the model's state dict from DeepSpeed's own files, "
+                "and this state was saved by hf_zero_stream. Leave it out, or load the folder with from_pretrained."
+            )
+        takes_all = with_optimizer and custom_load_fn is None
+        if found is None and takes_all and _is_other_zero(self, Path(load_dir), tag):
             found = Path(load_dir), None if tag is None else str(tag)
     if found is None:
         flags = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
@@ -88,13 +99,13 @@ def _load_checkpoint(
     folder, name = found
     caller = current() or Caller()
     scheduler = caller.scheduler_of(self.optimizer)
-    if name is not None and (load_module_only or not load_optimizer_states):
+    if name is not None and not with_optimizer:
         data = load_without_optimizer(
             self,
             folder,
             name,
             strict=load_module_strict,
-            only_weights=load_module_only,
+            only_weights=load_module_only or not _has_optimizer(self),
             scheduler=scheduler,
             with_scheduler=load_lr_scheduler_states,
         )
@@ -105,6 +116,23 @@ def _load_checkpoint(
     if load_lr_scheduler_states:
         caller.restored.append(scheduler)
     return str(folder / resumed.tag), (resumed.data or {}).get(CLIENT, {})
+
+
+def _is_node_local(engine: Any) -> bool:
+    """Whether each node is to keep files of its own, which are no folder that all ranks share; says so."""
+    if engine.use_node_local_storage():
+        say_refused(UnsupportedError("the config has use_node_local_storage"), "DeepSpeed")
+        return True
+    return False
+
+
+def _has_optimizer(engine: Any) -> bool:
+    """Whether the engine trains: else it has none, or one of DeepSpeed's that stands in for it."""
+    return hasattr(getattr(engine.optimizer, "optimizer", engine.optimizer), "state")
+
+
+def _asks_for_universal(engine: Any, load_dir: Any, tag: Any) -> bool:
+    return tag is None and engine.load_universal_checkpoint() and (Path(load_dir) / "latest_universal").is_file()
 
 
 def _is_other_zero(engine: Any, load_dir: Path, tag: Any) -> bool:

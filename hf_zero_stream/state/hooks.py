@@ -43,7 +43,7 @@ from ..seams.wrappers import (
     trainer_state_in,
     unwrapped,
 )
-from . import engine_hooks, fsdp_hooks
+from . import engine_hooks, fsdp_hooks, zero_tools
 from .callers import Caller, entered, is_on, state_in
 from .load import load_state
 from .record import LATEST
@@ -254,7 +254,7 @@ def replace_imported() -> None:
     functions = trainer_function_replacements(
         deepspeed_load_checkpoint=_trainer_load_engine, **fsdp_hooks.REPLACEMENTS
     )
-    patches.add(of_trainer | functions)
+    patches.add(of_trainer | functions | zero_tools.replacements())
     engine = sys.modules.get("deepspeed.runtime.engine")
     if engine is not None and hasattr(engine, "DeepSpeedEngine"):
         of_engine = engine_hooks.REPLACEMENTS.items()

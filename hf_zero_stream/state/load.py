@@ -126,7 +126,7 @@ def load_state(
                 needs_all = not values or bool(swapped)
                 coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
         with training.changing():
-            drop_entries(training.slots, record)
+            drop_entries(training.optimizer, training.slots, record)
             make_entries(training.slots, [key for key in record.keys if key != MASTER])
             if isinstance(found, ZeroFolder):
                 load_zero(training, found, settings, coordinator)

@@ -54,6 +54,7 @@ class GroupRecord:
             parameters, or a list with one for each.
         shapes: of the parameters; may be empty if they are not known.
         lacking: elementwise states that the optimizer keeps of some of the parameters only, by name: the others.
+        kinds: the dtypes of those `numbers` that are tensors, by name.
     """
 
     options: Mapping[str, Any]
@@ -61,6 +62,7 @@ class GroupRecord:
     numbers: Mapping[str, Any]
     shapes: Sequence[Sequence[int]] = ()
     lacking: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     def faults(self) -> Iterable[str]:
         """The fields that are not what they must be, in a record from anywhere."""
@@ -84,6 +86,8 @@ class GroupRecord:
             yield "shapes"
         if not _is_dict(self.lacking, list) or not all(set(map(type, it)) <= {str} for it in self.lacking.values()):
             yield "lacking"
+        if not _is_dict(self.kinds, str) or not all(map(_is_dtype, self.kinds.values())):
+            yield "kinds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +201,10 @@ def _is_plain_number(value: Any) -> bool:
 
 def _is_no_nan(value: Any) -> bool:
     return isinstance(value, float) and not math.isnan(value)
+
+
+def _is_dtype(value: str) -> bool:
+    return isinstance(getattr(torch, value, None), torch.dtype)
 
 
 def _is_shape(value: Any) -> bool:

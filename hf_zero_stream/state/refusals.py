@@ -15,6 +15,7 @@ from ..checkpoint.untrusted_json import excerpt
 from ..destinations.training import Training
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from . import schedules
+from .groups import ADAMS, OF_SOME_ADAMS, options_of
 from .layout import files_of
 from .record import LATEST, GroupRecord, StateRecord
 from .weights import fingerprint
@@ -35,10 +36,6 @@ logger = logging.get_logger(__name__)
 
 Digests = Mapping[tuple[int, str], bytes]
 
-_ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
-"""They keep the same."""
-
-
 _NOT_ELEMENTWISE = {
     "MuonWithAuxAdam": "momentum that is orthogonalised a matrix at a time, in buffers of its own",
     "OnebitAdam": "errors of compression, which belong to the ranks and not to parameters",
@@ -49,13 +46,27 @@ _NOT_ELEMENTWISE = {
 
 
 def refuse_optimizer(optimizer: Any) -> None:
-    """Raise an UnsupportedError for an optimizer whose state is known not to be elementwise."""
+    """Raise an UnsupportedError for an optimizer that keeps what a state has no place for, as far as can be told."""
     kind = type(optimizer).__name__
     if kept := _NOT_ELEMENTWISE.get(kind):
         raise UnsupportedError(
             f"{kind} keeps {kept}: its state cannot be cut for another number of ranks. Use an optimizer like AdamW, "
             "or DeepSpeed's checkpoints."
         )
+    more = [key for key, kept in optimizer.state.items() if not isinstance(key, torch.Tensor) and kept]
+    if _has_own_state_dict(optimizer):
+        more += optimizer.state_dict().keys() - {"state", "param_groups"}
+    if more:
+        raise UnsupportedError(
+            f"{kind} keeps {', '.join(sorted(map(str, more)))} beside its groups and the state of its parameters, and "
+            "a training state has no place for it. Use an optimizer like AdamW, or the checkpoints of DeepSpeed or "
+            "accelerate."
+        )
+
+
+def _has_own_state_dict(optimizer: Any) -> bool:
+    stock = torch.optim.Optimizer.state_dict
+    return type(optimizer).state_dict is not stock or bool(optimizer._optimizer_state_dict_post_hooks)
 
 
 def digests_of(groups: Sequence[GroupRecord]) -> Digests:
@@ -88,7 +99,7 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
         UnsupportedError: see :func:`.schedules.refuse_other`.
     """
     kind = type(training.optimizer).__name__
-    if kind != record.optimizer and not {kind, record.optimizer} <= _ADAMS:
+    if kind != record.optimizer and not {kind, record.optimizer} <= ADAMS:
         raise ConfigError(f"{place}: the state of {record.optimizer} cannot go on in {kind}. Use the same optimizer.")
     if training.scheduler is not None and record.scheduler is not None:
         schedules.refuse_other(
@@ -116,6 +127,8 @@ def refuse_other_training(training: Training, record: StateRecord, place: Path) 
                     "Go on with the model that was trained."
                 )
         _refuse_other_amsgrad(kind, groups[number], recorded, number, place)
+        if kind in ADAMS:
+            _refuse_other_adam(training.optimizer, groups[number], recorded, number, place)
         _refuse_other_options(groups[number], recorded, number, place)
         _refuse_other_numbers(training, recorded, number, place)
 
@@ -134,15 +147,50 @@ def _refuse_other_amsgrad(
         )
 
 
+def _refuse_other_adam(
+    optimizer: Any, group: Mapping[str, Any], recorded: GroupRecord, number: int, place: Path
+) -> None:
+    """Raise a ConfigError if an Adam of another maker would make other steps of the same options."""
+    kind, where = type(optimizer).__name__, f"{place}: group {number} of the optimizer"
+    saved = options_of(recorded)
+    for name, without in OF_SOME_ADAMS.items():
+        mine, theirs = (bool(options.get(name, without)) for options in (group, saved))
+        if mine != theirs and not (name in group and name in saved):
+            lacks = "the saved one" if name in group else kind
+            raise ConfigError(
+                f"{where}: {name} was {theirs} in the training that was saved, and is {mine} now; {lacks} has no such "
+                "option. Use the same optimizer."
+            )
+    decoupled, mode = saved.get("decoupled_weight_decay"), getattr(optimizer, "adam_w_mode", None)
+    if None not in (decoupled, mode) and bool(decoupled) != bool(mode) and saved.get("weight_decay"):
+        raise ConfigError(
+            f"{where}: its weight decay was {'AdamW' if decoupled else 'Adam'}'s, and adam_w_mode={bool(mode)} of "
+            f"{kind} is the other. Make it with adam_w_mode={bool(decoupled)}."
+        )
+    counts_alone = type(optimizer).__module__.partition(".")[0] in ("torch", "deepspeed")
+    if counts_alone and saved.get("step") and "step" not in recorded.numbers:
+        raise ConfigError(
+            f"{where}: the saved optimizer counted the steps of a group, and {kind} counts those of each parameter. "
+            "Use the same optimizer."
+        )
+    if not counts_alone and kind == "FusedAdam" and "step" in recorded.numbers and not saved.get("step"):
+        raise ConfigError(
+            f"{where}: the saved optimizer counted the steps of each parameter, and {kind} counts those of a group. "
+            "Use the same optimizer."
+        )
+
+
 def _refuse_other_options(group: Mapping[str, Any], recorded: GroupRecord, number: int, place: Path) -> None:
     """Raise a CheckpointError if an option is of another kind than the optimizer's own."""
-    for name, value in recorded.options.items():
+    for name, value in options_of(recorded).items():
         mine = group.get(name)
         if mine is None or value is None:
             continue
-        is_number = isinstance(value, (bool, int, float))
-        if isinstance(mine, (list, tuple)):
-            is_sound = isinstance(value, list) and len(value) == len(mine)
+        is_number = isinstance(value, (bool, int, float, torch.Tensor))
+        if isinstance(mine, tuple):
+            is_sound = isinstance(value, (list, tuple)) and len(value) == len(mine)
+        elif isinstance(mine, list):  # which steps may have made longer
+            is_sound = isinstance(value, (list, tuple))
         else:
             is_sound = is_number if isinstance(mine, (bool, int, float, torch.Tensor)) else not is_number
         if not is_sound:

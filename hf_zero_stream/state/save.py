@@ -15,7 +15,7 @@ of this very model asks for (see resumable.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,8 @@ from ..saving.planned import Alike, Content, Ending
 from ..saving.save import Save
 from ..seams.adapted import is_adapted, is_peft_model
 from ..seams.saving import index_name
-from . import adapters, rng, schedules
+from . import adapters, rng, schedules, zero_tools
+from .groups import kinds_of, recorded_options
 from .layout import lay_out
 from .record import (
     FILE,
@@ -158,7 +159,8 @@ def save_state(
         if keys:
             contents.append(_contents(training, name, keys, max_shard_size))
         act = save.start if asynchronous else save.run
-        beside = partial(_write_record, name, record, random_states, fingerprinted)
+        zero_names = zero_tools.names_of(trained, training, keys)
+        beside = partial(_write_record, name, record, random_states, fingerprinted, zero_names)
         return act(*contents, ending=Ending(beside, LATEST, [] if keep_older else older))
 
 
@@ -188,13 +190,12 @@ def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_si
 
 def _record(training: Training, keys: list[str], data: Any, world_size: int) -> StateRecord:
     groups = []
-    for number, group in enumerate(training.optimizer.param_groups):
+    for number in range(len(training.optimizer.param_groups)):
         slots = [slot for slot in training.slots if slot.group == number]
-        options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
         members = [member for slot in slots for member in slot.members]
         names, shapes = [member.name for member in members], [list(member.box.shape) for member in members]
-        options = plain(options, f"group {number} of the optimizer")
-        groups.append(GroupRecord(options, names, numbers_of(slots), shapes, lacking_in(slots)))
+        options = recorded_options(training.optimizer, number)
+        groups.append(GroupRecord(options, names, numbers_of(slots), shapes, lacking_in(slots), kinds_of(slots)))
     scheduler = training.scheduler
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
@@ -244,6 +245,7 @@ def _write_record(
     record: StateRecord,
     random_states: Sequence[rng.Arrays],
     fingerprinted: Callable[[Path], str | None],
+    zero_names: Mapping[str, Any] | None,
     folder: Path,
 ) -> None:
     """Write what of a state is no tensor of its parameters."""
@@ -252,6 +254,7 @@ def _write_record(
         weights = fingerprinted(folder)
         place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
         rng.write_ranks(random_states, place / rng.FILE)
+        zero_tools.write_tools(folder, place, zero_names)
         (place / FILE).write_text(replace(record, weights=weights).to_json(), encoding="utf-8")
         (folder / LATEST).write_text(name, encoding="utf-8")
     except (OSError, ReadError) as error:

@@ -7,6 +7,7 @@ the scripts that it is made for count the batches of one rank. So its position d
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -78,7 +79,8 @@ def restore(
     before, now = record.get(_PER_STEP, 1), steps_per_step(scheduler)
     state = restored(record["state"])
     if before == now:
-        scheduler.load_state_dict(state)
+        mine = scheduler.state_dict()
+        scheduler.load_state_dict({name: _of_the_kind(mine.get(name), value) for name, value in state.items()})
         return None
     assert saved_batch is not None and batch is not None
     inner = unwrapped_scheduler(scheduler)
@@ -89,3 +91,11 @@ def restore(
         inner.step(position)
     inner._step_count = position + 1  # accelerate steps a OneCycleLR until this is its length
     return [float(rate) for rate in inner.get_last_lr()]
+
+
+def _of_the_kind(mine: Any, value: Any) -> Any:
+    """`value` as the scheduler itself keeps it: JSON has neither tuples nor the counter of MultiStepLR."""
+    is_same = (isinstance(mine, tuple) and isinstance(value, list)) or (
+        isinstance(mine, Counter) and isinstance(value, dict)
+    )
+    return type(mine)(value) if is_same else value

@@ -88,7 +88,7 @@ def _refuse_other_optimizer(zero: ZeroFolder, training: Training) -> None:
             {name for name in options if name not in ("params", "param_names")}
             for options in (training.optimizer.param_groups[0], zero.groups[0].options)
         )
-        if mine == theirs:
+        if mine == theirs - ({"step"} - mine):  # some make it in their first step
             return
         found = f"has groups with {', '.join(sorted(theirs - mine)) or 'fewer options'}, and {kind} with others"
     saved = f"a {zero.kind}" if zero.kind else "another optimizer"

@@ -23,7 +23,7 @@ from .masters import ZENFLOW, fragments_of
 from .original_experts import converted_layers
 
 
-__all__ = ["is_engine", "training_of_engine"]
+__all__ = ["is_engine", "training_of_engine", "validate_tag"]
 
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -33,6 +33,11 @@ def is_engine(trained: Any) -> bool:
     return isinstance(trained, DeepSpeedEngine)
 
 
+def validate_tag(engine: DeepSpeedEngine, tag: str) -> None:
+    """Compare the ranks' tags; warn or raise an AssertionError, as the config's ``tag_validation`` says."""
+    engine._checkpoint_tag_validation(tag)
+
+
 def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinator: Coordinator) -> Training:
     """What trains `model`, which is inside `engine`; its scheduler is `scheduler`, or the engine's own.
 
@@ -40,9 +45,10 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         UnsupportedError: its state cannot be reached, or is not known.
     """
     wrapper = engine.optimizer
-    if wrapper is None:
-        raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
     optimizer = getattr(wrapper, "optimizer", wrapper)
+    if not hasattr(optimizer, "state"):  # there is none, or one of DeepSpeed's that stands in for it
+        raise UnsupportedError("The engine has no optimizer: deepspeed.initialize was given none.")
+    _refuse_data_efficiency(engine)
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         slots = list(_stage_3(model, wrapper))
     elif wrapper is optimizer:
@@ -66,6 +72,17 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         can_copy_masters=not _has_swapped(wrapper),
         prepare_lazy=partial(_prepare_lazy, model),
     )
+
+
+def _refuse_data_efficiency(engine: Any) -> None:
+    """Raise an UnsupportedError for an engine that saves where its own data pipeline has come to."""
+    samples = engine.training_dataloader is not None and engine.curriculum_learning_enabled()
+    if samples or engine.random_ltd_enabled():
+        what = "samples by curriculum learning" if samples else "drops tokens by random-LTD"
+        raise UnsupportedError(
+            f"The engine {what} (data_efficiency), and a training state has no place for where that is. Use "
+            "DeepSpeed's checkpoints."
+        )
 
 
 def _is_between_steps(engine: Any) -> bool:

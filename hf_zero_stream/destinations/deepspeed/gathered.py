@@ -9,13 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import partition_parameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import (
+    PartitionedParamStatus,
+    ZeroParamStatus,
+    is_zero_param,
+)
 from torch import nn
 
 from ..initialise import run_with_what_is_touched
+from .zero3 import own_range
 
 
-__all__ = ["gathered", "not_in_full", "run_gathering_what_is_touched"]
+__all__ = ["gathered", "is_changed", "not_in_full", "run_gathering_what_is_touched"]
 
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
@@ -28,6 +33,29 @@ def gathered(params: Iterable[Any]) -> list[Any]:
         return [param for param in available if getattr(param, _DEPTH, 0) > 0]
     # Small ones are in full between steps anyway, and their full values are up to date: all are taken, or none.
     return available if any(not param.ds_persist for param in available) else []
+
+
+def is_changed(param: Any) -> bool:
+    """Whether this rank's elements of a parameter in full are others than those of its partition.
+
+    Small parameters are in full between two steps, for every forward pass. Code that writes into one of them, such as
+    a merge of adapters, writes into no partition: the next step or gather would bring the partition's values back.
+    """
+    if not is_zero_param(param) or param.ds_status != ZeroParamStatus.AVAILABLE:
+        return False
+    partition = param.ds_tensor
+    if partition.status == PartitionedParamStatus.NOT_AVAILABLE or _is_quantised(param):
+        return False
+    _, start, stop = own_range(param)
+    full = param.detach().contiguous().view(-1)[start:stop].to(partition.device)
+    kept = partition.detach().view(-1)[: stop - start]
+    return full.dtype != kept.dtype or not torch.equal(full.view(torch.uint8), kept.view(torch.uint8))
+
+
+def _is_quantised(param: Any) -> bool:
+    """Whether gathering rounds: qwZ's full values are others than the partitions' anyway."""
+    offload = getattr(getattr(param, "_z3_optimizer", None), "parameter_offload", None)
+    return hasattr(param.ds_tensor, "ds_quant_scale") or bool(getattr(offload, "zero_quantized_weights", False))
 
 
 def not_in_full(model: nn.Module) -> list[str]:

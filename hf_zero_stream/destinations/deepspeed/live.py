@@ -22,7 +22,7 @@ from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_
 from ..live_sources import live_sources
 from ..replicated import exchange_batches
 from . import nvme, zero3
-from .gathered import gathered
+from .gathered import gathered, is_changed
 from .masters import ZENFLOW, Master, masters_of
 from .original_experts import converted_layers
 
@@ -151,6 +151,12 @@ class LiveModel(Destination):
                         f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in "
                         f"{param.dtype}, and the fp32 values that the optimizer trains may be others. Save after the "
                         "context, or without dtype."
+                    )
+                if is_changed(param):
+                    raise UnsupportedError(
+                        f"dtype=torch.float32: code has changed {name} in place, outside of GatheredParameters, and "
+                        "the fp32 values that the optimizer trains are still the old ones. Change it inside a "
+                        "GatheredParameters, with deepspeed.utils.safe_set_full_fp32_param too, or save without dtype."
                     )
                 _, start, stop = zero3.own_range(param)
                 values = partial(_open_master_partition, param)

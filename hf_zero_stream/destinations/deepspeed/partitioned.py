@@ -20,7 +20,7 @@ from ..base import Batch, Destination, Holding, Item, flat_items, replace_lazy
 from ..quantising import ToQuantise, quantising_batches
 from ..replicated import open_flat
 from . import engine_memory, nvme, zero3
-from .gathered import gathered, run_gathering_what_is_touched
+from .gathered import gathered, is_changed, run_gathering_what_is_touched
 
 
 __all__ = ["Partitioned"]
@@ -134,7 +134,7 @@ class Partitioned(Destination):
     def holdings(
         cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
     ) -> dict[str, Holding]:
-        """Partitions, or the full values of parameters that a ``GatheredParameters`` holds."""
+        """Partitions, or the full values of parameters that a ``GatheredParameters`` holds or code has changed."""
         in_context = set(map(id, gathered(params.values())))
 
         def holding(param: Any) -> Holding:
@@ -142,6 +142,8 @@ class Partitioned(Destination):
             if id(param) in in_context:
                 values = partial(open_flat, param)
                 return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
+            if is_changed(param):  # perhaps on some ranks only: each gives at least the elements of its partition
+                return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
             is_swapped = param.ds_tensor.final_location == "nvme"
             return Holding(box, param.dtype, start, stop, partial(zero3.open_partition, param), is_swapped=is_swapped)
 

@@ -1,0 +1,117 @@
+"""The folder of one of our training states, as a map of bytes: where the fp32 values of a model's tensors lie.
+
+What is trained lies in it; buffers and what is frozen in the weights beside it, of which :data:`NAMES` says the names.
+``state/`` writes these files.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError, UnsupportedError
+from .format import Shard
+from .index import CheckpointIndex, view_of
+from .index_file import read_index_file, read_index_text
+from .nodes import View
+from .untrusted_json import excerpt, parse_object
+
+
+__all__ = ["NAMES", "RECORD", "StateFolder", "is_state", "read_state"]
+
+RECORD, NAMES = "training_state.json", "zero_to_fp32.json"
+
+
+@dataclass(frozen=True)
+class StateFolder:
+    """The tensors of a model in training, by their own names; none has been read."""
+
+    shards: tuple[Shard, ...]
+    views: Mapping[str, View]
+    notes: tuple[str, ...]
+
+
+def is_state(folder: str | os.PathLike[str]) -> bool:
+    return (Path(folder) / RECORD).is_file()
+
+
+def read_state(folder: str | os.PathLike[str]) -> StateFolder:
+    """Read the headers of the files of the state in `folder`, and of those of the weights beside it.
+
+    Raises:
+        ReadError: a file cannot be read.
+        CheckpointError: a file is not sound.
+        UnsupportedError: weights have other names, or another layout, than in the model.
+    """
+    folder = Path(folder).absolute()
+    masters = _index(folder, "model.fp32")
+    names = _object(folder / NAMES) if (folder / NAMES).exists() else {}
+    places = dict(_places(folder, names))
+    trained = [name for name in _trained(folder) if name not in masters.tensors]
+    if masters.tensors and trained:
+        raise UnsupportedError(
+            f"{folder}: it lacks the fp32 values of {len(trained)} parameters, among them {excerpt(trained[0])}. A "
+            "state of an earlier version has other names: load it into the training, and save it again."
+        )
+    wanted = {name: places.get(name, name) for name in [*_names_in(names, "buffers", "frozen"), *trained]}
+    weights = _index(folder.parent, "model") if wanted else CheckpointIndex((), {})
+    lacking = [name for name, stored in wanted.items() if stored not in weights.tensors]
+    if lacking:
+        raise UnsupportedError(
+            f"{folder}: of {len(lacking)} tensors, among them {excerpt(lacking[0])}, the weights beside the state "
+            "have no such tensor, or have it in another layout. Load the state into the training, and save the model."
+        )
+    views = {name: view_of(weights.tensors[str(stored)], len(masters.shards)) for name, stored in wanted.items()}
+    views |= {name: view_of(entry) for name, entry in masters.tensors.items()}
+    own = {live: name for name, live in names.get("live", {}).items()}
+    for alias, name in names.get("shared", {}).items():
+        if own.get(name, name) in views:
+            views[own.get(alias, alias)] = views[own.get(name, name)]
+    notes = (f"frozen parameters are not in it: {left_out}",) if (left_out := names.get("left_out")) else ()
+    return StateFolder((*masters.shards, *weights.shards), views, notes)
+
+
+def _names_in(names: Mapping[str, Any], *kinds: str) -> list[str]:
+    return [name for kind in kinds for name in names.get(kind, {})]
+
+
+def _places(folder: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:
+    """The names in the files of weights; None for what conversions have made other tensors of."""
+    for kind in ("buffers", "frozen", "trained"):
+        of_kind = names.get(kind, {})
+        if not isinstance(of_kind, dict):
+            raise CheckpointError(f"{folder / NAMES}: {kind}: expected an object; found {excerpt(of_kind)}")
+        for name, place in of_kind.items():
+            if not (isinstance(place, list) and place and isinstance(place[0], (str, type(None)))):
+                raise CheckpointError(f"{folder / NAMES}: {name}: expected a name and a shape; found {excerpt(place)}")
+            yield name, place[0]
+    for kind in ("shared", "live"):
+        of_kind = names.get(kind, {})
+        if not isinstance(of_kind, dict) or not all(isinstance(name, str) for name in of_kind.values()):
+            raise CheckpointError(f"{folder / NAMES}: {kind}: expected names; found {excerpt(of_kind)}")
+
+
+def _trained(folder: Path) -> list[str]:
+    """What the optimizer trains."""
+    try:
+        return [str(name) for group in _object(folder / RECORD)["groups"] for name in group["parameters"]]
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / RECORD}: expected the groups of an optimizer: {error!r}") from error
+
+
+def _object(path: Path) -> dict[str, Any]:
+    return parse_object(read_index_text(path), str(path))
+
+
+def _index(folder: Path, stem: str) -> CheckpointIndex:
+    """Of the file ``STEM.safetensors``, or of its shards; an empty one if there are neither."""
+    base, _, variant = stem.partition(".")
+    index = folder / f"{base}.safetensors.index.{variant}{'.' if variant else ''}json"
+    if index.exists():
+        weight_map = read_index_file(index)["weight_map"]
+        return CheckpointIndex.from_files([folder / name for name in sorted(set(weight_map.values()))], weight_map)
+    file = folder / f"{stem}.safetensors"
+    return CheckpointIndex.from_files([file] if file.exists() else [])

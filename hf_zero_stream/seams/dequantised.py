@@ -1,0 +1,53 @@
+"""Models that were dequantised, while they were loaded or afterwards, are saved as if they had never been quantised.
+
+transformers takes the quantizer and its config off such a model, but the model goes on knowing the conversions of its
+load. A save would reverse them: quantise anew, or give weights the names of the quantised tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+__all__ = ["forget_quantizer", "without_quantizer"]
+
+
+def forget_quantizer(model: Any) -> None:
+    """Take off a `model` that has no quantizer any more what that has left: conversions, and a config in a part."""
+    conversions = getattr(model, "_weight_conversions", None) or []
+    if getattr(model, "hf_quantizer", None) is not None or not any(map(_ops_of_quantizer, conversions)):
+        return
+    model._weight_conversions = list(without_quantizer(conversions))
+    for config in (model.config, model.config.get_text_config(decoder=True)):  # where transformers looks for it
+        vars(config).pop("quantization_config", None)
+
+
+def without_quantizer(conversions: Iterable[Any]) -> Iterator[Any]:
+    """`conversions` as they would be for a checkpoint that is not quantised."""
+    for each in conversions:
+        dequantising = _ops_of_quantizer(each)
+        if not dequantising:
+            yield each
+        elif rest := [op for op in each.operations if op not in dequantising]:
+            yield _of_plain_weights(each, rest, dequantising[0].hf_quantizer)
+
+
+def _ops_of_quantizer(conversion: Any) -> list[Any]:
+    return [op for op in getattr(conversion, "operations", ()) if hasattr(op, "hf_quantizer")]
+
+
+def _of_plain_weights(conversion: Any, operations: list[Any], quantizer: Any) -> Any:
+    """The model's own `conversion`, with these `operations`, from before the `quantizer` had it collect scales too."""
+    # Versions of transformers without this attribute have such conversions of FP8 only.
+    serialized = getattr(quantizer, "serialized_names", None) or {"weight": ["weight", "weight_scale_inv"]}
+    plain = {name: param for param, names in serialized.items() for name in names}
+    sources: dict[str, None] = {}
+    for pattern in conversion._original_source_patterns:
+        path, dot, name = pattern.rpartition(".")
+        sources[path + dot + plain.get(name.removesuffix("$"), name)] = None
+    own = type(conversion)(list(sources), list(conversion._original_target_patterns), operations)
+    for scope in ("scope_prefix", "base_model_prefix", "force_cpu"):
+        if hasattr(conversion, scope):
+            setattr(own, scope, getattr(conversion, scope))
+    return own

@@ -1,0 +1,141 @@
+"""DeepSpeed's tools on folders of ours: ``zero_to_fp32`` answers, and what cannot load a state says what it is.
+
+Beside a state of a ZeRO training lie our :mod:`.zero_to_fp32` as a script, where DeepSpeed puts its own; a file with
+the names of what is not trained; and :mod:`..checkpoint.signs`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..checkpoint.signs import write_signs
+from ..checkpoint.zero_folder import entries_of_deepspeed
+from ..config import StreamingConfig
+from ..destinations.own_names import named_buffers, named_parameters, own_names
+from ..destinations.skeleton import whole_shape
+from ..destinations.slots import MASTER
+from ..destinations.training import Training
+from ..errors import CheckpointError, refuse_unknown_version
+from ..loading.dry_load import lazily_loaded, load_of_layouts
+from ..patching import Replacement
+from ..saving.pending import finish_pending
+from ..scope import active_configs
+from ..seams.adapted import is_adapted
+from ..seams.saving import stored_names
+from . import zero_to_fp32
+from .layout import persistent_buffers
+
+
+__all__ = ["SCRIPT", "names_of", "replacements", "tensors_of_model", "write_scripts", "write_tools"]
+
+_INNER, _OUTER = "_get_fp32_state_dict_from_zero_checkpoint", "get_fp32_state_dict_from_zero_checkpoint"
+
+SCRIPT = "zero_to_fp32.py"
+
+_TO_TORCH = """#!/usr/bin/env python
+from zero_to_fp32 import main
+
+main(asks_dtype=True)
+"""
+
+
+def names_of(engine: Any, training: Training, keys: Sequence[str]) -> Mapping[str, Any] | None:
+    """What :mod:`.zero_to_fp32` must know to give what DeepSpeed gives; None unless `engine` is one with ZeRO.
+
+    That is, by the model's name for it, the name in the files of weights and the shape: of buffers, of what is frozen,
+    and of what is trained, if it has no masters. And other names of tied parameters (`shared`), and the names
+    that torch has for tensors in wrappers (`live`), by which DeepSpeed goes.
+    """
+    if not getattr(engine, "zero_optimization", bool)():
+        return None
+    model, own = training.model, own_names(training.model)
+    trained = {member.name: list(member.box.shape) for slot in training.slots for member in slot.members}
+    first: dict[int, str] = {}
+    shared, live = {}, {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            shared[name] = first[id(param)]
+    for name, _ in [*model.named_parameters(), *model.named_buffers()]:
+        if own.get(name, name) != name:
+            live[own[name]] = name
+    frozen = {
+        name: list(whole_shape(param))
+        for name, param in named_parameters(model)
+        if name not in trained and not param.requires_grad
+    }
+    persistent = persistent_buffers(model)
+    buffers = {name: list(buffer.shape) for name, buffer in named_buffers(model) if name in persistent}
+    if is_adapted(model):  # the base is not saved
+        return {"shared": shared, "live": live, "left_out": len(frozen)}
+    noted = {"buffers": buffers, "frozen": frozen, "trained": {} if MASTER in keys else trained}
+    stored = stored_names(model, {name: shape for shapes in noted.values() for name, shape in shapes.items()})
+    found: dict[str, Any] = {
+        kind: {name: [stored.get(name), shape] for name, shape in shapes.items()} for kind, shapes in noted.items()
+    }
+    return found | {"shared": shared, "live": live}
+
+
+def write_tools(folder: Path, place: Path, names: Mapping[str, Any] | None) -> None:
+    """Write what a state in the folder `place` of a checkpoint's `folder` needs, if it is that of a ZeRO training."""
+    if names is not None:
+        (place / zero_to_fp32.NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
+        write_signs(place)
+        write_scripts(folder)
+
+
+def write_scripts(folder: Path) -> None:
+    """Write the scripts that DeepSpeed writes, into the folder where it does."""
+    source = Path(zero_to_fp32.__file__).read_text(encoding="utf-8")
+    for name, text in ((SCRIPT, source), ("zero_to_torch.py", _TO_TORCH)):
+        path = folder / name
+        path.write_text(text, encoding="utf-8")
+        path.chmod(path.stat().st_mode | stat.S_IEXEC)
+
+
+def tensors_of_model(folder: str, names: Sequence[str]) -> dict[str, torch.Tensor]:
+    """Tensors of the weights in `folder`, by the names and in the layout that they have in the model.
+
+    Raises:
+        CheckpointError: a model of the folder's config has none of these names.
+    """
+    with closing(load_of_layouts(StreamingConfig())) as load:
+        model, _, _ = lazily_loaded(folder, load, local_files_only=True)
+        lazy: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        if missing := [name for name in names if name not in lazy]:
+            raise CheckpointError(
+                f"{folder}: it has no values for {', '.join(missing[:8])} ({len(missing)} in all). Load the state "
+                "into the training, and save the model."
+            )
+        return {name: lazy[name].materialise() for name in names}
+
+
+def _state_dict(original: Callable[..., Any], folder: Any, exclude_frozen_parameters: Any, *args: Any) -> Any:
+    """What the public functions of DeepSpeed's module all call, wherever they have been imported."""
+    state = None if not active_configs() or entries_of_deepspeed(folder) else zero_to_fp32.state_in(os.fspath(folder))
+    if state is None:
+        return original(folder, exclude_frozen_parameters, *args)
+    return zero_to_fp32.state_dict_of(state, bool(exclude_frozen_parameters), tensors_of_model)
+
+
+def _get_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if active_configs():
+        finish_pending(raises=False)  # the state that is asked for may not be complete
+    return original(*args, **kwargs)
+
+
+def replacements() -> dict[tuple[Any, str], Replacement]:
+    """Those of functions of DeepSpeed's module; none until somebody has imported it."""
+    module = sys.modules.get("deepspeed.utils.zero_to_fp32")
+    if module is None:
+        return {}
+    refuse_unknown_version("deepspeed", [f"zero_to_fp32.{_INNER}"] if not hasattr(module, _INNER) else [])
+    return {(module, _INNER): _state_dict, (module, _OUTER): _get_state_dict}

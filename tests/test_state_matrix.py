@@ -1,0 +1,61 @@
+"""What is saved can be resumed: whatever was changed in a model, in each home, by whom and at whatever size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.changed_models import CHANGES, by_trainer, resume_changed, save_changed
+from tests.cluster import run_ranks
+
+
+Checkpoint = Callable[..., Path]
+
+HOMES = {
+    "zero3": ("engine", "save_state", "accelerate"),
+    "zero2": ("engine", "save_state", "accelerate"),
+    "fsdp2": ("save_state", "accelerate"),
+    "distributed_config": ("save_state",),
+}
+COMPILED = ("compiled", "both")
+
+ROWS = [
+    pytest.param(
+        home, saver, marks=() if (home, saver) in {("zero3", "engine"), ("fsdp2", "accelerate")} else pytest.mark.slow
+    )
+    for home, savers in HOMES.items()
+    for saver in savers
+]
+
+
+def changes_in(home: str) -> list[str]:
+    """DeepSpeed itself cannot train compiled blocks at stage 3: ``'dict' object has no attribute '_in_forward'``."""
+    return [change for change in CHANGES if home != "zero3" or change not in COMPILED]
+
+
+@pytest.mark.parametrize(("home", "saver"), ROWS)
+def test_resumed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, saver: str) -> None:
+    """The same losses as of a training that never stopped; all values come back, also at another number of ranks."""
+    folder, changes = zoo_checkpoint("llama"), changes_in(home)
+    saved = run_ranks(2, save_changed, folder, tmp_path, home, saver, changes, timeout=400)[0]
+    assert {change: found["wrong"] for change, found in saved.items() if found["wrong"]} == {}
+    resumed = run_ranks(2, resume_changed, folder, tmp_path, home, saver, changes, timeout=400)[0]
+    assert resumed == saved
+    others = run_ranks(3, resume_changed, folder, tmp_path, home, saver, changes, timeout=400)[0]
+    for change, found in others.items():
+        assert found["wrong"] == [], change
+        assert found["losses"] == pytest.approx(saved[change]["losses"], rel=1e-4), change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("home", ["zero3", "zero2", "fsdp2"])
+def test_resumed_by_the_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str) -> None:
+    folder = zoo_checkpoint("llama")
+    changes = [change for change in changes_in(home) if change not in COMPILED]  # the Trainer compiles by itself
+    whole = run_ranks(2, by_trainer, folder, tmp_path, home, changes, False, timeout=400)[0]
+    assert run_ranks(2, by_trainer, folder, tmp_path, home, changes, True, timeout=400)[0] == whole
+    others = run_ranks(3, by_trainer, folder, tmp_path, home, changes, True, timeout=400)[0]
+    for change, losses in others.items():
+        assert losses[2:] == pytest.approx(whole[change][2:], rel=1e-4), change
