@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 
-__all__ = ["Patches", "Replacement"]
+__all__ = ["Patches", "Replacement", "is_defined_by", "replaced_methods", "standing_in"]
 
 Replacement = Callable[..., Any]
 """Called in place of a function or method, with its `self` or `cls`: ``replacement(original, *args, **kwargs)``."""
@@ -76,3 +77,29 @@ def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:
         return replacement(original, *args, **kwargs)
 
     return function
+
+
+def is_defined_by(owner: type, function: Any) -> bool:
+    """Whether the module of `owner` defines `function`, perhaps a method of an object; our patches do not count."""
+    function = getattr(function, "__func__", function)
+    while getattr(function, "__globals__", None) is globals():
+        function = function.__wrapped__
+    return getattr(function, "__globals__", {}).get("__name__") == owner.__module__
+
+
+def replaced_methods(owner: type, instance: Any, *names: str) -> list[str]:
+    """Those of the methods of `owner` in whose place somebody has put another, for all objects or for `instance`."""
+    return [name for name in names if not is_defined_by(owner, getattr(instance, name, None))]
+
+
+@contextmanager
+def standing_in(instance: Any, **methods: Any) -> Iterator[None]:
+    """Inside, `methods` hide those of the class of `instance`; afterwards it has what it had of its own."""
+    own = {name: vars(instance)[name] for name in methods if name in vars(instance)}
+    vars(instance).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            vars(instance).pop(name, None)
+        vars(instance).update(own)

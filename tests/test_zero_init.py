@@ -210,7 +210,7 @@ def make_olmoe(folder: Path, config: dict[str, Any]) -> None:
 def load_under_patches(folder: Path) -> dict[str, Any]:
     """Somebody has put functions around DeepSpeed's: they are there afterwards."""
     empty_calls: list[Any] = []
-    with deepspeed.zero.Init(dtype=torch.float32):
+    with deepspeed.zero.Init(config_dict_or_path=ds_config()):
         deepspeeds, deepspeeds_init = torch.empty, nn.Linear.__init__
 
         def empty(*args: Any, **kwargs: Any) -> torch.Tensor:

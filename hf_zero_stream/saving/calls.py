@@ -91,7 +91,8 @@ def save_pretrained(
 
     with expected_at(SAVE):
         save = Save(model, folder, **call)
-        if type(save.model).save_pretrained is PreTrainedModel.save_pretrained:
+        has_own = "save_pretrained" in vars(save.model)  # in place of its class's
+        if not has_own and type(save.model).save_pretrained is PreTrainedModel.save_pretrained:
             refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
             return save.pretrained()
         report = led(save.model, save.call_own_code, settings)

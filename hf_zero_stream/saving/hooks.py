@@ -3,14 +3,15 @@
 They end in ``model.save_pretrained(..., state_dict=...)`` with a state dict that was gathered on rank 0. Here that
 state dict is lazy, and so saving it is for all ranks. The Trainer calls ``save_pretrained`` on one rank only, within a
 ``save_model`` that all of them call: there rank 0 leads (see :mod:`.calls`). Code of others that would do more with
-the state dict than save it gets stock's.
+the state dict than save it gets stock's. So does a method that somebody has put in place of accelerate's or the
+Trainer's own.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -23,13 +24,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.deepspeed.marks import is_gathered_whole
 from ..errors import UnsupportedError
-from ..patching import Patches
+from ..patching import Patches, standing_in
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.wrappers import (
     accelerator_replacements,
     is_of_a_trainer,
+    is_of_accelerate,
+    is_of_the_trainer,
+    replaced_methods_of,
     saves_by_default,
     shares_its_model,
     trainer_replacements,
@@ -44,6 +48,10 @@ __all__ = ["noted_saves", "noting_saves", "patches", "replace_trainer"]
 logger = logging.get_logger(__name__)
 
 
+_asked_by: ContextVar[Sequence[str]] = ContextVar("hf_zero_stream_state_dict_asked_by", default=())
+"""The methods in place of accelerate's that will read the values of a state dict, and not only save it."""
+
+
 def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     # If the Trainer calls, and was imported only now, rank 0 is going to save alone this once, and needs the values.
     if not active_configs() or replace_trainer() or not shares_its_model(model):
@@ -51,12 +59,18 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
     inner = unwrapped(model)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
-    if is_of_a_trainer(self) and not calls.is_led():
+    others = _asked_by.get() or replaced_methods_of(self)
+    if others or (is_of_a_trainer(self) and not calls.is_led()):
         if dist.get_rank() == 0:
+            who = (
+                f"the accelerator's {' and '.join(others)} is not accelerate's own"
+                if others
+                else "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a "
+                "callback"
+            )
             logger.warning_once(
-                "The values of the whole model are gathered on rank 0, as without streaming(), because code around "
-                "the Trainer asks for its state dict: an overridden _save() or save_model(), or a callback. For a "
-                "save by all ranks that gathers nothing, leave them to the Trainer, or call "
+                f"The values of the whole model are gathered on rank 0, as without streaming(), because {who}. For a "
+                "save by all ranks that gathers nothing, leave saves to accelerate and the Trainer, or call "
                 "hf_zero_stream.save_pretrained."
             )
         return original(self, model, *args, **kwargs)
@@ -74,6 +88,13 @@ def _save_model(
     is_ours = active_configs() and shares_its_model(model) and call.arguments["safe_serialization"]
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, model, save_directory, *args, **kwargs)
+    others = replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"])
+    if others:
+        token = _asked_by.set(others)
+        try:
+            return original(self, model, save_directory, *args, **kwargs)
+        finally:
+            _asked_by.reset(token)
     from .planned import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
@@ -85,15 +106,13 @@ def _save_model(
 
     def lay_out(folder: Path, parameters: Any) -> list[NotedShard]:
         noted: list[NotedShard] = []
-        vars(self).update(
+        with standing_in(
+            self,
             get_state_dict=lambda *_, **__: parameters.entries(),
             save=lambda tensors, file, **_: noted.append(NotedShard(Path(file).name, tensors, {"format": "pt"})),
-        )
-        try:
+        ):
             # Its look for parameters that are not there finds none: ZeRO-3's have no elements, but a device.
             original(self, model, folder, call.arguments["max_shard_size"])
-        finally:
-            del vars(self)["get_state_dict"], vars(self)["save"]
         return noted
 
     with expected_at(SAVE):
@@ -138,7 +157,8 @@ def _trainer_save_model(
     model: Any = getattr(self, "deepspeed", None) or self.model
     if active_configs():  # all ranks are here
         refuse_url(output_dir or self.args.output_dir)
-    is_ours = active_configs() and shares_its_model(model) and _saves_as_transformers(self)
+    is_stocks = not active_configs() or not shares_its_model(model) or not is_of_the_trainer(original)
+    is_ours = not is_stocks and _saves_as_transformers(self)
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, output_dir, _internal_call=_internal_call)
     noted = _noted.get()

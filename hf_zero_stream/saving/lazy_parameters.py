@@ -12,6 +12,7 @@ from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import HostTensor, Stored, View
 from ..destinations import kinds
 from ..destinations.base import Holding
+from ..destinations.deepspeed.marks import has_partition
 from ..destinations.deepspeed.original_experts import with_original_experts
 from ..destinations.own_names import named_parameters, own_names, own_or_clean
 from ..destinations.shards import whole_of
@@ -91,11 +92,22 @@ class LazyParameters:
                 entries[name] = self._by_id[id(value)]
             elif not self._has_all:
                 continue
+            elif isinstance(value, torch.Tensor) and value.numel() == 0 and self._lacks_values(value):
+                raise UnsupportedError(
+                    f"{type(self._model).__name__}.state_dict() gives for {key} neither a parameter nor a buffer of "
+                    "the model, and no values: it is not PyTorch's own, and what it copies from is empty under "
+                    "ZeRO-3. Let it return the parameters themselves (keep_vars=True)."
+                )
             elif isinstance(value, torch.Tensor):  # a buffer; every rank has its own values, and rank 0's are written
                 entries[name] = self._lazy(view_of(whole_of(name, value)))
             else:
                 entries[name] = value
         return with_original_experts(self._model, entries)
+
+    def _lacks_values(self, value: torch.Tensor) -> bool:
+        """Whether an empty `value` of a state dict may be what is left of a partitioned parameter."""
+        is_partitioned = any(map(has_partition, self._model.parameters()))
+        return is_partitioned and all(value is not buffer for buffer in self._model.buffers())
 
 
 def state_dict_without_values(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Any]:

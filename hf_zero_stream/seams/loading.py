@@ -131,7 +131,7 @@ def _load_pretrained_model(
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
     """For ``load_adapter``: an adapter is not partitioned, and under ZeRO-3 stock would fill it on rank 0 alone."""
     with zero3_hidden():
-        return PreTrainedModel._load_pretrained_model(model, *args, **kwargs)
+        return type(model)._load_pretrained_model(model, *args, **kwargs)
 
 
 @seam(PreTrainedModel, "_load_and_finalize_distributed_pretrained_model", since="5.20")

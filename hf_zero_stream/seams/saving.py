@@ -108,14 +108,11 @@ def lay_out_pretrained(
         ),
     }
     token = _noted.set(noted)
-    vars(model).update(methods)  # they hide those of its class
     try:
-        with _patches:
+        with patching.standing_in(model, **methods), _patches:
             save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
             save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     finally:
-        for name in methods:
-            del vars(model)[name]
         _noted.reset(token)
     if dtype is not None:
         note_dtype(folder / "config.json", dtype)

@@ -22,7 +22,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ..errors import refuse_unknown_version
 from ..launcher import announces_fsdp2
-from ..patching import Replacement
+from ..patching import Replacement, is_defined_by, replaced_methods
 
 
 __all__ = [
@@ -37,8 +37,11 @@ __all__ = [
     "is_accelerator_there",
     "is_fsdp2",
     "is_of_a_trainer",
+    "is_of_accelerate",
+    "is_of_the_trainer",
     "keeping_schedulers",
     "optimizers_of",
+    "replaced_methods_of",
     "saves_by_default",
     "scheduler_of",
     "schedulers_of",
@@ -173,8 +176,24 @@ def _is_trainer_running() -> bool:
 
 
 def saves_by_default(trainer: Any) -> bool:
-    """Whether no subclass overrides how `trainer` writes a state dict."""
-    return getattr(trainer._save, "__module__", None) == "transformers.trainer"
+    """Whether nobody overrides how `trainer` gets a state dict and writes it, in a subclass or on an object."""
+    own = sys.modules["transformers.trainer"].Trainer
+    return not replaced_methods(own, trainer, "_save") and not replaced_methods_of(trainer.accelerator)
+
+
+def replaced_methods_of(accelerator: Accelerator) -> list[str]:
+    """Those of the methods by which `accelerator` saves models that are somebody else's."""
+    return replaced_methods(Accelerator, accelerator, "get_state_dict", "save")
+
+
+def is_of_accelerate(method: Any) -> bool:
+    """Whether `method` is what accelerate defines for an ``Accelerator``, and nothing that was put in its place."""
+    return is_defined_by(Accelerator, method)
+
+
+def is_of_the_trainer(method: Any) -> bool:
+    """The same of a method of the Trainer's."""
+    return is_defined_by(sys.modules["transformers.trainer"].Trainer, method)
 
 
 def accelerator_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:

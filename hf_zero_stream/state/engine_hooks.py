@@ -6,6 +6,7 @@ which it cannot load. A training that we refuse is saved by it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from transformers.utils import logging
 
 from ..errors import ConfigError, UnsupportedError
+from ..patching import is_defined_by, replaced_methods
 from ..ranks.coordinator import Coordinator
 from ..scope import active_configs
 from .callers import Caller, current, forget_signs, in_background, is_on, name_state, other_zero_in, state_in
@@ -41,7 +43,7 @@ def _save_checkpoint(
     save_latest: bool = True,
     exclude_frozen_parameters: bool = False,
 ) -> Any:
-    if save_dir and is_on() and save_latest and not _is_node_local(self):
+    if save_dir and is_on() and save_latest and not _is_node_local(self) and not _is_replaced(self, original):
         from ..destinations.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
 
         caller = current() or Caller()
@@ -124,6 +126,16 @@ def _is_node_local(engine: Any) -> bool:
         say_refused(UnsupportedError("the config has use_node_local_storage"), "DeepSpeed")
         return True
     return False
+
+
+def _is_replaced(engine: Any, save_checkpoint: Callable[..., Any]) -> bool:
+    """Whether somebody has put a method of theirs in place of those by which the engine saves; says so."""
+    own = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
+    others = replaced_methods(own, engine, "module_state_dict", "_save_checkpoint", "_save_zero_checkpoint")
+    others += [] if is_defined_by(own, save_checkpoint) else ["save_checkpoint"]
+    if others:
+        say_refused(UnsupportedError(f"the engine's {' and '.join(others)} is not DeepSpeed's own"), "DeepSpeed")
+    return bool(others)
 
 
 def _has_optimizer(engine: Any) -> bool:
