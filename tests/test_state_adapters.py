@@ -90,7 +90,8 @@ def test_adapters(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
         assert resumed == continued
     source = tmp_path / "ours"
     names = {path.name for path in source.iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors", "latest", "global_step3"}
+    scripts = {"zero_to_fp32.py", "zero_to_torch.py"}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "latest", "global_step3", *scripts}
     for world_size, stage in ((3, 3), (1, 2)):
         again = tmp_path / f"by {world_size}"
         run_ranks(world_size, resume_and_save, folder, source, stage, again)

@@ -2,7 +2,7 @@
 
 DeepSpeed looks for its own names, and where there are none, an ``assert`` without a text fails. A sign has such a
 name. It is a pickle that asks for one name of a module; the module's name is a sentence. So ``torch.load`` raises an
-error with that sentence, of which no code runs, where hf_zero_stream is not installed as well.
+error with that sentence, and runs nothing. That needs no hf_zero_stream.
 """
 
 from __future__ import annotations

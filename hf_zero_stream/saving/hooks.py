@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from ..patching import Patches, standing_in
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..scope import active_configs
+from ..seams.adapted import with_all_adapters
 from ..seams.wrappers import (
     accelerator_replacements,
     is_of_a_trainer,
@@ -160,7 +161,8 @@ def _trainer_save_model(
     is_stocks = not active_configs() or not shares_its_model(model) or not is_of_the_trainer(original)
     is_ours = not is_stocks and _saves_as_transformers(self)
     if not is_ours or is_gathered_whole(unwrapped(model)):
-        return original(self, output_dir, _internal_call=_internal_call)
+        with with_all_adapters(unwrapped(model)) if active_configs() else nullcontext():
+            return original(self, output_dir, _internal_call=_internal_call)
     noted = _noted.get()
 
     def save() -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..checkpoint.safetensors import NotedShard
-from ..errors import UnsupportedError
+from ..destinations.deepspeed.marks import has_partition
+from ..destinations.own_names import adapter_names, named_parameters
 
 
-__all__ = ["is_adapted", "is_peft_model", "lay_out_adapter"]
+__all__ = ["is_adapted", "is_peft_model", "lay_out_adapters", "with_all_adapters"]
 
 
 def is_adapted(model: Any) -> bool:
@@ -28,25 +30,43 @@ def is_peft_model(model: Any) -> bool:
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
-def lay_out_adapter(model: Any, folder: Path, entries: Mapping[str, torch.Tensor]) -> list[NotedShard]:
-    """What ``model.save_pretrained`` saves of its only adapter, with the lazy `entries` of the model's state dict.
+def lay_out_adapters(model: Any, folder: Path, entries: Mapping[str, torch.Tensor]) -> list[NotedShard]:
+    """What ``model.save_pretrained`` saves of its adapters, with the lazy `entries` of the model's state dict.
 
-    Raises:
-        UnsupportedError: there are several adapters, or an entry of the adapter is not among `entries`.
+    As PEFT does it, those of another name than "default" get folders of their names.
     """
     from peft import get_peft_model_state_dict
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
-    if len(model.peft_config) != 1:
-        raise UnsupportedError(
-            f"The model has {len(model.peft_config)} adapters ({', '.join(model.peft_config)}), and a training state "
-            "has one. Train one at a time, or use the checkpoints of DeepSpeed or accelerate."
+    noted = []
+    for name, config in model.peft_config.items():
+        tensors = get_peft_model_state_dict(
+            model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=False
         )
-    ((name, config),) = model.peft_config.items()
-    tensors = get_peft_model_state_dict(
-        model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=False
-    )
-    config = copy.copy(config)
-    config.inference_mode = True  # as PEFT saves it
-    config.save_pretrained(str(folder))
-    return [NotedShard(SAFETENSORS_WEIGHTS_NAME, tensors, {"format": "pt"})]
+        inner = "" if name == "default" else name
+        config = copy.copy(config)
+        config.inference_mode = True  # as PEFT saves it
+        config.save_pretrained(str(folder / inner))
+        noted.append(NotedShard(str(Path(inner, SAFETENSORS_WEIGHTS_NAME)), tensors, {"format": "pt"}))
+    return noted
+
+
+@contextmanager
+def with_all_adapters(model: Any) -> Iterator[None]:
+    """Inside, DeepSpeed counts frozen adapters of a ZeRO-3 model among what is trained.
+
+    The Trainer gathers what is trained, and has PEFT save all adapters from that: for one that it does not find, such
+    as the reference of DPO, PEFT (0.21) saves the values of the others.
+    """
+    frozen = []
+    if is_peft_model(model):
+        adapters = adapter_names(model)
+        named = [param for name, param in named_parameters(model) if name in adapters and has_partition(param)]
+        frozen = [param for param in named if not param.requires_grad]
+    try:
+        for param in frozen:
+            param.requires_grad = True
+        yield
+    finally:
+        for param in frozen:
+            param.requires_grad = False

@@ -12,13 +12,13 @@ from torch import nn
 from ..checkpoint.safetensors import NotedShard
 from ..destinations import kinds
 from ..destinations.base import Holding
-from ..destinations.own_names import named_parameters
+from ..destinations.own_names import adapter_names, named_parameters
 from ..destinations.slots import MASTER
 from ..destinations.training import Training
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..saving.planned import Content
-from ..seams.adapted import lay_out_adapter
+from ..seams.adapted import lay_out_adapters
 
 
 __all__ = ["keys_of", "refuse_unreachable", "weights"]
@@ -39,17 +39,18 @@ def refuse_unreachable(training: Training) -> None:
 
 
 def weights(model: nn.Module, coordinator: Coordinator) -> Content:
-    """What PEFT's own ``save_pretrained`` saves: the adapter."""
-    held, lay_out = partial(_held_values, model, coordinator), partial(_lay_out_adapter, model)
+    """What PEFT's own ``save_pretrained`` saves: the adapters."""
+    held, lay_out = partial(_held_values, model, coordinator), partial(_lay_out_adapters, model)
     return Content(lay_out=lay_out, index_name="adapter_model.safetensors.index.json", held=held)
 
 
 def _held_values(model: nn.Module, coordinator: Coordinator) -> Mapping[str, Holding]:
-    """What this rank holds of the values of parameters that are trained."""
+    """What this rank holds of the values of parameters that are trained, or are an adapter's."""
     rank, world_size = coordinator.rank, coordinator.world_size
     held = kinds.holdings(model, masters=False, rank=rank, world_size=world_size)
-    return {name: held[name] for name, param in named_parameters(model) if param.requires_grad}
+    adapters = adapter_names(model)
+    return {name: held[name] for name, param in named_parameters(model) if param.requires_grad or name in adapters}
 
 
-def _lay_out_adapter(model: nn.Module, folder: Path, parameters: Any) -> list[NotedShard]:
-    return lay_out_adapter(model, folder, parameters.entries())
+def _lay_out_adapters(model: nn.Module, folder: Path, parameters: Any) -> list[NotedShard]:
+    return lay_out_adapters(model, folder, parameters.entries())

@@ -27,6 +27,7 @@ from ..saving.hooks import noted_saves, noting_saves, replace_trainer
 from ..saving.pending import after_pending, finish_pending
 from ..scope import active_configs
 from ..seams.adapted import is_adapted
+from ..seams.merging import merge_replacements
 from ..seams.wrappers import (
     accelerator_replacements,
     batch_size_of,
@@ -254,7 +255,7 @@ def replace_imported() -> None:
     functions = trainer_function_replacements(
         deepspeed_load_checkpoint=_trainer_load_engine, **fsdp_hooks.REPLACEMENTS
     )
-    patches.add(of_trainer | functions | zero_tools.replacements())
+    patches.add(of_trainer | functions | zero_tools.replacements() | merge_replacements())
     engine = sys.modules.get("deepspeed.runtime.engine")
     if engine is not None and hasattr(engine, "DeepSpeedEngine"):
         of_engine = engine_hooks.REPLACEMENTS.items()

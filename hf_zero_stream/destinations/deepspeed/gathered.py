@@ -20,7 +20,7 @@ from ..initialise import run_with_what_is_touched
 from .zero3 import own_range
 
 
-__all__ = ["gathered", "is_changed", "not_in_full", "run_gathering_what_is_touched"]
+__all__ = ["changing", "gathered", "is_changed", "not_in_full", "run_gathering_what_is_touched"]
 
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
@@ -70,6 +70,20 @@ def not_in_full(model: nn.Module) -> list[str]:
 def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module) -> None:
     """Call `initialise` for `module`, with what it touches gathered; all ranks get what it writes (all ranks)."""
     run_with_what_is_touched(initialise, module, _is_partitioned, _gathering)
+
+
+@contextmanager
+def changing(module: nn.Module) -> Iterator[None]:
+    """Inside, the ZeRO-3 parameters of `module` are in full, and what they are changed to stays (all ranks).
+
+    If a ``GatheredParameters`` has any of them, what becomes of them is its matter.
+    """
+    params = list(filter(is_zero_param, module.parameters()))
+    if not params or gathered(params):
+        yield
+        return
+    with _gathering(params):
+        yield
 
 
 def _is_partitioned(value: Any) -> bool:

@@ -27,7 +27,7 @@ from .masters import ZENFLOW, Master, masters_of
 from .original_experts import converted_layers
 
 
-__all__ = ["LiveModel"]
+__all__ = ["LiveModel", "is_trained_apart"]
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
 _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
@@ -145,7 +145,7 @@ class LiveModel(Destination):
                 continue
             if id(param) in replaced:
                 found[name] = _holding_of_masters(param, replaced[id(param)], rank, world_size)
-            elif is_zero_param(param) and _is_trained_apart(param):
+            elif is_zero_param(param) and is_trained_apart(param):
                 if id(param) in in_context:
                     raise UnsupportedError(
                         f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in "
@@ -199,7 +199,7 @@ def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
     return mine.eps <= theirs.eps and mine.max >= theirs.max
 
 
-def _is_trained_apart(param: Any) -> bool:
+def is_trained_apart(param: Any) -> bool:
     """Whether the engine trains an fp32 partition in place of this ZeRO-3 parameter: not if it began frozen."""
     optimizer = getattr(param, "_z3_optimizer", None)  # all parameters of the model have it
     return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position
@@ -207,7 +207,7 @@ def _is_trained_apart(param: Any) -> bool:
 
 def _master_partition(param: Any) -> torch.Tensor | None:
     """The fp32 partition that an engine trains for `param`, also if it was frozen since, as a view; or None."""
-    if not _is_trained_apart(param):
+    if not is_trained_apart(param):
         return None
     optimizer = param._z3_optimizer
     if getattr(optimizer, "zenflow", False):

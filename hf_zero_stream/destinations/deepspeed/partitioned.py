@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,9 +22,12 @@ from ..quantising import ToQuantise, quantising_batches
 from ..replicated import open_flat
 from . import engine_memory, nvme, zero3
 from .gathered import gathered, is_changed, run_gathering_what_is_touched
+from .live import is_trained_apart
 
 
 __all__ = ["Partitioned"]
+
+logger = logging.getLogger(__name__)
 
 
 class Partitioned(Destination):
@@ -136,18 +140,28 @@ class Partitioned(Destination):
     ) -> dict[str, Holding]:
         """Partitions, or the full values of parameters that a ``GatheredParameters`` holds or code has changed."""
         in_context = set(map(id, gathered(params.values())))
+        undone = []
 
-        def holding(param: Any) -> Holding:
+        def holding(name: str, param: Any) -> Holding:
             box, (_, start, stop) = zero3.box_of(param), zero3.own_range(param)
             if id(param) in in_context:
                 values = partial(open_flat, param)
                 return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
             if is_changed(param):  # perhaps on some ranks only: each gives at least the elements of its partition
+                if is_trained_apart(param):
+                    undone.append(name)
                 return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
             is_swapped = param.ds_tensor.final_location == "nvme"
             return Holding(box, param.dtype, start, stop, partial(zero3.open_partition, param), is_swapped=is_swapped)
 
-        return {name: holding(param) for name, param in params.items() if is_zero_param(param)}
+        found = {name: holding(name, param) for name, param in params.items() if is_zero_param(param)}
+        if undone:
+            logger.warning(
+                f"{', '.join(undone[:8])}: code has changed {len(undone)} parameter(s) in place, outside of "
+                "GatheredParameters. They are saved as they are, but the optimizer has the old values, which the next "
+                "step and a resume go on with."
+            )
+        return found
 
 
 def _take_own(param: Any, row: torch.Tensor) -> None:

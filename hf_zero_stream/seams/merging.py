@@ -1,0 +1,73 @@
+"""Adapters that PEFT merges into a ZeRO-3 model of which nothing is gathered.
+
+PEFT adds to what a rank has of a weight. That is nothing, or of a small one a copy that the next gather replaces: the
+merge is lost without a word. Inside ``streaming()`` each layer is gathered while PEFT merges it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from ..destinations.deepspeed.marks import has_partition
+from ..errors import refuse_unknown_version
+from ..patching import Replacement
+from ..ranks.coordinator import Coordinator
+from ..ranks.rendezvous import Occasion
+from ..scope import active_configs
+
+
+__all__ = ["merge_replacements"]
+
+_MERGE = Occasion(
+    "merge adapters",
+    "Under ZeRO-3 all ranks must merge adapters, because each holds a part of every weight: take it out of "
+    "`if accelerator.is_main_process:` and the like, or gather the whole model around it.",
+    patience_s=600.0,
+)
+
+
+def _changing(module: nn.Module) -> AbstractContextManager[None]:
+    if not active_configs() or not any(map(has_partition, module.parameters())):
+        return nullcontext()
+    from ..destinations.deepspeed.gathered import changing  # imports deepspeed, which takes seconds
+
+    return changing(module)
+
+
+def _check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """PEFT begins a merge with it: all ranks must come."""
+    if active_configs() and any(map(has_partition, self.model.parameters())):
+        from ..destinations.deepspeed.gathered import gathered
+
+        if not gathered(self.model.parameters()):
+            with Coordinator.of_default_group().watched(_MERGE):
+                pass
+    return original(self, *args, **kwargs)
+
+
+@contextmanager
+def _onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
+    """PEFT merges a layer inside this, and unmerges it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    holds_adapter = isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
+    with original(layer), _changing(layer) if holds_adapter else nullcontext():
+        yield
+
+
+def merge_replacements() -> dict[tuple[Any, str], Replacement]:
+    """Those of functions of PEFT's; none until somebody has imported it."""
+    module = sys.modules.get("peft.tuners.tuners_utils")
+    if module is None or not hasattr(module, "BaseTuner"):
+        return {}
+    tuner = module.BaseTuner
+    missing = [] if hasattr(module, "onload_layer") else ["tuners_utils.onload_layer"]
+    missing += [] if hasattr(tuner, "_check_merge_allowed") else ["BaseTuner._check_merge_allowed"]
+    refuse_unknown_version("peft", missing)
+    return {(module, "onload_layer"): _onload_layer, (tuner, "_check_merge_allowed"): _check_merge_allowed}
