@@ -30,12 +30,12 @@ def mixins() -> tuple[Path, list[Path]]:
     (folder / "__init__.py").touch()
     for path in [*(source / name for name in MIXINS), *(HERE / "suites" / "mixins").glob("*.py")]:
         shutil.copy(path, folder)
-    return folder / "test_models.py", [folder.parent, installed_to(CACHE / "packages", "parameterized")]
+    return folder / "models.py", [folder.parent, installed_to(CACHE / "packages", "parameterized")]
 
 
 def launches() -> tuple[Path, list[Path]]:
     """What accelerate and TRL install of scripts to launch."""
-    return HERE / "suites" / "test_launches.py", []
+    return HERE / "suites" / "launches.py", []
 
 
 def deepspeed() -> tuple[Path, list[Path]]:

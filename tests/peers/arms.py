@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,9 +65,11 @@ def run_arm(arm: str, tests: Path, folder: Path, paths: Sequence[Path], only: st
             command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
-            process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # ranks too, that it may have left
             process.wait()
     events = folder / "events"
     return Run(

@@ -22,9 +22,10 @@ SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_atten
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "a", "small", "model", "learns", "words", "user", "assistant"]
 CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} {% endfor %}"
 
+ZERO = "--use_deepspeed --gradient_accumulation_steps 1"
 KINDS = {
-    "zero2": "--use_deepspeed --zero_stage 2",
-    "zero3": "--use_deepspeed --zero_stage 3 --zero3_init_flag true --zero3_save_16bit_model true",
+    "zero2": f"{ZERO} --zero_stage 2",
+    "zero3": f"{ZERO} --zero_stage 3 --zero3_init_flag true --zero3_save_16bit_model true",
     "fsdp2": "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP "
     "--fsdp_state_dict_type FULL_STATE_DICT --fsdp_reshard_after_forward true",
 }
@@ -75,7 +76,8 @@ def launch(kind: str, script: str, arguments: list[str], cwd: Path) -> str:
     done = subprocess.run(
         [*command, *options, script, *arguments], cwd=cwd, capture_output=True, text=True, timeout=300
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    errors = done.stderr.partition("torch.distributed.elastic")[0]  # the launcher's own come last
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-1000:]}{errors[-3000:]}"
     return done.stdout + done.stderr
 
 
