@@ -5,6 +5,7 @@ STAMP := $(VENV)/.installed
 COMPILED := $(VENV)/.compiled
 SOURCES := $(wildcard hf_zero_stream tests benchmarks examples scripts fuzz)
 PYTEST_ARGS ?=
+PEERS_ARGS ?=
 # Test files that run at once: ranks wait for each other more than they compute.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 OLDEST := $(VENV)-oldest
@@ -25,13 +26,15 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all compat sweep fuzz quality style demo docs package bench scale ecosystem gpu azurite clean
+.PHONY: help system venv test test-all nightly peers compat sweep fuzz quality style demo docs package bench scale ecosystem gpu azurite clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
 	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
 	@echo "make test     run what a change must pass (PYTEST_ARGS='-k name' narrows it, WORKERS=0 runs one at a time)"
 	@echo "make test-all run all tests: whole matrices, long trials, every command of the documentation"
+	@echo "make peers    run suites of transformers, accelerate and TRL, with and without hf_zero_stream (PEERS_ARGS=mixins)"
+	@echo "make nightly  run make test-all and make peers"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
@@ -71,6 +74,12 @@ test: $(STAMP) $(COMPILED)
 
 test-all: $(STAMP) $(COMPILED) azurite
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# What is not in make test-all: of peers, a sample is.
+nightly: test-all peers
+
+peers: $(STAMP) $(COMPILED)
+	$(BIN)/python -m tests.peers $(PEERS_ARGS)
 
 # 3.35 is the last that runs on Node 20. Without npm the tests of az:// are skipped, and say so.
 azurite: $(STAMP)
@@ -139,5 +148,5 @@ gpu: $(STAMP)
 	$(BIN)/python -m scripts.gpu
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .ecosystem build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(OLDEST) .ecosystem .peers build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
