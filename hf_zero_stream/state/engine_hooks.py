@@ -68,7 +68,7 @@ def _save_checkpoint(
                 name_state(Path(save_dir), tag, saved)
             return True
     if active_configs() and save_dir:  # else it is DeepSpeed's error
-        forget_signs(Path(save_dir) / (tag or f"global_step{self.global_steps}"))
+        forget_signs(Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag)))
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
 
