@@ -67,8 +67,8 @@ def _save_checkpoint(
             if tag is not None:
                 name_state(Path(save_dir), tag, saved)
             return True
-    if active_configs():
-        forget_signs(Path(save_dir) / (tag or f"global_step{self.global_steps}"))
+    if active_configs() and save_dir:  # else it is DeepSpeed's error
+        forget_signs(Path(save_dir) / (f"global_step{self.global_steps}" if tag is None else str(tag)))
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
 
