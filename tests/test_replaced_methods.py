@@ -14,6 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 import hf_zero_stream
+from hf_zero_stream.checkpoint.zero_folder import entries_of_deepspeed
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.loading import load_with
 from tests.parity import ds_config, three_losses
@@ -229,8 +230,10 @@ def save_by_engine(checkpoint: Path, folder: Path, where: str) -> bool:
     with hf_zero_stream.streaming():
         engine.save_checkpoint(str(folder), tag="now")
     dist.barrier()
+    if not entries_of_deepspeed(folder / "now"):
+        return False
     files = sorted((folder / "now").glob("*model_states.pt"))
-    return bool(files) and all("mine" in torch.load(path, weights_only=False)["module"] for path in files)
+    return all("mine" in torch.load(path, weights_only=False)["module"] for path in files)
 
 
 def test_of_an_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:

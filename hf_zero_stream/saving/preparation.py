@@ -24,7 +24,7 @@ from .plan import SavePlan, make_save_plan
 from .planned import Content, LayOut, Planned
 
 
-__all__ = ["Preparation"]
+__all__ = ["Preparation", "quiet"]
 
 
 class _KeptPlan(NamedTuple):
@@ -171,7 +171,7 @@ class Preparation:
         )
 
         def planned() -> Planned:
-            with tempfile.TemporaryDirectory() as elsewhere, _quiet(coordinator.is_main):
+            with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
                 noted = lay_out(folder if coordinator.is_main else Path(elsewhere), parameters)
             shards = [lay_out_shard(shard) for shard in noted]
             plan = make_save_plan(
@@ -197,7 +197,7 @@ class Preparation:
 
 
 @contextmanager
-def _quiet(is_main: bool) -> Iterator[None]:
+def quiet(is_main: bool) -> Iterator[None]:
     """Inside, transformers shows no bar for shards that it only lays out, and warns on rank 0 only.
 
     It says no names of files at level INFO: they are those of a temporary folder.

@@ -20,6 +20,7 @@ from ..destinations.own_names import named_buffers, named_parameters
 from ..destinations.skeleton import whole_shape
 from ..errors import HfZeroStreamError, UnsupportedError
 from ..loading.dry_load import lazily_loaded_like, load_of_layouts
+from ..saving.preparation import quiet
 from .layout import persistent_buffers
 
 
@@ -42,7 +43,8 @@ def refuse_unloadable(model: nn.Module, folder: Path) -> None:
         return
     load = load_of_layouts(StreamingConfig(strict=True, log_report=False))
     try:
-        lazy, missing, _ = lazily_loaded_like(model, str(folder), load, dtype=torch.float32, needs_adapters=True)
+        with quiet(is_main=False):  # what is wrong is in the error
+            lazy, missing, _ = lazily_loaded_like(model, str(folder), load, dtype=torch.float32, needs_adapters=True)
     except (HfZeroStreamError, OSError, ValueError, RuntimeError) as error:
         raise UnsupportedError(f"{_what(model)}: {error}") from error
     finally:
