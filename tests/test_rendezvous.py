@@ -69,15 +69,10 @@ def one_after_the_other(folders: list[Path]) -> dict[str, Any]:
     return found
 
 
-def load_at_once(folder: Path, **kwargs: Any) -> dict[str, Any]:
-    """On a busy machine ranks that load at the same time may come half a second apart."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "SHORT_PATIENCE_S", rendezvous.SHARING_PATIENCE_S)
-        return load(folder, **kwargs)
-
-
 def together(folders: list[Path]) -> dict[str, Any]:
-    return load_at_once(folders[0])
+    with pytest.MonkeyPatch.context() as patch:  # on a busy machine ranks may come half a second apart
+        patch.setattr(rendezvous, "SHORT_PATIENCE_S", rendezvous.SHARING_PATIENCE_S)
+        return load(folders[0])
 
 
 def on_rank_0(folders: list[Path]) -> dict[str, Any] | None:
@@ -89,11 +84,11 @@ def on_two_ranks(folders: list[Path]) -> dict[str, Any] | None:
 
 
 def different_models(folders: list[Path]) -> dict[str, Any]:
-    return load_at_once(folders[dist.get_rank() % 2])
+    return load(folders[dist.get_rank() % 2])
 
 
 def different_models_of_one_name(folders: list[Path]) -> dict[str, Any]:
-    return load_at_once(folders[2 + dist.get_rank() % 2])
+    return load(folders[2 + dist.get_rank() % 2])
 
 
 def different_orders(folders: list[Path]) -> list[dict[str, Any]]:
@@ -101,7 +96,7 @@ def different_orders(folders: list[Path]) -> list[dict[str, Any]]:
 
 
 def different_dtypes(folders: list[Path]) -> dict[str, Any]:
-    return load_at_once(folders[0], dtype=torch.bfloat16 if dist.get_rank() else torch.float32)
+    return load(folders[0], dtype=torch.bfloat16 if dist.get_rank() else torch.float32)
 
 
 def a_wrong_setting(folders: list[Path]) -> dict[str, Any] | str:
