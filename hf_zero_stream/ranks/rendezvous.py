@@ -80,7 +80,10 @@ SHARED_LOAD = Occasion("share the load", "", SHARING_PATIENCE_S, is_optional=Tru
 
 
 class _Decision(NamedTuple):
-    """How a round ended: ``"together"``, ``"apart"`` or, for a :class:`Verdict`'s fields, ``"failed"``."""
+    """How a round ended: ``"together"``, ``"apart"`` or, for a :class:`Verdict`'s fields, ``"failed"``.
+
+    `when` says that it holds for ranks that come a little later, too; 0: it does not.
+    """
 
     outcome: str
     why: str = ""
@@ -111,14 +114,16 @@ class Round:
         self.key = key
         decision = self._decision()
         if decision is not None:
-            age_s = abs(time.time() - decision.when)
-            if decision.outcome != "failed" or age_s >= FAILURE_HOLDS_S:
+            holds_s = SHARING_PATIENCE_S if self._occasion.is_optional else FAILURE_HOLDS_S
+            if abs(time.time() - decision.when) >= holds_s:
                 self._presence.last_was_apart |= self._occasion.is_optional
                 return False
         if subject:  # before this rank is counted: the last one to be counted decides that all go together
             first = self._store.set_first(f"{key}/subject", subject)
             if first != subject:
-                self._decide(_Decision("apart", f"ranks load different models ({first}; {subject})"))
+                # Those that come a moment later need not wait in a round of their own.
+                why = f"ranks load different models ({first}; {subject})"
+                self._decide(_Decision("apart", why, when=time.time()))
         if self._error is not None:  # likewise: another rank may be counted right after this one
             self.call_off(self._error)
         count = self._store.add(f"{key}/count", 1)
