@@ -225,6 +225,29 @@ def replace_lists_only(original: Callable[..., None]) -> Callable[..., None]:
     return replace
 
 
+def finish(folder: Path) -> list[str]:
+    dist.barrier()
+    return finish_interrupted(folder)
+
+
+def test_ranks_that_load_alone_finish_a_save_once(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come at the same time; each sees a folder that is complete."""
+    for number in range(5):
+        dying = Publication.begin(tmp_path)
+        names = [f"model-{shard:05}-of-00200.safetensors" for shard in range(1, 201)]
+        for name in names:
+            (dying.temporary / name).write_text(str(number))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace_lists_only(os.replace))
+            with pytest.raises(SaveError, match="finishes it"):
+                dying.commit("model.safetensors", "model.safetensors.index.json")
+        dying.abandon()
+        assert sorted(map(len, run_ranks(4, finish, tmp_path))) == [0, 0, 0, 200]
+        assert contents(tmp_path) == {name: str(number).encode() for name in names}
+
+
 def test_what_a_save_has_left_is_finished_or_removed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("old")
     dead = Publication.begin(tmp_path)

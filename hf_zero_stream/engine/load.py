@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ..checkpoint import distcp
+from ..checkpoint.contents import is_distributed
 from ..checkpoint.format import ShardHeader, TensorEntry
 from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
 from ..checkpoint.lazy import LazyTensor
@@ -33,7 +34,7 @@ from ..reports.load import LoadReport, PhaseClock, RankReport
 from ..reports.memory import AnonymousMemory
 from .opened import OpenCheckpoint
 from .reader import Reader
-from .sameness import description, refuse_differences, refuse_other_shards
+from .sameness import Copy, description, refuse_differences, refuse_other_shards
 
 
 __all__ = ["Load"]
@@ -90,7 +91,7 @@ class Load:
         Raises a DisagreementError that names a rank with other names, or where one rank reads for others, a ReadError
         that also names the files that every rank must see.
         """
-        folder, relays = os.path.dirname(files[0]), self.checkpoint.relays
+        folder, relays = os.path.dirname(files[0]) if files else "", self.checkpoint.relays
         unseen = [file for file in files if not file.endswith(".safetensors") and not os.path.exists(file)]
         must_see = f"With read_from={self.config.read_from!r} every rank must still see "
         try:
@@ -148,7 +149,6 @@ class Load:
         None for a part but the first whose files rank 0 does not see. The `weight_map` is that of the first.
         """
         first, *others = parts
-        folder, is_main = os.path.dirname(first[0]), self.coordinator.is_main
 
         def read(files: Sequence[str]) -> tuple[list[ShardHeader], list[bytes]]:
             return self.checkpoint.read_headers(files), self.checkpoint.samples(files) if there_are_copies else []
@@ -158,8 +158,7 @@ class Load:
             return is_there, *read([*chain.from_iterable(compress(parts, is_there))])
 
         def checked_indexes() -> list[CheckpointIndex | None]:
-            reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
-            if there_are_copies and reads_copy and self.checkpoint.reads_itself:
+            if there_are_copies and self._reads_copy(folders) and self.checkpoint.reads_itself:
                 there = [*chain.from_iterable(compress(parts, is_there))]
                 refuse_other_shards(there, zip(*read(there)), zip(headers, samples))
             rest, maps = iter(headers), chain([weight_map], repeat(None))
@@ -178,11 +177,11 @@ class Load:
 
     def open_distributed(self, folder: str) -> dict[str, CheckpointSlice | torch.Tensor]:
         """As :meth:`open`, of a folder of torch.distributed.checkpoint; raises an UnsupportedError too (all ranks)."""
-        is_main, metadata = self.coordinator.is_main, os.path.join(folder, distcp.METADATA)
+        metadata = os.path.join(folder, distcp.METADATA)
 
         def checked_map() -> distcp.DistributedMap:
-            reads_copy = folder != folders[0] or (self.coordinator.topology.position == 0 and not is_main)
-            if there_are_copies and reads_copy and self.checkpoint.reads_itself and self._read_map(folder) != text:
+            is_copy = there_are_copies and self._reads_copy(folders) and self.checkpoint.reads_itself
+            if is_copy and self._read_map(folder) != text:
                 raise CheckpointError(
                     f"{metadata}: this is not the checkpoint that rank 0 sees. Make it the same on every node."
                 )
@@ -193,7 +192,7 @@ class Load:
             there_are_copies = self._has_copies(folders)
             text = self.coordinator.broadcast(partial(self._read_map, folder))
             found = self.coordinator.run_on_all(checked_map) if self.checkpoint.relays else checked_map()
-        for note in found.notes if is_main else ():
+        for note in found.notes if self.coordinator.is_main else ():
             logger.warning("%s: %s", folder, note)
         self._index, self.absent = None, {}
         self.checkpoint.add(found.shards)
@@ -215,6 +214,31 @@ class Load:
             return False
         is_one_host = len(self.coordinator.topology.ranks_of_host) == self.coordinator.world_size
         return not is_one_host or len(set(folders)) > 1
+
+    def refuse_other_copies(self) -> None:
+        """Check that what each rank has opened alone is what rank 0 has (all ranks); raises as :meth:`open`."""
+        files = [shard.path for shard in self.checkpoint.shards]
+        folders = self.compare_files(files)
+        if not files or not self._has_copies(folders) or self.checkpoint.source.hints(files).is_everywhere:
+            return
+        folder = os.path.dirname(files[0])
+        paths = [os.path.join(folder, distcp.METADATA)] if is_distributed(folder) else files
+
+        def look() -> list[Copy]:
+            if paths is files:
+                return [*zip(self.checkpoint.read_headers(files), self.checkpoint.samples(files))]
+            text = self._read_map(folder)
+            return [(ShardHeader(len(text), text), b"")]
+
+        of_rank_0 = self.coordinator.broadcast(look)
+        if self._reads_copy(folders) and self.checkpoint.reads_itself:
+            refuse_other_shards(paths, look(), of_rank_0)
+
+    def _reads_copy(self, folders: Sequence[str]) -> bool:
+        """Whether this rank compares its files with rank 0's: the first of another host, and one of another folder."""
+        coordinator = self.coordinator
+        is_first = coordinator.topology.position == 0 and not coordinator.is_main
+        return folders[coordinator.rank] != folders[0] or is_first
 
     @property
     def files(self) -> list[str]:

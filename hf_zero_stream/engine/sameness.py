@@ -22,7 +22,7 @@ from ..config import StreamingConfig
 from ..errors import CheckpointError, DisagreementError
 
 
-__all__ = ["description", "refuse_differences", "refuse_other_shards"]
+__all__ = ["Copy", "description", "refuse_differences", "refuse_other_shards"]
 
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")
 

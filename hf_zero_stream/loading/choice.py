@@ -40,13 +40,16 @@ class Choice(NamedTuple):
     """A load that streams.
 
     Attributes:
+        occasion: what ranks come together for; None: for nothing, each makes the load at its own pace.
         subject: what this rank loads; see :meth:`..ranks.coordinator.Coordinator.watched`.
         make_load: called once the ranks are together.
+        works_alone: whether a rank that the others do not join makes this load alone; else stock's.
     """
 
-    occasion: Occasion
+    occasion: Occasion | None
     subject: str
     make_load: Callable[[Coordinator], Load]
+    works_alone: bool = False
 
 
 def choose(
@@ -74,11 +77,12 @@ def choose(
             return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed(), because))
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
     if not found and shards_by_fsdp2() and _is_plain(kwargs):
-        with expected_at(SHARED_LOAD):
-            from .deferral import Deferral  # imports torch's FSDP2
+        from .deferral import Deferral  # imports torch's FSDP2
 
-            settings = settings_for(found, strict)
-        return Choice(SHARED_LOAD, subject, partial(Deferral.load, settings))
+        settings = settings_for(found, strict)
+        # Ranks meet when accelerate shards the model. Until then they only need each other where one reads for others.
+        occasion = None if settings.read_from == "all" else SHARED_LOAD
+        return Choice(occasion, subject, partial(Deferral.load, settings), works_alone=True)
     if _ranks_load_the_same(kwargs):
         with expected_at(SHARED_LOAD):
             settings = settings_for(found, strict)

@@ -2,6 +2,9 @@
 
 ``accelerator.prepare()`` shards such a model on the meta device, with all of accelerate's own options, and then each
 rank reads its own shards only. A model that is used before, or never prepared, reads all of itself.
+
+In ``from_pretrained`` a rank reads headers and buffers, alone: ranks may come to it minutes apart. They meet in
+``prepare()``, as in stock, and compare there what each of them has opened.
 """
 
 from __future__ import annotations
@@ -65,7 +68,7 @@ class Deferral:
         return load
 
     def __call__(self, view: View) -> torch.Tensor:
-        with closing(self._checkpoint.again(_alone(), torch.device("cpu"))) as checkpoint:
+        with closing(self._checkpoint.again(Coordinator.of_this_rank(), torch.device("cpu"))) as checkpoint:
             return checkpoint.materialise(view)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
@@ -111,14 +114,14 @@ class Deferral:
             lazy = [p for p in module.parameters() if isinstance(p, LazyTensor) and p.reader is self]
             if lazy:
                 self._say_so(module)
-                alone = _alone()
+                alone = Coordinator.of_this_rank()
                 with alone.reporting():
                     self.fill(module, alone, InPlace(self, alone, lazy[0].device))
             for part in module.modules():
                 self._remove_hooks(part)
 
     def _say_so(self, module: nn.Module) -> None:
-        if not self._has_spoken and _alone().is_main:
+        if not self._has_spoken and Coordinator.of_this_rank().is_main:
             logger.warning(
                 f"hf_zero_stream: {type(module).__name__} is used before accelerator.prepare() has sharded it by "
                 "FSDP2. So each rank that uses it reads all of it now, as it would without streaming()."
@@ -128,17 +131,14 @@ class Deferral:
     @collector_paused()
     def fill(self, model: nn.Module, coordinator: Coordinator, destination: Destination) -> LoadReport:
         """Read into `destination` what is lazy in `model` (all ranks of `coordinator`)."""
+        coordinator.require_same(f"read_from={self._config.read_from!r}")  # decides how ranks go on
         checkpoint = self._checkpoint.again(coordinator, destination.device)
         load = Load(self._config, {}, coordinator, destination, checkpoint)
         with torch.inference_mode(False), torch.no_grad():
             with closing(load), load.memory, load.clock("total"):
+                load.refuse_other_copies()
                 load.place(model, set(), set())
             return load.finish(model, logger)
-
-
-def _alone() -> Coordinator:
-    default = Coordinator.of_default_group()
-    return Coordinator(default.rank, default.world_size, alone=True)
 
 
 def _deferrals_of(model: nn.Module) -> list[Deferral]:

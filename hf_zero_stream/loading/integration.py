@@ -119,7 +119,7 @@ def _load(
     """Stream, together with the other ranks; or leave the load to stock."""
     found, is_zero3 = found_config(own_config)
     choice = choose(cls, path, kwargs, found, strict, is_zero3=is_zero3 or is_inside_zero_init())
-    if choice is not None:
+    if choice is not None and choice.occasion is not None:
         coordinator = Coordinator.of_default_group()
         try:
             with coordinator.watched(choice.occasion, choice.subject), coordinator.reporting():
@@ -128,10 +128,12 @@ def _load(
             if not choice.occasion.is_optional:
                 raise
             if why.says_it if isinstance(why, Apart) else coordinator.is_main:
+                as_what = "" if choice.works_alone else ", as stock transformers does"
                 logger.warning(
-                    f"hf_zero_stream: ranks do not share the reading of {path}. Each loads it alone, as stock "
-                    f"transformers does: {why}"
+                    f"hf_zero_stream: ranks do not share the reading of {path}. Each loads it alone{as_what}: {why}"
                 )
+    if choice is not None and choice.works_alone:
+        return _streamed(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
     if url_of(path, kwargs.get("revision"), kwargs.get("token")):
         make_load = choose_alone(path, kwargs, found, strict)
         return _streamed(make_load, Coordinator.of_this_rank(), stock, path, kwargs)

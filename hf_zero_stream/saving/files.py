@@ -9,13 +9,15 @@ older index is removed before the first rename, so that nobody can read an old i
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import re
 import shutil
 import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -238,8 +240,21 @@ def finish_interrupted(folder: Path) -> list[str]:
     finished: list[str] = []
     for temporary in sorted(folder.glob(f"{PREFIX}*")):
         if (temporary / _LIST).exists():
-            finished.extend(_carry_out(folder, temporary))
+            with _locked(temporary):  # ranks that load alone may come here at the same time
+                if (temporary / _LIST).exists():
+                    finished.extend(_carry_out(folder, temporary))
     return finished
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Wait until no other process is in here with `folder`, where the file system has locks."""
+    with ExitStack() as stack:
+        with suppress(OSError):
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            stack.callback(os.close, handle)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def _carry_out(folder: Path, temporary: Path) -> list[str]:
