@@ -115,9 +115,9 @@ class StreamingConfig:
     share_reads: bool = True
     """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
 
-    If they do not all come to the same load within 5 s, each loads alone, as transformers does, and says so. False
-    leaves such loads to transformers. With tensor parallelism, the ranks of a group read together what they hold
-    columns of; not with False, nor if `verify` compares values.
+    Ranks wait for those that may be on their way, for 5 minutes at most. If one will not come, each loads alone, as
+    transformers does, and one says so. False leaves such loads to transformers. With tensor parallelism, the ranks of
+    a group read together what they hold columns of; not with False, nor if `verify` compares values.
     """
 
     keep_quantized: bool | Literal["auto"] = "auto"

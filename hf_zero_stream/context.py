@@ -10,6 +10,7 @@ from .config import StreamingConfig, check_environment
 from .errors import ConfigError
 from .imports import Watch
 from .patching import Patches
+from .ranks.presence import make_contact
 from .seams import entrances
 
 
@@ -110,7 +111,8 @@ class _Replaced:
                 self._entered.pop().__exit__()
 
     def renew(self) -> None:
-        """Replace also in modules that have been imported since, if they are inside already."""
+        """Make contact with the other ranks, and replace also in modules that have been imported since."""
+        make_contact()
         entrances.patch_imported()
         if self._is_open or entrances.must_open():
             self.open()
@@ -121,11 +123,9 @@ class _Replaced:
             if not self._users:
                 return
             from .loading import integration
-            from .ranks.presence import make_contact
             from .saving import hooks
             from .state import hooks as state
 
-            make_contact()
             for patches in (integration.patches, hooks.patches, state.patches):
                 self._add(patches)
             hooks.replace_trainer()

@@ -44,6 +44,9 @@ ENTRANCES = (
 )
 """(module, class, function): their first calls enter the block. Every load, save and training passes one of them."""
 
+GROUPS = "torch.distributed.distributed_c10d"
+"""The module in which torch notes its process group. As soon as there is one, ranks tell each other where they run."""
+
 USAGE = """\
 usage: python -m hf_zero_stream.run SCRIPT [ARGUMENT ...]
        python -m hf_zero_stream.run -m MODULE [ARGUMENT ...]
@@ -136,17 +139,36 @@ def _enter() -> None:
 
 
 def watch() -> None:
-    """Have the first call of one of :data:`ENTRANCES` enter the block, whether it has been imported or will be."""
-    modules = {module for module, _, _ in ENTRANCES}
+    """Have the first call of one of :data:`ENTRANCES` enter the block, whether it has been imported or will be.
+
+    Ranks make contact before, when there is a process group.
+    """
+    modules = {GROUPS, *(module for module, _, _ in ENTRANCES)}
     Watch(modules, _put_entrances).__enter__()
     for module in modules & set(sys.modules):
         _put_entrances(sys.modules[module])
 
 
 def _put_entrances(module: ModuleType) -> None:
+    if module.__name__ == GROUPS:
+        _put_contact(module)
     for name, owner, function in ENTRANCES:
         if name == module.__name__ and function in vars(getattr(module, owner, object)):
             _put_entrance(getattr(module, owner), function)
+
+
+def _put_contact(module: Any) -> None:
+    original: Callable[..., Any] | None = getattr(module, "_update_default_pg", None)
+    if original is None:  # a version of torch that is not known: the block will say so
+        return
+
+    @functools.wraps(original)
+    def update_default_pg(group: Any) -> None:
+        from .ranks.presence import set_default_group
+
+        set_default_group(original, group)
+
+    module._update_default_pg = update_default_pg
 
 
 def _put_entrance(owner: type, name: str) -> None:

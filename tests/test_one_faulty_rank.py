@@ -21,6 +21,7 @@ import transformers
 from tests.cluster import SOON_S, run_ranks
 from tests.disk import disk, failing, replace_reads
 from tests.parity import ds_config
+from tests.test_dying_ranks import thread_names
 
 
 Fault = Callable[[Path], Any]
@@ -179,7 +180,7 @@ def fail_then_load(folder: Path, own: Path, fault: Fault) -> dict[str, Any]:
         "error": error,
         "seconds": time.monotonic() - began,
         "patched": transformers.PreTrainedModel.from_pretrained != before,
-        "threads": sorted({thread.name for thread in threading.enumerate()} - {"MainThread", "tqdm_monitor"}),
+        "threads": sorted(thread_names() - {"MainThread", "tqdm_monitor"}),
     }
     gc.collect()
     found["handles"] = len(set(os.listdir("/proc/self/fd")) - handles)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
 import time
 
-from hf_zero_stream.ranks.presence import Line, Listener
+from hf_zero_stream.ranks.lines import Line, Listener
 
 
 LISTEN = """
 import ctypes, os, sys, time
-from hf_zero_stream.ranks.presence import Listener
+from hf_zero_stream.ranks.lines import Listener
 listener = Listener("127.0.0.1")
 if os.fork() == 0:
     time.sleep(60)  # a child, as a worker that loads data, which outlives its parent for a while
@@ -63,9 +64,24 @@ def test_connections_do_not_pile_up() -> None:
     listener = Listener("127.0.0.1")
     lines = [Line(listener.address, listener.port) for _ in range(20)]
     assert all(said(line, True) for line in lines)
-    listener.accept()
-    assert all(said(line, True) for line in lines) and len(listener._accepted) == 20
-    listener.close()
-    assert all(said(line, False) for line in lines)
-    for line in lines:
+    assert all(said(line, True) for line in lines) and len(listener._taken) == 20
+    for line in lines[10:]:
         line.close()
+    assert all(said(line, True) for line in lines[:10])
+    late = Line(listener.address, listener.port)
+    assert said(late, True) and len(listener._taken) == 11
+    listener.close()
+    assert all(said(line, False) for line in (*lines[:10], late)) and not listener._thread.is_alive()
+
+
+def test_a_question_wakes_the_listener() -> None:
+    listener, answered = Listener("127.0.0.1"), queue.Queue[bool]()
+    listener.answer = answered.put
+    line = Line(listener.address, listener.port)
+    assert said(line, True) and answered.get(timeout=10) is True
+    for _ in range(3):
+        line.ask()
+        assert answered.get(timeout=10) is False
+    line.close()
+    listener.close()
+    assert answered.empty()

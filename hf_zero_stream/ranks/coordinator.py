@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ..errors import DisagreementError, PeerError
 from .liveness import Verdict, Watch
-from .presence import Presence, is_alone
+from .presence import Presence, begun_collectives, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round
 from .store import pauses
 from .topology import Topology
@@ -208,6 +208,7 @@ class Coordinator:
                     raise
                 finally:
                     self._watch = None
+                    presence.left_together = arrival.key, begun_collectives()
         finally:
             _turn.release()
 

@@ -6,7 +6,7 @@ of its own host. If the process of a rank can be seen (see :mod:`.presence`), th
 gone, and never before. Otherwise it is dead if its heartbeat in the store has not changed for some seconds.
 
 The rank that finds a dead one writes a *verdict* into the store, so that all name the same one. A rank that fails
-without dying writes one too, so that the others stop reading. A rank makes three small requests per half second.
+without dying writes one too, so that the others stop reading. A rank makes four small requests per half second.
 """
 
 from __future__ import annotations
@@ -96,7 +96,6 @@ class Watch:
         self._adopting = threading.Lock()
         self._stop = threading.Event()
         self._beat()
-        presence.listener.accept()
         self._thread = threading.Thread(target=self._run, name="hf_zero_stream-liveness", daemon=True)
         self._thread.start()
 
@@ -157,6 +156,17 @@ class Watch:
         beats = self._read(range(self._presence.world_size))
         return [rank for rank, beat in enumerate(beats) if beat is None or beat.agreements < self._agreements]
 
+    def elsewhere(self, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` that are in a meeting to which this rank has not come, where they may wait for it."""
+        found = []
+        for rank, values in zip(ranks, self._store.get_many([f"{self._beats}/{rank}" for rank in ranks]), strict=True):
+            if values is None or _Beat(*values).has_left:
+                continue
+            _, occasion, number = _Beat(*values).meeting.split("/")
+            if int(number) >= self._presence.rounds[occasion]:
+                found.append(rank)
+        return found
+
     def wait_for_verdict(self) -> Verdict | None:
         """The verdict on the rank that closed a connection; None if no rank turns out to be dead."""
         for waited_s in pauses(0.02):
@@ -215,7 +225,7 @@ class Watch:
         # Do not count time in which this process or the store was stopped: no heartbeat could arrive.
         passed_s, self._looked = min(now - self._looked, 2 * INTERVAL_S), now
         presence = self._presence
-        ranks = sorted({0, *presence.neighbours()}) if presence.rank > 0 else range(1, presence.world_size)
+        ranks = presence.watched()
         for rank, beat in zip(ranks, self._read(ranks), strict=True):
             if beat is not None and beat.has_left:
                 continue

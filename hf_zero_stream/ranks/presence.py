@@ -1,22 +1,23 @@
 """Who the ranks of a process group are, and whether their processes still exist, also between loads and saves.
 
 At its first contact a rank writes where it runs into the store of torch's default process group. From then on, ranks
-of its host look at its process. Ranks of other hosts connect to a socket that it listens on, and send nothing: its
-kernel accepts connections while the process exists; when it ends, the kernel resets them, and refuses new ones.
-A process that is stopped, or in which something such as a slow ``dlopen`` holds Python's lock, does not look dead
-in either way, because it need not do anything itself.
+of its host look at its process. Ranks of other hosts connect to a socket that it listens on: its kernel accepts
+connections while the process exists; when it ends, the kernel resets them, and refuses new ones. A process that is
+stopped, or in which something such as a slow ``dlopen`` holds Python's lock, does not look dead in either way, because
+it need not do anything itself.
+
+Contact is made when a process enters ``streaming()`` or, if there is no process group yet, as soon as there is one.
 """
 
 from __future__ import annotations
 
-import errno
 import multiprocessing.util
 import os
 import socket
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,13 +25,28 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import PeerError, refuse_unknown_version
+from ..patching import Replacement
+from .lines import Line, Listener
 from .store import PREFIX, SharedStore, pauses
 from .topology import Location, Topology
 
 
-__all__ = ["Presence", "is_alone", "make_contact"]
+__all__ = [
+    "Presence",
+    "begun_collectives",
+    "contact_replacements",
+    "is_alone",
+    "make_contact",
+    "set_default_group",
+]
 
-_RELIED_ON = ((distributed_c10d, "_get_default_store"), (dist.Store, "clone"))
+_RELIED_ON = (
+    (distributed_c10d, "_get_default_store"),
+    (distributed_c10d, "_update_default_pg"),
+    (distributed_c10d, "_world"),
+    (dist.ProcessGroup, "_get_backend"),
+    (dist.Store, "clone"),
+)
 refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])
 
 
@@ -46,22 +62,39 @@ class Presence:
         """The number of this rank's next round of each occasion (see :mod:`.rendezvous`)."""
         self.passed: defaultdict[str, list[str]] = defaultdict(list)
         """The keys of earlier rounds of each occasion, until all ranks have come to a later one."""
-        self.last_was_apart = False
-        """Whether ranks were missing the last time that they might have shared a load."""
+        self.given_up: dict[int, bool] = {}
+        """Ranks that were waited for in vain since all came together last, and whether they had made contact then."""
+        self.left_together = "", dict[str, int]()
+        """The last meeting of all ranks, and the collectives that this one had begun when it left."""
         self._group_store = weakref.ref(store)
         self._locations: dict[int, Location] = {}
         self._lines: dict[int, Line] = {}
         self._topology: Topology | None = None
         self._looking = threading.Lock()  # meetings in the background have threads of their own that look
+        self._answering = threading.Lock()
+        self._is_ending = False
         server: Any = store
         while hasattr(server, "underlying_store"):
             server = server.underlying_store
         # Of stores other than TCP stores: this host's own name, and no port.
         host, port = getattr(server, "host", socket.gethostname()), getattr(server, "port", 0)
+        self._neighbours: list[int] = []
         self.listener = Listener(host)
         self.location = Location.here(self.listener.address, self.listener.port)
-        self.store.set(self._key(rank), self.location)
+        try:
+            self._make_contact()
+        except BaseException:
+            self.listener.close()
+            raise
         self._finalizer = multiprocessing.util.Finalize(None, self._say_end, args=(host, port), exitpriority=10)
+
+    def _make_contact(self) -> None:
+        self.store.set(self._key(self.rank), self.location)
+        self._count_on_host = f"{PREFIX}/host/{self.location.host}"
+        number = self.store.add(self._count_on_host, 1)
+        self.store.set(f"{self._count_on_host}/{number}", self.rank)
+        self.listener.answer = self._answer
+        self._look()
 
     @classmethod
     def in_default_group(cls) -> Presence:
@@ -69,16 +102,17 @@ class Presence:
         global _current
         group_store = distributed_c10d._get_default_store()
         with _making:
-            if _current is not None and _current._group_store() is not group_store:
-                _current.close()
-                _current = None
-            if _current is None:
+            earlier = _current
+            if earlier is None or earlier._group_store() is not group_store:
                 rank, world_size = dist.get_rank(), dist.get_world_size()
                 agent_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
                 _current = cls(group_store, rank, world_size, holds_store=not agent_holds_store)
-            elif _current.store.is_lost:  # it may answer again, and the rounds that this rank has come to still count
-                _current.store = SharedStore(group_store, ends_with_rank_0=_current.store.ends_with_rank_0)
-                _current.store.set(_current._key(_current.rank), _current.location)
+                if earlier is not None:  # now that the others find the new sockets where they look
+                    earlier.close()
+            elif earlier.store.is_lost:  # it may answer again, and the rounds that this rank has come to still count
+                earlier.store = SharedStore(group_store, ends_with_rank_0=earlier.store.ends_with_rank_0)
+                earlier.store.set(earlier._key(earlier.rank), earlier.location)
+            assert _current is not None
             return _current
 
     def group_store(self) -> dist.Store | None:
@@ -100,10 +134,54 @@ class Presence:
             self._topology = Topology([each.host for each in there], [each.machine for each in there], self.rank)
         return self._topology
 
-    def neighbours(self) -> list[int]:
-        """The other ranks of this host; before the first meeting, those that the launcher announces."""
-        topology = self._topology or Topology.announced(self.rank, self.world_size)
-        return [rank for rank in topology.ranks_of_host if rank != self.rank]
+    def watched(self) -> Sequence[int]:
+        """The ranks at which this one looks: rank 0 at all, each rank at rank 0 and at those of its host.
+
+        Of its host it knows the ranks that have made contact.
+        """
+        if self.rank == 0:
+            return range(1, self.world_size)
+        with self._looking:
+            known, there = len(self._neighbours), self.store.add(self._count_on_host, 0)
+            found = self.store.get_many([f"{self._count_on_host}/{number}" for number in range(known + 1, there + 1)])
+            if None not in found:  # else a rank has been counted, and is about to write its number
+                self._neighbours += found
+            return sorted({0, *self._neighbours}.intersection(range(self.world_size)) - {self.rank})
+
+    def _look(self) -> None:
+        """Open a line to each rank on another host that this one looks at: a line that was open once tells of its end.
+
+        A process that it finds dead stays so; a load or save that needs it will say so.
+        """
+        for rank in self.watched():
+            self.is_alive(rank)
+
+    def _answer(self, is_new: bool) -> None:
+        """In the listener's thread: another rank has opened a line to this one, or asks on one."""
+        with self._answering, suppress(PeerError):
+            if not self._is_ending:
+                if is_new:
+                    self._look()
+                self.store.set(self._key(self.rank, "progress"), self.progress())
+
+    def progress(self) -> tuple[str, dict[str, int]]:
+        """The meeting that all ranks left last, and for each group how many collectives this rank has begun since."""
+        meeting, before = self.left_together
+        return meeting, {name: count - before.get(name, 0) for name, count in begun_collectives().items()}
+
+    def answers(self, ranks: Sequence[int]) -> list[tuple[str, dict[str, int]]]:
+        """What :meth:`progress` gave on each of `ranks` when it was asked last; nothing if it was not."""
+        return [(each or ("", {})) for each in self.store.get_many([self._key(rank, "progress") for rank in ranks])]
+
+    def line_to(self, rank: int) -> Line:
+        """A new line to `rank`, which has made contact."""
+        return Line(self._locations[rank].address, self._locations[rank].port)
+
+    def has_contact(self, rank: int) -> bool:
+        """Whether `rank` has ever made contact."""
+        with self._looking:
+            self._read_locations([rank])
+            return rank in self._locations
 
     def is_alive(self, rank: int) -> bool | None:
         """Whether the process of `rank` exists, without waiting; None if that is not known."""
@@ -112,10 +190,17 @@ class Presence:
             location = self._locations.get(rank)
             if location is None:
                 return None
+            is_alive: bool | None = None
             if self.location.sees(location):
-                return location.is_running()
-            line = self._lines.setdefault(rank, Line(location.address, location.port))
-            return line.is_alive() if location.port else None
+                is_alive = location.is_running()
+            elif location.port:
+                is_alive = self._lines.setdefault(rank, Line(location.address, location.port)).is_alive()
+            if is_alive is False and self._has_moved(rank, location):
+                # That was where it ran in an earlier process group with the same store.
+                del self._locations[rank]
+                self._lines.pop(rank, Line("", 0)).close()
+                return None
+            return is_alive
 
     def has_answered(self, rank: int) -> bool:
         """Whether the host of `rank`, another one, has ever answered for it."""
@@ -123,10 +208,16 @@ class Presence:
 
     def end_of(self, rank: int) -> tuple[str, bool]:
         """What to say of `rank`, whose process is gone, and whether it ended by itself."""
-        written = self.store.get(self._key(rank))
-        location = Location(*written) if written else self._locations[rank]
+        location = self._written_location(rank)
         verb = "ended" if location.has_ended else "died"
         return f"has {verb} (process {location.pid} on {location.host.partition(' ')[0]} is gone)", location.has_ended
+
+    def _has_moved(self, rank: int, known: Location) -> bool:
+        return self._written_location(rank)._replace(has_ended=False) != known._replace(has_ended=False)
+
+    def _written_location(self, rank: int) -> Location:
+        written = self.store.get(self._key(rank))
+        return Location(*written) if written else self._locations[rank]
 
     def polling(self) -> Iterator[float]:
         """:func:`pauses` in which to ask the store for news: all ranks together ask 10,000 times a second."""
@@ -138,11 +229,13 @@ class Presence:
             if written:
                 self._locations[rank] = Location(*written)
 
-    def _key(self, rank: int) -> str:
-        return f"{PREFIX}/location/{rank}"
+    def _key(self, rank: int, what: str = "location") -> str:
+        return f"{PREFIX}/{what}/{rank}"
 
     def _say_end(self, host: str, port: int) -> None:
         """At the exit of the interpreter, tell the others that this process ended by itself."""
+        with self._answering:  # a thread that is inside torch when the interpreter is gone would abort the process
+            self._is_ending = True
         if self.store.is_lost or (self.store.ends_with_rank_0 and self.rank == 0):
             return
         with suppress(OSError, PeerError):
@@ -162,99 +255,34 @@ def is_alone() -> bool:
     return dist.get_world_size() == 1 or dist.get_backend() == "fake"
 
 
+def begun_collectives() -> dict[str, int]:
+    """For each process group of this rank, by its name, how many collectives the rank has begun, by torch's count.
+
+    And how many groups it has made, or is about to make, for which ranks wait for each other too.
+    """
+    world = distributed_c10d._world
+    found = {"": world.group_count}
+    for group, name in list(world.pg_names.items()):
+        with suppress(RuntimeError):  # a backend that does not count
+            backends = [group._get_backend(device) for device in group._device_types]
+            found[name] = sum(backend._get_sequence_number_for_group() for backend in backends)
+    return found
+
+
+def set_default_group(original: Callable[..., Any], group: Any) -> None:
+    """In place of the function by which torch notes its default process group."""
+    original(group)
+    with suppress(Exception):  # a load or save that needs the other ranks will raise it
+        make_contact()
+
+
+def contact_replacements() -> dict[tuple[Any, str], Replacement]:
+    """What is replaced, so that ranks make contact as soon as there is a process group."""
+    return {(distributed_c10d, "_update_default_pg"): set_default_group}
+
+
 def make_contact() -> None:
     """Tell the other ranks, if there are any, where this process runs; the second time does nothing."""
     if not is_alone():
         with suppress(PeerError):  # a load or save that needs the other ranks will raise it
             Presence.in_default_group()
-
-
-class Listener:
-    """This process's socket, on the interface that leads `towards` a host. Forked children close their copy of it."""
-
-    def __init__(self, towards: str) -> None:
-        self.address, self.port = "", 0
-        self._accepted: list[socket.socket] = []
-        self._socket: socket.socket | None = None
-        with suppress(OSError):
-            family, kind, _, _, address = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing, but chooses an interface
-                own = probe.getsockname()[0]
-            # The backlog: most connections that the kernel holds until the process takes them.
-            self._socket = socket.create_server((own, 0), family=family, backlog=4096)
-            self._socket.setblocking(False)
-            self.address, self.port = self._socket.getsockname()[:2]
-            _listeners.add(self)
-
-    def accept(self) -> None:
-        """Take the connections that wait, so that there is always room for more."""
-        with suppress(OSError):
-            while self._socket is not None:
-                self._accepted.append(self._socket.accept()[0])
-
-    def close(self) -> None:
-        while self._accepted:
-            self._accepted.pop().close()
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
-
-
-class Line:
-    """A connection to the listener of another rank's process, at `address` and `port`."""
-
-    def __init__(self, address: str, port: int) -> None:
-        self._address = (address, port)
-        self._socket: socket.socket | None = None
-        self.was_open = False
-        """Whether it ever led to the process: then no firewall is in between, and silence means something."""
-
-    def is_alive(self) -> bool | None:
-        """Whether the process exists, without waiting; None if that is not known (yet)."""
-        if self._socket is None:
-            self._dial()
-            return None
-        error = self._socket.connect_ex(self._address)  # of a socket that connects already, how far it has come
-        if error in (errno.EINPROGRESS, errno.EALREADY):
-            return None
-        self.was_open |= error in (0, errno.EISCONN, errno.ECONNRESET, errno.EPIPE)
-        if error in (0, errno.EISCONN):
-            try:
-                self._socket.recv(1)
-            except BlockingIOError:
-                return True
-            except OSError:
-                pass  # the connection has been reset
-        self.close()
-        if error == errno.ECONNREFUSED and self.was_open:
-            return False
-        self._dial()  # a connection may end for other reasons: what counts is whether there is a new one
-        return None
-
-    def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-        self._socket = None
-
-    def _dial(self) -> None:
-        with suppress(OSError):
-            family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.setblocking(False)
-            # A host that has lost its power resets nothing.
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4)):
-                self._socket.setsockopt(socket.IPPROTO_TCP, option, value)
-            self._socket.connect_ex(self._address)
-
-
-_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for listener in list(_listeners):
-        listener.close()
-
-
-os.register_at_fork(after_in_child=_close_all)

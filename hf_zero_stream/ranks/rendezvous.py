@@ -1,9 +1,12 @@
 """Where ranks come together for a load or a save. One decision, the same for all ranks, says whether they do.
 
 Each *occasion* (a load, a save) has numbered rounds. A round ends with one decision in the store: the last rank to
-arrive decides *together*; a rank that has waited long enough, *apart*; one that comes with an error, *failed*. The
-store keeps the first decision only, so that all ranks believe the same. A rank arrives in the first round that is not
-decided: whatever happened before, the next ranks meet.
+arrive decides *together*; a rank that has waited in vain or long enough, *apart*; one that comes with an error,
+*failed*. The store keeps the first decision only, so that all ranks believe the same. A rank arrives in the first
+round that is not decided: whatever happened before, the next ranks meet.
+
+The first rank to arrive looks for the absent ones on behalf of all. If ranks need not load together, it waits as long
+as all of them may be on their way (see :mod:`.inquiry`), up to a limit.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import HfZeroStreamError, PeerError, SaveError
+from .inquiry import Inquiry
 from .liveness import KEYS, Verdict, Watch
 from .presence import Presence
 from .store import PREFIX
@@ -24,11 +29,22 @@ __all__ = ["LOAD", "SAVE", "SHARED_LOAD", "Apart", "Occasion", "Round"]
 
 logger = logging.getLogger(__name__)
 
-SHARING_PATIENCE_S = 5.0
-"""How long ranks wait for each other if they need not load together. Ranks that do load together come within 2 s."""
+SHARING_PATIENCE_S = 300.0
+"""How long ranks wait, if they need not load together, for one that lives and may be on its way."""
 
 SHORT_PATIENCE_S = 0.5
-"""The same, after a round to which not all ranks came, until all come again."""
+"""The same for a rank that was waited for in vain, until all come together again; and for ranks that have made the
+same load alone before this one came: they may never come."""
+
+STRANGER_S = 60.0
+"""After this time a rank that has made no contact is no longer taken for a slow one: ranks that need not load together
+go on alone, and others say what it may mean."""
+
+STRANGERS_END_S = 600.0
+"""After this time without contact to a rank, ranks that must load or save together give up."""
+
+DIFFERENT_HOLDS_S = 5.0
+"""How long a decision not to load together because ranks load different models holds for those that come later."""
 
 FAILURE_HOLDS_S = 60.0
 """How long an error is reported to late ranks; after that, a rank has come for something else."""
@@ -57,7 +73,10 @@ class Occasion:
     """Completes "ranks came to ..."; part of its keys in the store."""
     advice: str
     patience_s: float | None = None
-    """How long a rank waits for the others; None: as long as the process group's time-out."""
+    """How long a rank waits for the others; None: as long as the process group's time-out, or if `is_optional`,
+    :data:`SHARING_PATIENCE_S`."""
+    reminder_s: float = 30.0
+    """After which time the first rank to come says for whom it waits."""
     is_optional: bool = False
     """Whether ranks may go on without each other."""
     error: type[HfZeroStreamError] = PeerError
@@ -75,7 +94,12 @@ SAVE = Occasion(
 )
 """A save; a rank that saves alone gets an error instead of waiting forever."""
 
-SHARED_LOAD = Occasion("share the load", "", SHARING_PATIENCE_S, is_optional=True)
+SHARED_LOAD = Occasion(
+    "share the load",
+    "If they are not going to make the same load, share_reads=False avoids the wait.",
+    reminder_s=10.0,
+    is_optional=True,
+)
 """A load outside ZeRO-3, which ranks share if all come."""
 
 
@@ -89,6 +113,8 @@ class _Decision(NamedTuple):
     why: str = ""
     when: float = 0.0
     failure: Sequence[Any] = ()
+    given_up: Sequence[tuple[int, bool]] = ()
+    """Ranks that were waited for as long as their time was, and whether they had made contact."""
 
 
 class Round:
@@ -104,6 +130,8 @@ class Round:
         self._error = error
         self._store = presence.store
         self._occasion = occasion
+        self._is_late = False
+        """Whether others have made the same load alone before."""
         number = presence.rounds[occasion.name]
         while not self._arrive(f"{PREFIX}/{occasion.name}/{number}", subject):
             number += 1
@@ -114,9 +142,9 @@ class Round:
         self.key = key
         decision = self._decision()
         if decision is not None:
-            holds_s = SHARING_PATIENCE_S if self._occasion.is_optional else FAILURE_HOLDS_S
+            holds_s = DIFFERENT_HOLDS_S if self._occasion.is_optional else FAILURE_HOLDS_S
             if abs(time.time() - decision.when) >= holds_s:
-                self._presence.last_was_apart |= self._occasion.is_optional
+                self._is_late = bool(subject) and self._store.get(f"{key}/subject") == subject
                 return False
         if subject:  # before this rank is counted: the last one to be counted decides that all go together
             first = self._store.set_first(f"{key}/subject", subject)
@@ -127,7 +155,7 @@ class Round:
         if self._error is not None:  # likewise: another rank may be counted right after this one
             self.call_off(self._error)
         count = self._store.add(f"{key}/count", 1)
-        self._is_last = count == self._presence.world_size
+        self._is_first, self._is_last = count == 1, count == self._presence.world_size
         return count <= self._presence.world_size  # more: keys of an earlier process group with the same store
 
     def call_off(self, error: BaseException) -> None:
@@ -153,9 +181,9 @@ class Round:
             self.call_off(error)
             raise
         is_optional, passed = self._occasion.is_optional, self._presence.passed[self._occasion.name]
-        if is_optional:
-            self._presence.last_was_apart = decision.outcome != "together"
+        self._presence.given_up.update(decision.given_up)
         if decision.outcome == "together":
+            self._presence.given_up.clear()
             # No rank looks at earlier rounds any more. The last rank to come deletes their keys; if ranks were missing
             # in rounds before, perhaps this last one, each rank deletes those that it has passed.
             if self._is_last or len(passed) > 1:
@@ -171,29 +199,64 @@ class Round:
             raise Apart(decision.why, says_it=self._store.set_first(f"{self.key}/speaker", rank) == rank)
 
     def _wait(self, watch: Watch) -> _Decision:
-        patience_s = self._occasion.patience_s or self._presence.group_timeout_s
-        if self._occasion.is_optional and self._presence.last_was_apart:
-            patience_s = SHORT_PATIENCE_S
-        reminder_s = 30.0  # how long this rank waits before it logs which ranks are absent
-        for waited_s in self._presence.polling():
-            decision = self._decision()
-            if decision is not None:
-                return decision
-            verdict = watch.verdict
-            if self._occasion.is_optional and verdict is not None and verdict.kind == "Ended":
-                return self._decide(_Decision("apart", verdict.message.partition(",")[0]))
-            watch.check(dead_only=True)
-            if waited_s > patience_s:
-                break
-            if waited_s > reminder_s:
-                absent = watch.absent()
-                if set(absent).issuperset(range(self._presence.rank)):  # the first rank that is here says it for all
-                    logger.warning(f"Waiting since {waited_s:.0f} s for {_ranks(absent)} to {self._occasion.name}.")
-                reminder_s *= 4
-        absent, world_size = watch.absent(), self._presence.world_size
+        is_optional, presence = self._occasion.is_optional, self._presence
+        limit_s = self._limit_s(())
+        looked_s, reminder_s = 0.0, self._occasion.reminder_s
+        with closing(Inquiry(presence, watch)) as inquiry:
+            for waited_s in presence.polling():
+                decision = self._decision()
+                if decision is not None:
+                    return decision
+                verdict = watch.verdict
+                if is_optional and verdict is not None and verdict.kind == "Ended":
+                    return self._decide(_Decision("apart", verdict.message.partition(",")[0]))
+                watch.check(dead_only=True)
+                if waited_s > limit_s:
+                    break
+                if not self._is_first or waited_s - looked_s < max(0.25, presence.world_size / 1000):
+                    continue
+                looked_s, absent = waited_s, watch.absent()
+                limit_s = self._limit_s(absent)
+                why = inquiry.why_in_vain(absent) if is_optional else ""
+                if why:
+                    return self._decide(_Decision("apart", why))
+                if waited_s > reminder_s:
+                    self._remind(absent, waited_s)
+                    reminder_s *= 2
+        absent, world_size = watch.absent(), presence.world_size
         came = f"{world_size - len(absent)} of {world_size} ranks came to {self._occasion.name}"
-        why = f"Only {came} within {patience_s:g} seconds; {_ranks(absent)} did not. {self._occasion.advice}"
-        return self._decide(_Decision("apart", why.strip()))
+        why = f"Only {came} within {limit_s:g} seconds; {_ranks(absent)} did not. {self._strangers(absent)}"
+        given_up = [(rank, presence.has_contact(rank)) for rank in absent] if is_optional and not self._is_late else []
+        return self._decide(_Decision("apart", f"{why}{self._occasion.advice}".strip(), given_up=given_up))
+
+    def _limit_s(self, absent: Sequence[int]) -> float:
+        """How long this rank waits, if these ranks are absent."""
+        is_optional, presence = self._occasion.is_optional, self._presence
+        patience_s = self._occasion.patience_s or (SHARING_PATIENCE_S if is_optional else presence.group_timeout_s)
+        contacts = {rank: presence.has_contact(rank) for rank in absent}
+        if not all(contacts.values()):
+            patience_s = min(patience_s, STRANGER_S if is_optional else STRANGERS_END_S)
+        is_in_vain = self._is_late or not presence.given_up.items().isdisjoint(contacts.items())
+        return min(patience_s, SHORT_PATIENCE_S) if is_optional and is_in_vain else patience_s
+
+    def _remind(self, absent: Sequence[int], waited_s: float) -> None:
+        text = f"Waiting since {waited_s:.0f} s for {_ranks(absent)} to {self._occasion.name}. "
+        if self._occasion.is_optional:
+            text += self._strangers(absent) + self._occasion.advice
+        elif waited_s > STRANGER_S:
+            text += self._strangers(absent)
+        logger.warning(text.strip())
+
+    def _strangers(self, absent: Sequence[int]) -> str:
+        """What it may mean that some of these ranks have made no contact, if so."""
+        strangers = [rank for rank in absent if not self._presence.has_contact(rank)]
+        if not strangers:
+            return ""
+        has = "has" if len(strangers) == 1 else "have"
+        return (
+            f"{_ranks(strangers)[0].upper()}{_ranks(strangers)[1:]} {has} not entered streaming(): started in another "
+            "way than this one, perhaps without hf_zero_stream.run? Or busy before it: enter streaming() first. "
+        )
 
     def _decision(self) -> _Decision | None:
         written = self._store.get(f"{self.key}/decision")
@@ -204,6 +267,6 @@ class Round:
         return _Decision(*self._store.set_first(f"{self.key}/decision", decision))
 
 
-def _ranks(ranks: list[int]) -> str:
+def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -22,6 +22,7 @@ from .. import scope
 from ..config import StreamingConfig
 from ..launcher import announces_zero3
 from ..patching import Patches, Replacement
+from ..ranks.presence import contact_replacements
 from ..sources.urls import is_url
 from .dequantised import forget_quantizer
 from .ds_config import found_config
@@ -134,6 +135,7 @@ patches = Patches(
     {
         (PreTrainedModel, "from_pretrained"): _from_pretrained,
         (hub, "cached_files"): _cached_files,
+        **contact_replacements(),
         **accelerator_replacements(__init__=_open_before),
     },
     on_top_of=_of_saves,
