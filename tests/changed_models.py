@@ -125,6 +125,10 @@ def inject(model: Any) -> Any:
     return model
 
 
+def add_buffer_beside_adapter(model: Any) -> Any:
+    return add_adapter(add_buffer(model))
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "none": lambda model: model,
     "compiled": compile_blocks,
@@ -137,10 +141,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "added buffer": add_buffer,
     "add_adapter": add_adapter,
     "add_adapter, all trained": add_adapter_beside_trained,
+    "add_adapter, added buffer": add_buffer_beside_adapter,
     "get_peft_model": get_peft,
     "injected": inject,
 }
-ADAPTED = ("add_adapter", "add_adapter, all trained", "get_peft_model")
+ADAPTED = ("add_adapter", "add_adapter, all trained", "add_adapter, added buffer", "get_peft_model")
 """Those of which the adapters alone are saved as weights."""
 
 
