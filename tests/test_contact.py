@@ -63,6 +63,7 @@ def load_or_die(folder: Path, victim: int, after_s: float, calls: bool, zero: di
     return caught_in(folder, zero)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("victim", "after_s", "calls", "zero"),
     [(1, 0.1, True, {}), (2, 0.5, True, None), (0, 1.0, True, {}), (1, 1.5, True, None), (1, 0.1, False, {})],
