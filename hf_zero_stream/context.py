@@ -28,6 +28,9 @@ class streaming:  # noqa: N801 - used like a function
     :attr:`StreamingConfig.share_reads`); with one rank, calls are exactly transformers' own. If accelerate is going to
     shard the model by FSDP2, each rank reads its shards later, in ``accelerator.prepare()``, also outside the block.
 
+    Ranks make contact when they enter it, or as soon as there is a process group. So enter it early: a rank that comes
+    to a load minutes later is waited for, and one that dies is named.
+
     It is a context manager, and a decorator of any function or method. It may be nested and re-entered, and always
     restores transformers. The body of an ``async def`` is inside as long as it runs, with the tasks and threads that
     it awaits. The body of a generator is inside; the code that consumes the generator is not.

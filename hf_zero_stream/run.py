@@ -11,8 +11,8 @@ The block is that of the whole process: all threads are in it. Arguments, exit c
 those of ``python train.py``. Settings come from the environment and from the DeepSpeed config.
 
 Nothing is imported before the script asks for it. So a script may still set environment variables that torch,
-transformers or huggingface_hub read at their import. The block is entered at the first call of one of the functions
-in :data:`ENTRANCES`.
+transformers or huggingface_hub read at their import. Ranks make contact as soon as there is a process group. The block
+is entered at the first call of one of the functions in :data:`ENTRANCES`.
 """
 
 from __future__ import annotations
