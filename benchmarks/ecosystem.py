@@ -24,9 +24,12 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from benchmarks.clients.arms import FRAMEWORKS, HEADER, STREAMS, compare, make_encoder
+from benchmarks.clients.arms import FRAMEWORKS, HEADER, compare, make_encoder
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from benchmarks.venvs import ROOT, environment_of, venv_of, versions_in
+
+
+STREAMS = "Streaming weights: 100%"
 
 
 class Tool(NamedTuple):

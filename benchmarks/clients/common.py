@@ -1,9 +1,9 @@
-"""What all clients share: the model, the batches, and the line that rank 0 prints."""
+"""What all clients share: the model, the batches, and what rank 0 reports."""
 
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ MODULES = {
 }
 """By the function of each client: its module."""
 
-LINE = "hf_zero_stream's client: "
+RESULT = "result.json"
 STEPS = 3
 TRAINED = "trained"
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
@@ -100,8 +100,9 @@ def of_files(folder: Path) -> str:
     return digest(tensors.items())
 
 
-def report(losses: Iterable[Any], **digests: str) -> None:
-    """Print what a run gave, on rank 0: losses, and the digests of `memory` and `files`."""
+def report(folder: Path, model: Any, losses: Iterable[Any], **digests: str) -> None:
+    """Write on rank 0 what a run gave: losses, the digests of `memory` and `files`, and whether its load streamed."""
     if rank() == 0:
-        found: Mapping[str, Any] = {"losses": [f"{float(loss):.7f}" for loss in losses], **digests}
-        print(f"\n{LINE}{json.dumps(found)}", flush=True)
+        streamed = getattr(model, "streaming_report", None) is not None
+        found = {"losses": [f"{float(loss):.7f}" for loss in losses], **digests, "streamed": streamed}
+        (folder / RESULT).write_text(json.dumps(found))

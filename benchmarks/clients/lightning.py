@@ -96,16 +96,23 @@ def lightning(settings: argparse.Namespace) -> None:
     module, saved = Module(settings.folder), settings.folder / TRAINED / "state"
     fit(module, of_lightning.DeepSpeedStrategy(stage=3, process_group_backend="gloo"), saved, settings.resume)
     if settings.resume:
-        report(module.losses, memory=module.at_start)
+        report(settings.folder, module.model, module.losses, memory=module.at_start)
     else:
-        report(module.losses, memory=in_memory(module.model), files=of_zero_folder(saved))
+        report(
+            settings.folder, module.model, module.losses, memory=in_memory(module.model), files=of_zero_folder(saved)
+        )
 
 
 def lightning_fsdp2(settings: argparse.Namespace) -> None:
     module, saved = SharedModule(settings.folder), settings.folder / TRAINED / "state"
     strategy = ModelParallelStrategy(world_size(), 1, process_group_backend="gloo")
     fit(module, strategy, saved, settings.resume)
-    report(module.losses, memory=module.at_start if settings.resume else in_memory(module.model))
+    report(
+        settings.folder,
+        module.model,
+        module.losses,
+        memory=module.at_start if settings.resume else in_memory(module.model),
+    )
 
 
 def fabric(settings: argparse.Namespace) -> None:
@@ -132,7 +139,7 @@ def fabric(settings: argparse.Namespace) -> None:
         optimizer.zero_grad()
         losses.append(loss.detach())
     if settings.resume:
-        report(losses, memory=at_start)
+        report(settings.folder, inner, losses, memory=at_start)
         return
     fabric.save(saved, {**state, "step": STEPS})
-    report(losses, memory=in_memory(inner), files=of_zero_folder(saved))
+    report(settings.folder, inner, losses, memory=in_memory(inner), files=of_zero_folder(saved))

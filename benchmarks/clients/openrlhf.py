@@ -28,6 +28,7 @@ stand_in("flash_attn.utils")
 stand_in("flash_attn.utils.distributed", "all_gather")
 
 from openrlhf.models import Actor, get_llm_for_sequence_regression  # noqa: E402
+from openrlhf.models import actor as of_actor  # noqa: E402
 from openrlhf.utils.deepspeed import deepspeed as of_openrlhf  # noqa: E402
 from openrlhf.utils.deepspeed.deepspeed_utils import get_train_ds_config  # noqa: E402
 
@@ -42,6 +43,10 @@ from benchmarks.clients.common import (  # noqa: E402
     report,
     world_size,
 )
+
+
+# It changes a function of transformers 5.15, which OpenRLHF asks for, and which returns something else since.
+of_actor._patch_zero3_weight_mapping = lambda: None
 
 
 def config_of(optimizer: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -77,7 +82,7 @@ def run(settings: argparse.Namespace, model: Any, loss_of: Callable[[Any, torch.
     saved = settings.folder / TRAINED / "final"
     Strategy().save_model(engine, NoTokenizer(), str(saved))
     dist.barrier()
-    report(losses, memory=in_memory(model), files=of_files(saved) if rank() == 0 else "")
+    report(settings.folder, model, losses, memory=in_memory(model), files=of_files(saved) if rank() == 0 else "")
 
 
 def begin() -> dict[str, Any]:

@@ -55,11 +55,11 @@ def train(folder: Path, resume: bool) -> None:
     prepare_trainer(trainer).train(resume_from_checkpoint=str(checkpoint) if resume else None)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if resume:
-        report(losses, memory=in_memory(model))
+        report(folder, model, losses, memory=in_memory(model))
         return
     trainer.save_model(str(folder / TRAINED / "final"))
     trainer.accelerator.wait_for_everyone()
-    report(losses, memory=in_memory(model), files=of_files(folder / TRAINED / "final"))
+    report(folder, model, losses, memory=in_memory(model), files=of_files(folder / TRAINED / "final"))
 
 
 def ray_train(settings: argparse.Namespace) -> None:

@@ -65,4 +65,5 @@ def sentence_transformers(settings: argparse.Namespace) -> None:
     trainer.save_model(str(saved))
     trainer.accelerator.wait_for_everyone()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    report(losses, memory=in_memory(model[0].auto_model), files=of_files(saved))
+    inner = model[0].auto_model
+    report(settings.folder, inner, losses, memory=in_memory(inner), files=of_files(saved))
