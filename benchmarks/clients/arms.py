@@ -46,7 +46,7 @@ FRAMEWORKS = {
         ["lightning==2.6.6"],
         {
             "lightning": Client(resumes=(2, 1, 3), shards=True),
-            "lightning_fsdp2": Client(resumes=(2, 1)),
+            "lightning_fsdp2": Client(resumes=(2, 3)),
             "fabric": Client(resumes=(2, 1, 3), shards=True),
         },
     ),
