@@ -45,7 +45,7 @@ help:
 	@echo "make package  build wheel and sdist, check them, and try the wheel alone in a clean environment"
 	@echo "make bench    run the benchmarks"
 	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
-	@echo "make ecosystem train with LLaMA-Factory and ms-swift, each in a venv of its own, with and without hf_zero_stream"
+	@echo "make ecosystem train with other people's tools and frameworks, each in a venv of its own, with and without us"
 	@echo "make gpu      on a machine with CUDA: run the tests marked gpu and benchmarks/gpu.py"
 	@echo "make azurite  install a server for the tests of az:// with npm, if there is npm (make test-all does it)"
 	@echo "make clean    remove $(VENV) and caches"

@@ -1,16 +1,17 @@
-"""Tools that people drive by YAML, with and without `hf_zero_stream.run`: the same losses; seconds and memory.
+"""Tools that people drive by YAML, and frameworks, with and without `hf_zero_stream.run`.
 
     python -m benchmarks.ecosystem                     # all of them, each installed into a venv of its own
-    python -m benchmarks.ecosystem llamafactory        # one of them
-    python -m benchmarks.ecosystem --megabytes 100
+    python -m benchmarks.ecosystem llamafactory ray    # some of them
+    python -m benchmarks.ecosystem --megabytes 100     # for the tools
 
 Each tool trains a Qwen3-MoE with random weights under ZeRO-3 for three steps, on two ranks of a CPU, by its config in
-examples/. The exit code is 1 if a run fails, if losses differ, or if the run that should stream does not.
+examples/: the same losses; seconds and memory. Frameworks are run by benchmarks/clients: the same losses and files,
+and checkpoints that are resumed. The exit code is 1 if a run fails, if anything differs, or if the run that should
+stream does not.
 """
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,17 +19,16 @@ import sys
 import tempfile
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 
+from benchmarks.clients.arms import FRAMEWORKS, HEADER, compare, make_encoder
 from benchmarks.moe_checkpoint import make_moe_checkpoint
+from benchmarks.venvs import ROOT, environment_of, venv_of, versions_in
 
 
-ROOT = Path(__file__).resolve().parents[1]
-VENVS = ROOT / ".ecosystem"
 STREAMS = "Streaming weights: 100%"
 
 
@@ -49,35 +49,6 @@ TOOLS = {
     "swift": Tool("ms-swift==4.6.0", "swift.cli.sft", "examples/swift/sft.args"),
 }
 SHOWN = ("transformers", "accelerate", "trl", "deepspeed")
-
-
-def venv_of(name: str) -> Path:
-    """Installs the tool, and this checkout, unless an earlier run has; returns the folder of its venv."""
-    venv = VENVS / name
-    if not (venv / ".installed").exists():
-        print(f"Installing {TOOLS[name].package} into {venv.relative_to(ROOT)}, which takes minutes", flush=True)
-        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
-        # The torch that is here, so that no other build of it is chosen; DeepSpeed too, as the tools leave it open.
-        pinned = [f"{package}=={version(package).split('+')[0]}" for package in ("torch", "deepspeed")]
-        pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-        subprocess.run([*pip, *pinned, TOOLS[name].package, "setuptools", "ninja", "-e", str(ROOT)], check=True)
-        if version("torch").endswith("+cpu"):
-            _fit_to_cpu(venv)
-        (venv / ".installed").touch()
-    return venv
-
-
-def _fit_to_cpu(venv: Path) -> None:
-    """Remove what PyPI has for CUDA alone, and texts do not need: torchvision, and the compiled part of torchaudio."""
-    subprocess.run([str(venv / "bin" / "python"), "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True)
-    for library in venv.glob("lib/python*/site-packages/torchaudio/lib/*.so"):
-        library.unlink()
-
-
-def versions_in(venv: Path) -> str:
-    code = f"from importlib.metadata import version; print(', '.join(f'{{p}} {{version(p)}}' for p in {SHOWN!r}))"
-    found = subprocess.run([str(venv / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True)
-    return found.stdout.strip()
 
 
 def make_inputs(folder: Path, megabytes: float) -> None:
@@ -107,19 +78,10 @@ def train(tool: Tool, venv: Path, folder: Path, *, streams: bool) -> dict[str, A
     ours = ["-m", "hf_zero_stream.run"] if streams else []
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [str(venv / "bin" / "python"), *torchrun, *ours, "examples/on_cpu.py", tool.module, *tool.arguments()]
-    environment = {
-        **os.environ,
-        "PATH": f"{venv / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "TORCH_EXTENSIONS_DIR": str(venv / "torch_extensions"),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "USE_HF": "1",
-    }
     shutil.rmtree(folder / "trained", ignore_errors=True)
     began = time.perf_counter()
     with open(folder / "log", "w+") as log:
-        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, cwd=folder, env=environment_of(venv), stdout=log, stderr=subprocess.STDOUT)
         peak = _watch(process)
         log.seek(0)
         output = log.read()
@@ -157,26 +119,32 @@ def _watch(process: "subprocess.Popen[bytes]") -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Train with tools of others, with and without hf_zero_stream.run.")
-    parser.add_argument("tools", nargs="*", default=list(TOOLS), help=", ".join(TOOLS))
+    names = [*TOOLS, *FRAMEWORKS]
+    parser.add_argument("tools", nargs="*", default=names, help=", ".join(names))
     parser.add_argument("--megabytes", type=float, default=50)
     settings = parser.parse_args(arguments)
     failed, lines = False, []
-    for name in settings.tools:
-        venv = venv_of(name)
+    for name in [name for name in settings.tools if name in TOOLS]:
+        venv = venv_of(name, [TOOLS[name].package])
         with tempfile.TemporaryDirectory(prefix="ecosystem-") as folder:
             make_inputs(Path(folder), settings.megabytes)
-            if not (venv / "torch_extensions").exists():
-                train(TOOLS[name], venv, Path(folder), streams=True)  # compiles what DeepSpeed compiles
             stock, ours = (train(TOOLS[name], venv, Path(folder), streams=streams) for streams in (False, True))
         equal = len(stock["losses"]) >= 3 and stock["losses"] == ours["losses"]
         failed |= not equal or stock["streamed"] or not ours["streamed"]
         memory = " | ".join(f"{found['anonymous_bytes'] / 2**20:.0f} MiB" for found in (stock, ours))
         seconds = " | ".join(f"{found['seconds']:.1f} s" for found in (stock, ours))
         losses = f"equal: {', '.join(stock['losses'])}" if equal else f"{stock['losses']}, {ours['losses']}"
-        lines.append(f"| {TOOLS[name].package}, {versions_in(venv)} | {losses} | {seconds} | {memory} |")
-    print("\n| tool | losses | stock | streaming | memory of a rank, stock | streaming |\n|---|---|--:|--:|--:|--:|")
-    print("\n".join(lines))
-    return int(failed)
+        lines.append(f"| {TOOLS[name].package}, {versions_in(venv, SHOWN)} | {losses} | {seconds} | {memory} |")
+    if lines:
+        print("\n| tool | losses | stock | streaming | memory of a rank, stock | streaming |")
+        print("\n".join(["|---|---|--:|--:|--:|--:|", *lines]))
+    with tempfile.TemporaryDirectory(prefix="ecosystem-") as folder:
+        make_moe_checkpoint(Path(folder) / "model", 1e6, num_layers=2, num_experts=4)
+        make_encoder(Path(folder) / "encoder")
+        lines, differs = compare([name for name in settings.tools if name in FRAMEWORKS], Path(folder))
+    if lines:
+        print("\n".join(["", HEADER, *lines]))
+    return int(failed or differs)
 
 
 if __name__ == "__main__":

@@ -340,6 +340,7 @@ RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a batch": (lambda it: it.update(batch_size="2"), "batch_size: expected"),
     "pairs": (lambda it: it.update(data={"(key, value)": 3}), "expected dicts as save_state writes them"),
     "a tuple": (lambda it: it.update(data={"(tuple)": 3}), "expected dicts as save_state writes them"),
+    "a tensor": (lambda it: it.update(data={"(dtype, shape, base64)": 3}), "expected dicts as save_state writes them"),
     "keys that are lists": (lambda it: it.update(data={"(key, value)": [[[1], 2]]}), "expected dicts as save_state"),
     "more": (lambda it: it.update(more=1), "unexpected keyword argument 'more'"),
 }
@@ -411,7 +412,7 @@ def test_data_comes_back(small_state: tuple[Any, Any, Path], tmp_path: Path) -> 
     data |= {"pair": (1, ("a", [2])), "like one": {"(tuple)": [1]}, 4: ()}
     save(model, tmp_path, optimizer, data=data)
     assert load(model, tmp_path, optimizer).data == data
-    for refused in ("\ud800", torch.tensor(0.5)):
+    for refused in ("\ud800", torch.nn.Parameter(torch.ones(1))):
         with pytest.raises(UnsupportedError, match="data: expected numbers, strings"):
             save(model, tmp_path, optimizer, data=[refused])
 

@@ -31,6 +31,8 @@ _TENSOR = {Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter")}
 _MOST_NAME = 1024
 _MOST_PLAIN = 200_000
 """Objects in what is taken over as it is from one file: options, a scheduler's state, what the user gave."""
+_BYTES_OF_OBJECT = 64
+"""Of a tensor in there: as many count as an object."""
 _MOST_DEEP = 32
 
 
@@ -152,12 +154,20 @@ class TorchObjects:
         stored = self.tensor(value, what)
         if stored.numel != 1:
             raise CheckpointError(f"{self.path}: {what}: expected one number, found {stored.numel}.")
-        data = self._file.read(stored.start, stored.dtype.itemsize)
-        number: bool | int | float = torch.frombuffer(bytearray(data), dtype=stored.dtype).item()
+        number: bool | int | float = self._values(stored).item()
         return number
 
-    def plain(self, value: Any, what: str) -> Any:
+    def _values(self, stored: StoredTensor) -> torch.Tensor:
+        if not stored.numel:
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        data = self._file.read(stored.start, stored.numel * stored.dtype.itemsize)
+        return torch.frombuffer(bytearray(data), dtype=stored.dtype).reshape(stored.shape)
+
+    def plain(self, value: Any, what: str, *, exactly: bool = False) -> Any:
         """`value` as JSON has it: numbers, strings, lists, and dicts with keys of any kind.
+
+        Tuples become lists, and tensors of one element numbers; not so if it is wanted `exactly`, and then there may
+        be larger tensors too.
 
         Raises:
             NotPlain: there is something else in it, or more than anybody would keep.
@@ -172,14 +182,25 @@ class TorchObjects:
             if isinstance(value, Call) and value.function == _SIZE and len(value.arguments) == 1:
                 value = value.arguments[0]
             if isinstance(value, (list, tuple)):
-                return [convert(item, f"an item of {what}", depth + 1) for item in value]
+                items = [convert(item, f"an item of {what}", depth + 1) for item in value]
+                return tuple(items) if exactly and isinstance(value, tuple) else items
             if isinstance(value, dict) or (isinstance(value, Call) and value.function in _MAPPINGS):
                 pairs = self.mapping(value, what).items()
                 if not all(isinstance(key, (str, int, float)) for key, _ in pairs):
                     raise NotPlain(f"{what} has keys that are no strings")
                 return {key: convert(item, excerpt(key), depth + 1) for key, item in pairs}
-            if _plain_tensor(value) is not None and self.tensor(value, what).numel == 1:
-                return self.number(value, what)
+            if _plain_tensor(value) is not None:
+                try:
+                    stored = self.tensor(value, what)
+                except CheckpointError as error:
+                    raise NotPlain(f"{what} is no tensor that can be read: {error}") from error
+                if exactly:
+                    self._left -= stored.numel * stored.dtype.itemsize // _BYTES_OF_OBJECT
+                    if self._left < 0:
+                        raise NotPlain(f"{what} is too large")
+                    return self._values(stored)
+                if stored.numel == 1:
+                    return self.number(value, what)
             raise NotPlain(f"{what} is {kind_of(value)}")
 
         return convert(value, what, 0)

@@ -380,7 +380,7 @@ def _client_state(objects: TorchObjects, root: Mapping[Any, Any]) -> tuple[dict[
         if name in _OF_THE_ENGINE or not isinstance(name, str):
             continue
         try:
-            kept[name] = objects.plain(value, name)
+            kept[name] = objects.plain(value, name, exactly=True)
         except NotPlain:
             left_out.append(name)
     return kept, left_out

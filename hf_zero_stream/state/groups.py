@@ -10,7 +10,8 @@ import torch
 from ..checkpoint.untrusted_json import excerpt
 from ..destinations.slots import Slot, is_number
 from ..errors import CheckpointError
-from .record import GroupRecord, StateRecord, plain, restored
+from .plain import plain, restored
+from .record import GroupRecord, StateRecord
 
 
 __all__ = [

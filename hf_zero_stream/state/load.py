@@ -29,7 +29,8 @@ from ..sources.local import LocalFiles
 from . import adapters, schedules
 from .groups import drop_entries, set_group, set_option
 from .layout import BUFFERS
-from .record import FILE, LATEST, StateRecord, dtype_of, is_tag, restored
+from .plain import restored
+from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import (
     has_its_weights,
     refuse_missing_files,

@@ -14,8 +14,9 @@ import torch
 
 from ..checkpoint.untrusted_json import parse_object
 from ..destinations.slots import Slot, is_number
-from ..errors import CheckpointError, UnsupportedError
+from ..errors import CheckpointError
 from ..saving.files import is_plain_name
+from .plain import plain, restored
 
 
 __all__ = [
@@ -27,8 +28,6 @@ __all__ = [
     "is_tag",
     "lacking_in",
     "numbers_of",
-    "plain",
-    "restored",
     "shard_of_key",
     "write_latest",
 ]
@@ -185,7 +184,7 @@ class StateRecord:
             restored(
                 [self.data, self.data_of_ranks, self.scheduler, self.scaler, [group.options for group in self.groups]]
             )
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{path}: expected dicts as save_state writes them: {error}") from error
 
 
@@ -255,49 +254,6 @@ def write_latest(folder: Path, tag: str) -> None:
     draft = folder / f"{LATEST}.draft"
     draft.write_text(tag, encoding="utf-8")
     os.replace(draft, folder / LATEST)
-
-
-_PAIRS, _TUPLE = "(key, value)", "(tuple)"  # JSON has only strings as keys, and no tuples
-
-
-def plain(value: Any, what: str, *, exactly: bool = False) -> Any:
-    """`value` as JSON has it: numbers, strings, lists and dicts; raises an UnsupportedError for anything else.
-
-    Tuples become lists, and tensors of one element numbers; not so if :func:`restored` is to give the value `exactly`.
-    """
-    if isinstance(value, torch.Tensor) and value.numel() == 1 and not exactly:
-        return value.item()
-    if isinstance(value, (bool, int, float, type(None))) or (isinstance(value, str) and _is_text(value)):
-        return value
-    if isinstance(value, (list, tuple)):
-        items = [plain(item, what, exactly=exactly) for item in value]
-        return {_TUPLE: items} if exactly and isinstance(value, tuple) else items
-    if isinstance(value, Mapping) and all(isinstance(key, (str, int, float)) for key in value):
-        pairs = [[plain(key, what), plain(item, what, exactly=exactly)] for key, item in value.items()]
-        is_object = all(isinstance(key, str) for key in value) and list(value) not in ([_PAIRS], [_TUPLE])
-        return dict(pairs) if is_object else {_PAIRS: pairs}
-    raise UnsupportedError(
-        f"{what}: expected numbers, strings, lists and dicts, which can be written as JSON; got "
-        f"{type(value).__name__}. Nothing that must be pickled is saved. Leave it out, and make it anew when you load."
-    )
-
-
-def _is_text(value: str) -> bool:
-    """Whether `value` is Unicode, and not half a surrogate pair."""
-    return value.isascii() or value.encode("utf-8", "ignore").decode() == value
-
-
-def restored(value: Any) -> Any:
-    """What :func:`plain` was given."""
-    if isinstance(value, list):
-        return [restored(item) for item in value]
-    if isinstance(value, dict):
-        if list(value) == [_PAIRS]:
-            return {key: restored(item) for key, item in value[_PAIRS]}
-        if list(value) == [_TUPLE]:
-            return tuple(map(restored, value[_TUPLE]))
-        return {key: restored(item) for key, item in value.items()}
-    return value
 
 
 def numbers_of(slots: Iterable[Slot]) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from ..seams.saving import index_name
 from . import adapters, rng, schedules, zero_tools
 from .groups import kinds_of, recorded_options
 from .layout import BUFFERS, lay_out, lay_out_buffers
+from .plain import plain
 from .record import (
     FILE,
     LATEST,
@@ -50,7 +51,6 @@ from .record import (
     is_tag,
     lacking_in,
     numbers_of,
-    plain,
     shard_of_key,
 )
 from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart
@@ -139,7 +139,8 @@ def save_state(
             adapters.refuse_unreachable(training)
             keys = adapters.keys_of(keys)
         buffers = sorted(adapters.buffers_of(training.model))
-        record = _record(training, keys, buffers, plain(data, "data", exactly=True), coordinator.world_size)
+        data = plain(data, "data", exactly=True, with_tensors=True)
+        record = _record(training, keys, buffers, data, coordinator.world_size)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from ..errors import ConfigError, UnsupportedError
 from ..seams.wrappers import steps_per_step, unwrapped_scheduler
-from .record import plain, restored
+from .plain import plain, restored
 
 
 __all__ = ["class_of", "recorded", "refuse_other", "restore"]

@@ -1,0 +1,108 @@
+"""What all clients share: the model, the batches, and what rank 0 reports."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+MODULES = {
+    "lightning": "lightning",
+    "lightning_fsdp2": "lightning",
+    "fabric": "lightning",
+    "ray_train": "ray",
+    "sentence_transformers": "sentence_transformers",
+    "actor": "openrlhf",
+    "critic": "openrlhf",
+    "reward": "openrlhf",
+}
+"""By the function of each client: its module."""
+
+RESULT = "result.json"
+STEPS = 3
+TRAINED = "trained"
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}}
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def world_size() -> int:
+    return int(os.environ["WORLD_SIZE"])
+
+
+def ds_config(**more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "zero_allow_untested_optimizer": True,
+        **more,
+    }
+
+
+def load(folder: Path, **kwargs: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, **kwargs).train()
+
+
+def tokens(number: int) -> torch.Tensor:
+    return torch.randint(0, 128, (16,), generator=torch.Generator().manual_seed(number))
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.stack([tokens(100 * step + 10 * rank() + each) for each in range(2)])
+
+
+def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Of names, dtypes, shapes and bytes."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors):
+        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:16]
+
+
+def in_memory(model: torch.nn.Module) -> str:
+    """The digest of a model's parameters, whoever has sharded them (all ranks)."""
+    found = []
+    for name, param in model.named_parameters():
+        if hasattr(param, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([param]):
+                found.append((name, param.data.clone()))
+        else:
+            found.append((name, param.full_tensor() if hasattr(param, "full_tensor") else param))
+    return digest(found)
+
+
+def of_zero_folder(folder: Path) -> str:
+    """The digest of the fp32 values in a checkpoint of an engine, by DeepSpeed's function."""
+    from deepspeed.utils import zero_to_fp32
+
+    return digest(zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(str(folder)).items())
+
+
+def of_files(folder: Path) -> str:
+    """The digest of the weights in a folder of ``save_pretrained``."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors |= load_file(path)
+    return digest(tensors.items())
+
+
+def report(folder: Path, model: Any, losses: Iterable[Any], **digests: str) -> None:
+    """Write on rank 0 what a run gave: losses, the digests of `memory` and `files`, and whether its load streamed."""
+    if rank() == 0:
+        streamed = getattr(model, "streaming_report", None) is not None
+        found = {"losses": [f"{float(loss):.7f}" for loss in losses], **digests, "streamed": streamed}
+        (folder / RESULT).write_text(json.dumps(found))
