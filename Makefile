@@ -67,6 +67,7 @@ $(STAMP): pyproject.toml constraints.txt | system
 # A test has less time than a compiler may take.
 $(COMPILED): | $(STAMP)
 	-DS_ACCELERATOR=cpu $(BIN)/python -m tests.extensions
+	-$(BIN)/python -m tests.paper_gpu.build
 	touch $@
 
 test: $(STAMP) $(COMPILED)
