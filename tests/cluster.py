@@ -1,4 +1,4 @@
-"""Run a function on real ranks: one process each, gloo between them; or on GPUs of paper (`tests/paper_gpu`), with NCCL.
+"""Run a function on real ranks: one process each, gloo between them; or on paper GPUs (`tests/paper_gpu`), with NCCL.
 
 Ranks are forked from a server that has torch, transformers and deepspeed imported already, so that a rank costs
 a fork and a rendezvous rather than ten seconds of imports.

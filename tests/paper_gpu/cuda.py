@@ -1,8 +1,8 @@
 """Import this before torch: from then on ``torch.cuda`` is there, of paper.
 
-Set before that: PAPER_GPUS, how many devices (2; none with ``CUDA_VISIBLE_DEVICES=""``, as in a build of torch for CUDA
-on a machine without a GPU); PAPER_GPU_MIB, the memory of each (4096); PAPER_GPU_LAG_US, how far streams lag behind on
-average (100).
+Set before that: PAPER_GPUS, how many devices (2; none with ``CUDA_VISIBLE_DEVICES=""``, as in a build of torch for
+CUDA on a machine without a GPU); PAPER_GPU_MIB, the memory of each (4096); PAPER_GPU_LAG_US, how far streams lag
+behind on average (100).
 """
 
 from __future__ import annotations
