@@ -7,7 +7,7 @@ have in common; the module of each kind, ``torch.cuda`` for instance, the rest.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -58,12 +58,12 @@ def device_of_rank(kind: str, local_rank: int | None) -> torch.device | None:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Inside, `device` is the current one.
+    """Inside, `device` is the current one, if it is an accelerator.
 
     Afterwards the one from before is again, if this process has used that at all: to make it current would give it a
     context, which takes hundreds of megabytes, by every rank of this host.
     """
-    return torch.accelerator.device_index(device.index)
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
 
 
 def stream(device: torch.device) -> torch.Stream:

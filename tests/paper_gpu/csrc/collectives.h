@@ -101,7 +101,8 @@ inline void all_reduce(c10d::Backend& gloo, Tensor tensor, c10d::ReduceOp op) {
 class ProcessGroup final : public c10d::Backend {
   using Body = std::function<void(c10d::Backend&)>;
 
-  Pointer<c10d::Store> store;
+  // A connection for each thread: while one waits for a key, its connection serves nobody else.
+  Pointer<c10d::Store> caller_store, stream_store;
   Pointer<c10d::Backend> gloo;
   Pointer<Options> options;
   std::mutex lock;
@@ -111,7 +112,11 @@ class ProcessGroup final : public c10d::Backend {
 
  public:
   ProcessGroup(Pointer<c10d::Store> store, int rank, int size, Pointer<Options> options, Pointer<c10d::Backend> gloo)
-      : Backend(rank, size), store(std::move(store)), gloo(std::move(gloo)), options(std::move(options)) {}
+      : Backend(rank, size),
+        caller_store(store->clone()),
+        stream_store(store->clone()),
+        gloo(std::move(gloo)),
+        options(std::move(options)) {}
 
   const std::string getBackendName() const override { return "nccl"; }
   Pointer<c10d::Backend::Options> getBackendOptions() override { return options; }
@@ -342,9 +347,9 @@ class ProcessGroup final : public c10d::Backend {
     auto& one = communicators[device];
     if (one) return *one;
     std::string key = "paper_gpu/communicator/" + std::to_string(communicators.size()) + "/";
-    store->set(key + std::to_string(rank_), std::to_string(device));
+    caller_store->set(key + std::to_string(rank_), std::to_string(device));
     for (int rank = 0; rank < size_; ++rank) {
-      auto found = store->get_to_str(key + std::to_string(rank));
+      auto found = caller_store->get_to_str(key + std::to_string(rank));
       TORCH_CHECK_WITH(DistBackendError, rank == rank_ || found != std::to_string(device),
                        "NCCL error: invalid usage. Duplicate GPU detected : rank ", rank_, " and rank ", rank,
                        " both on CUDA device ", found);
@@ -381,9 +386,9 @@ class ProcessGroup final : public c10d::Backend {
 
   void compare(uint64_t number, const std::string& what) {
     std::string key = "paper_gpu/collective/" + std::to_string(number) + "/";
-    store->set(key + std::to_string(rank_), what);
+    stream_store->set(key + std::to_string(rank_), what);
     for (int rank = 0; rank < size_; ++rank) {
-      auto found = store->get_to_str(key + std::to_string(rank));
+      auto found = stream_store->get_to_str(key + std::to_string(rank));
       if (found == what) continue;
       fault("collective " + std::to_string(number) + " of a group: " + what + " on rank " + std::to_string(rank_) +
             ", " + found + " on rank " + std::to_string(rank));

@@ -1,0 +1,173 @@
+"""What ranks on paper GPUs run: many trials one after the other in one process, and its set-ups of training."""
+
+from __future__ import annotations
+
+import gc
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import hf_zero_stream
+from hf_zero_stream import StreamingConfig
+from tests.parity import differences, ds_config, unequal
+from tests.sharded import even_inputs, load_sharded, sharded_differences
+
+
+__all__ = ["FAULTS", "Trial", "by_accelerate", "by_transformers", "in_one_process", "outcome", "plain_model", "zero"]
+
+Trial = Callable[[], Any]
+
+FAULTS = "faults"
+"""The name of what :func:`in_one_process` adds: what would hang, or give wrong values, on real GPUs."""
+
+COMMON = {"dtype": torch.bfloat16, "attn_implementation": "eager", "experts_implementation": "eager"}
+QUIET = {"progress": False, "log_report": False}
+
+
+def in_one_process(trials: Mapping[str, Trial]) -> dict[str, Any]:
+    """What each trial returns; of the first that fails the traceback, and nothing of those after it (all ranks)."""
+    from tests.paper_gpu.cuda import paper
+
+    found: dict[str, Any] = {}
+    for name, trial in trials.items():
+        try:
+            found[name] = trial()
+        except Exception:
+            found[name] = traceback.format_exc()
+            break
+        gc.collect()
+    return {**found, FAULTS: paper.faults()}
+
+
+def outcome(results: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    """What a trial returned on each rank; fails the test if it, or the one before it, has failed."""
+    assert [of_rank[FAULTS] for of_rank in results] == [[]] * len(results)
+    for rank, of_rank in enumerate(results):
+        if name not in of_rank:
+            pytest.fail(f"{name} was not tried: {[*of_rank][-2]} has failed")
+        if isinstance(of_rank[name], str):
+            pytest.fail(f"{name} failed on rank {rank}:\n{of_rank[name]}")
+    return [of_rank[name] for of_rank in results]
+
+
+def plain_model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **COMMON)
+
+
+def batches(count: int, device: torch.device, first: int = 0) -> list[dict[str, torch.Tensor]]:
+    """Inputs of steps, the same on all ranks."""
+    made = []
+    for step in range(first, first + count):
+        inputs = even_inputs()
+        tokens = inputs["input_ids"].roll(step, -1).to(device)
+        made.append({"input_ids": tokens, "labels": tokens})
+    return made
+
+
+def engine_losses(engine: Any, count: int = 3, first: int = 0) -> list[float]:
+    losses = []
+    for inputs in batches(count, engine.device, first):
+        loss = engine(**inputs, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def zero_config(stage: int, zero: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **ds_config(torch.bfloat16, **zero),
+        # Buckets of a gigabyte would be filled with NaN for each of many trials.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2**16, "allgather_bucket_size": 2**16, **zero},
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 1.0,
+    }
+
+
+def zero(folder: Path, stage: int, zero: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Train three steps under ZeRO, streamed with these `settings`, or by stock: losses, and what differs."""
+    import deepspeed
+    from transformers.integrations import HfDeepSpeedConfig
+
+    plain = plain_model(folder)  # before the other one: that keeps ZeRO-3 on
+    config = zero_config(stage, zero)
+    keep = HfDeepSpeedConfig(config)
+    torch.manual_seed(11)
+    # A script of a user: DeepSpeed's config is known to transformers, and no argument of ours is used.
+    stream = nullcontext() if settings is None else hf_zero_stream.streaming(StreamingConfig(**{**QUIET, **settings}))
+    with stream:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **COMMON)
+    found: dict[str, Any] = {}
+    if settings is not None:
+        found["differences"] = differences(model, plain, torch.bfloat16) if stage == 3 else unequal(model.cpu(), plain)
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    found["losses"] = engine_losses(engine)
+    engine.destroy()
+    del keep
+    return found
+
+
+def step(model: Any, optimizer: Any, inputs: Mapping[str, torch.Tensor]) -> float:
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(loss.detach())
+
+
+def losses_of(model: Any, optimizer: Any, count: int = 3, first: int = 0) -> list[float]:
+    model.train()
+    return [step(model, optimizer, inputs) for inputs in batches(count, torch.device("cuda"), first)]
+
+
+def by_transformers(
+    folder: Path, sizes: Mapping[str, int], settings: Mapping[str, Any] | None, **options: Any
+) -> dict[str, Any]:
+    """As :func:`zero`, sharded by ``distributed_config``."""
+    from transformers.distributed import DistributedConfig
+
+    plain = plain_model(folder)
+    torch.manual_seed(11)
+    if settings is None:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, distributed_config=DistributedConfig(**sizes), **COMMON
+        )
+        found: dict[str, Any] = {}
+    else:
+        with hf_zero_stream.streaming(StreamingConfig(**{**QUIET, **settings})):
+            model = load_sharded(transformers.AutoModelForCausalLM, folder, dict(sizes), **COMMON)
+        found = {"differences": sharded_differences(model, plain)}
+    # AdamW in a loop: on a GPU torch would take all tensors together, and tensor parallelism has DTensors beside others.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    return {**found, "losses": losses_of(model, optimizer)}
+
+
+def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """As :func:`zero`, by accelerate's FSDP2."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from tests.fsdp2 import announce
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    announce(offload_params=offload, cpu_ram_efficient_loading=settings is not None, reshard_after_forward=True)
+    plain = plain_model(folder)
+    accelerator = Accelerator()
+    torch.manual_seed(11)
+    stream = nullcontext() if settings is None else hf_zero_stream.streaming(StreamingConfig(**{**QUIET, **settings}))
+    with stream:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **COMMON)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = accelerator.prepare(model, optimizer)
+    found = {} if settings is None else {"differences": sharded_differences(model, plain)}
+    found["losses"] = losses_of(model, optimizer)
+    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
+        del os.environ[name]
+    return found
