@@ -144,7 +144,7 @@ def by_transformers(
         with hf_zero_stream.streaming(StreamingConfig(**{**QUIET, **settings})):
             model = load_sharded(transformers.AutoModelForCausalLM, folder, dict(sizes), **COMMON)
         found = {"differences": sharded_differences(model, plain)}
-    # AdamW in a loop: on a GPU torch would take all tensors together, and tensor parallelism has DTensors beside others.
+    # foreach=False: on a GPU torch takes all tensors together, and cannot where only some are DTensors.
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     return {**found, "losses": losses_of(model, optimizer)}
 
