@@ -146,19 +146,24 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-@functools.cache
 def warm_up(machine: Machine = HOST) -> None:
     """Start the fork server and wait until it can fork. The first call compiles DeepSpeed's CPU extension."""
+    _warm_up(machine.preload)
+
+
+@functools.cache
+def _warm_up(preload: str) -> None:
+    machine = next(each for each in (HOST, PAPER_GPUS) if each.preload == preload)
     # Before Python 3.12 the server does not inherit sys.path, and it ignores a preload that it cannot import.
     search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with _environment({**dict(machine.environment), "PYTHONPATH": search_path}):
-        process = _start(machine, _check_preload, machine.preload)
+        process = _start(machine, _check_preload, preload)
     process.join()
     if process.exitcode != 0:
-        raise RuntimeError(f"the fork server could not import {machine.preload} (exit code {process.exitcode})")
+        raise RuntimeError(f"the fork server could not import {preload} (exit code {process.exitcode})")
     process.close()
     # After every other finalizer of multiprocessing, because those may still talk to the resource tracker.
-    multiprocessing.util.Finalize(None, _stop_server, args=[machine.preload], exitpriority=-100)
+    multiprocessing.util.Finalize(None, _stop_server, args=[preload], exitpriority=-100)
 
 
 def _stop_server(preload: str) -> None:
@@ -179,7 +184,7 @@ def _run(
     grace: float | None,
     machine: Machine,
 ) -> list[Outcome]:
-    warm_up(replace(machine, backend="", sets_device=False))  # one server, whatever the ranks do later
+    warm_up(machine)
     # Plain pickle: multiprocessing's own would send tensors as handles that die with their rank.
     payload = pickle.dumps((fn, args))
     # The parent hosts the rendezvous store. Its port is taken from the start, so no other run can be given the same.

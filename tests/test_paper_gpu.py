@@ -18,23 +18,13 @@ from torch import nn
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from tests.cluster import PAPER_GPUS, run_ranks, run_ranks_expecting_errors
-from tests.paper_gpu.build import build, why_not
 from tests.paper_gpu.trials import COMMON, plain_model
-from tests.sharded import even_model
 
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = pytest.mark.usefixtures("paper_gpus")
 
 MANY_READS = StreamingConfig(request_bytes=2048, reader_threads=2, progress=False)
 """So many that buffers come round again while copies out of them are under way."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    build()
-    folder = tmp_path_factory.mktemp("even")
-    even_model("qwen3_moe").bfloat16().save_pretrained(folder, max_shard_size="100KB")
-    return folder
 
 
 # ------------------------------------------------------------------------------------------------------ the devices
@@ -66,7 +56,7 @@ def without_waiting() -> dict[str, Any]:
     return found
 
 
-def test_devices_work_beside_the_host(folder: Path) -> None:
+def test_devices_work_beside_the_host() -> None:
     (found,) = run_ranks(1, without_waiting, on=PAPER_GPUS)
     assert found["overwritten"] and found["not there yet"], "whoever does not wait must see it"
     assert found["other stream"] and found["freed"] and found["pinned"] and found["allocated"] == 4096
@@ -78,7 +68,7 @@ def touch_memory_of_a_device() -> None:
     ctypes.string_at(torch.ones(8, device="cuda").data_ptr(), 1)
 
 
-def test_the_host_cannot_read_a_device(folder: Path) -> None:
+def test_the_host_cannot_read_a_device() -> None:
     (outcome,) = run_ranks_expecting_errors(1, touch_memory_of_a_device, on=PAPER_GPUS)
     assert outcome.error_message is not None and "exit code -11" in outcome.error_message
 
@@ -104,7 +94,7 @@ def refused_collectives() -> list[str]:
     return [*found, str(total.tolist())]
 
 
-def test_collectives_are_as_strict_as_nccl(folder: Path) -> None:
+def test_collectives_are_as_strict_as_nccl() -> None:
     for host, rows, dtype, device, total in run_ranks(2, refused_collectives, on=PAPER_GPUS):
         assert "CUDA" in host or "backend" in host, host
         assert "contiguous" in rows and "not supported" in dtype
@@ -118,7 +108,7 @@ def different_collectives() -> None:
     time.sleep(20)
 
 
-def test_different_collectives_end_the_process(folder: Path) -> None:
+def test_different_collectives_end_the_process() -> None:
     outcomes = run_ranks_expecting_errors(2, different_collectives, on=PAPER_GPUS, timeout=60)
     assert all("exit code 77" in (outcome.error_message or "") for outcome in outcomes)
 
@@ -169,15 +159,15 @@ def wrong_after_load_into(folder: Path, devices: int, mistake: str = "") -> list
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_load_into_several_devices(folder: Path, devices: int) -> None:
-    assert run_ranks(1, wrong_after_load_into, folder, devices, on=PAPER_GPUS) == [[]]
+def test_load_into_several_devices(even_checkpoint: Path, devices: int) -> None:
+    assert run_ranks(1, wrong_after_load_into, even_checkpoint, devices, on=PAPER_GPUS) == [[]]
 
 
 @pytest.mark.parametrize(
     "mistake", ["no lane", "no event is waited for", "the first device's event for all", "memory that is still in use"]
 )
-def test_mistakes_in_lanes_show(folder: Path, mistake: str) -> None:
-    (found,) = run_ranks(1, wrong_after_load_into, folder, 2, mistake, on=PAPER_GPUS)
+def test_mistakes_in_lanes_show(even_checkpoint: Path, mistake: str) -> None:
+    (found,) = run_ranks(1, wrong_after_load_into, even_checkpoint, 2, mistake, on=PAPER_GPUS)
     assert found
 
 
@@ -189,6 +179,14 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, mistake: s
     expected = values_of(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if mistake:
+        put, busy = host_copy.HostCopy.put, [torch.ones(8, device=device) for device in ("cuda:0", "cuda:1")]
+
+        def put_on_busy_devices(*args: Any) -> None:
+            for values in busy * 500:
+                values.copy_(values[:1].expand(8))
+            put(*args)
+
+        host_copy.HostCopy.put = put_on_busy_devices
         host_copy.synchronise = lambda devices: None
     before = paper.pinned()["locked"]
     pending = hf_zero_stream.save_state(model, target, optimizer=optimizer, asynchronous=True)
@@ -208,14 +206,16 @@ def saved_in_the_background(folder: Path, target: Path, devices: int, mistake: s
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_save_in_the_background(folder: Path, tmp_path: Path, devices: int) -> None:
-    (found,) = run_ranks(1, saved_in_the_background, folder, tmp_path, devices, on=PAPER_GPUS)
+def test_a_save_in_the_background(even_checkpoint: Path, tmp_path: Path, devices: int) -> None:
+    (found,) = run_ranks(1, saved_in_the_background, even_checkpoint, tmp_path, devices, on=PAPER_GPUS)
     assert found["wrong"] == [] and found["tensors"] > 20
     assert found["written"] <= found["pinned"] <= found["written"] * (1 + 1 / 32) + 2**16
 
 
-def test_a_save_that_does_not_wait_shows(folder: Path, tmp_path: Path) -> None:
-    (found,) = run_ranks(1, saved_in_the_background, folder, tmp_path, 2, "nothing is waited for", on=PAPER_GPUS)
+def test_a_save_that_does_not_wait_shows(even_checkpoint: Path, tmp_path: Path) -> None:
+    (found,) = run_ranks(
+        1, saved_in_the_background, even_checkpoint, tmp_path, 2, "nothing is waited for", on=PAPER_GPUS
+    )
     assert found["wrong"]
 
 

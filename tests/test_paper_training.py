@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 
 from tests.cluster import PAPER_GPUS, run_ranks
-from tests.paper_gpu.build import build, why_not
 from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_process, outcome, zero
-from tests.sharded import even_model
 
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+pytestmark = pytest.mark.usefixtures("paper_gpus")
 
 PINNED = {"device": "cpu", "pin_memory": True}
 
@@ -42,19 +40,11 @@ ACCELERATE = {"accelerate": False, "accelerate, on the host": True}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    build()
-    folder = tmp_path_factory.mktemp("even")
-    even_model("qwen3_moe").bfloat16().save_pretrained(folder, max_shard_size="100KB")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def of_zero(folder: Path) -> list[dict[str, Any]]:
+def of_zero(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
     """Nobody sets the current device: with DeepSpeed alone, nobody does before a model is loaded."""
-    trials: dict[str, Any] = {name: partial(zero, folder, *how) for name, how in ZERO.items()}
+    trials: dict[str, Any] = {name: partial(zero, even_checkpoint, *how) for name, how in ZERO.items()}
     for stage, variation in ((3, {}), (3, {"offload_param": PINNED}), (3, {"offload_optimizer": PINNED}), (2, {})):
-        trials[f"stock {stage} {variation}"] = partial(zero, folder, stage, variation, None)
+        trials[f"stock {stage} {variation}"] = partial(zero, even_checkpoint, stage, variation, None)
     return run_ranks(2, in_one_process, trials, on=PAPER_GPUS, timeout=280)
 
 
@@ -70,11 +60,12 @@ def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_sharded(folder: Path) -> list[dict[str, Any]]:
-    trials: dict[str, Any] = {name: partial(by_transformers, folder, *how) for name, how in SHARDED.items()}
-    trials |= {f"stock {name}": partial(by_transformers, folder, SHARDED[name][0], None) for name in ("FSDP2", "TP")}
-    trials |= {name: partial(by_accelerate, folder, offload, {}) for name, offload in ACCELERATE.items()}
-    trials |= {f"stock {name}": partial(by_accelerate, folder, offload, None) for name, offload in ACCELERATE.items()}
+def of_sharded(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
+    sharded, accelerate = partial(by_transformers, even_checkpoint), partial(by_accelerate, even_checkpoint)
+    trials: dict[str, Any] = {name: partial(sharded, *how) for name, how in SHARDED.items()}
+    trials |= {f"stock {name}": partial(sharded, SHARDED[name][0], None) for name in ("FSDP2", "TP")}
+    trials |= {name: partial(accelerate, offload, {}) for name, offload in ACCELERATE.items()}
+    trials |= {f"stock {name}": partial(accelerate, offload, None) for name, offload in ACCELERATE.items()}
     machine = replace(PAPER_GPUS, backend="cuda:nccl,cpu:gloo", sets_device=True)
     return run_ranks(2, in_one_process, trials, on=machine, timeout=280)
 
