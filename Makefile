@@ -46,7 +46,7 @@ help:
 	@echo "make bench    run the benchmarks"
 	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
 	@echo "make ecosystem train with LLaMA-Factory and ms-swift, each in a venv of its own, with and without hf_zero_stream"
-	@echo "make gpu      on a machine with CUDA: run the tests marked gpu and benchmarks/gpu.py"
+	@echo "make gpu      on a machine with an NVIDIA GPU: the three commands of scripts/gpu, results in gpu-day/"
 	@echo "make azurite  install a server for the tests of az:// with npm, if there is npm (make test-all does it)"
 	@echo "make clean    remove $(VENV) and caches"
 
@@ -146,7 +146,7 @@ ecosystem: $(STAMP)
 
 # The torch in constraints.txt comes as a build for CUDA where pip finds one.
 gpu: $(STAMP)
-	$(BIN)/python -m scripts.gpu
+	for command in correctness ranks speed; do $(BIN)/python -m scripts.gpu $$command || failed=1; done; test -z "$$failed"
 
 clean:
 	rm -rf $(VENV) $(OLDEST) .ecosystem .peers build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

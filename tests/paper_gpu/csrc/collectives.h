@@ -347,10 +347,12 @@ class ProcessGroup final : public c10d::Backend {
     auto& one = communicators[device];
     if (one) return *one;
     std::string key = "paper_gpu/communicator/" + std::to_string(communicators.size()) + "/";
-    caller_store->set(key + std::to_string(rank_), std::to_string(device));
+    auto* host = std::getenv("NCCL_HOSTID");  // ranks of other hosts have other GPUs
+    auto mine = (host ? std::string(host) + ":" : std::string()) + std::to_string(device);
+    caller_store->set(key + std::to_string(rank_), mine);
     for (int rank = 0; rank < size_; ++rank) {
       auto found = caller_store->get_to_str(key + std::to_string(rank));
-      TORCH_CHECK_WITH(DistBackendError, rank == rank_ || found != std::to_string(device),
+      TORCH_CHECK_WITH(DistBackendError, rank == rank_ || found != mine,
                        "NCCL error: invalid usage. Duplicate GPU detected : rank ", rank_, " and rank ", rank,
                        " both on CUDA device ", found);
     }
