@@ -30,9 +30,11 @@ __all__ = [
     "in_one_process",
     "outcome",
     "plain_model",
+    "sharded_memory",
     "sharded_resumed",
     "sharded_states",
     "zero",
+    "zero_memory",
     "zero_resumed",
     "zero_states",
 ]
@@ -191,6 +193,7 @@ def sharded_model(folder: Path, sizes: Mapping[str, int], settings: Mapping[str,
     """A model that ``distributed_config`` shards, and its optimizer."""
     from transformers.distributed import DistributedConfig
 
+    unset_hf_deepspeed_config()
     torch.manual_seed(11)
     with streaming(settings):
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -252,4 +255,52 @@ def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | Non
     found["losses"] = losses_of(model, optimizer)
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[name]
+    return found
+
+
+def zero_memory(folder: Path, zero: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """What the footprint says of this rank's GPU under ZeRO-3, and what its allocator saw, in bytes."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    plain_model(folder)
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+
+    def peak() -> int:
+        seen = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+        return seen
+
+    peak()
+    config = zero_config(3, zero)
+    model = zero_model(folder, config, {})
+    footprint = model.streaming_report.ranks[torch.distributed.get_rank()].footprint
+    found = {"load": (footprint.load_peak["cuda"], peak())}
+    engine = zero_engine(model, config)
+    found["start"] = (footprint.start_peak["cuda"], peak())
+    inputs = batches(1, device)[0]
+    for _ in range(2):
+        engine.backward(engine(**inputs, use_cache=False).loss)
+        peak()
+        engine.step()
+        found["step"] = (footprint.step_peak["cuda"], peak())
+    found["held"] = (footprint.held["cuda"], torch.cuda.memory_allocated(device) - before)
+    engine.destroy()
+    return found
+
+
+def sharded_memory(folder: Path) -> dict[str, tuple[int, int]]:
+    """As :func:`zero_memory`, under FSDP2."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    model, _ = sharded_model(folder, {"fsdp_size": torch.distributed.get_world_size()}, {})
+    footprint = model.streaming_report.ranks[torch.distributed.get_rank()].footprint
+    found = {"load": (footprint.load_peak["cuda"], torch.cuda.max_memory_allocated(device) - before)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(**batches(1, device)[0], use_cache=False).loss.backward()
+        torch.cuda.reset_peak_memory_stats(device)
+        optimizer.step()
+        found["step"] = (footprint.step_peak["cuda"], torch.cuda.max_memory_allocated(device) - before)
+    found["held"] = (footprint.held["cuda"], torch.cuda.memory_allocated(device) - before)
     return found
