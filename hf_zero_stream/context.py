@@ -8,6 +8,7 @@ from typing import TypeVar
 from . import scope
 from .config import StreamingConfig, check_environment
 from .errors import ConfigError
+from .imports import Watch
 from .patching import Patches
 from .seams import entrances
 
@@ -86,10 +87,13 @@ class _Replaced:
         self._users = 0
         self._entered: list[Patches] = []
         self._is_open = False
+        self._watch = Watch(entrances.WATCHED, lambda module: entrances.patch_imported())
 
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
+            if self._users == 1:
+                self._watch.__enter__()
             try:
                 self._add(entrances.patches)
                 self.renew()
@@ -100,12 +104,14 @@ class _Replaced:
     def __exit__(self, *exception: object) -> None:
         with self._lock:
             self._users -= 1
+            if not self._users:
+                self._watch.__exit__()
             while not self._users and self._entered:
                 self._entered.pop().__exit__()
 
     def renew(self) -> None:
         """Replace also in modules that have been imported since, if they are inside already."""
-        entrances.patch_auto_classes()
+        entrances.patch_imported()
         if self._is_open or entrances.must_open():
             self.open()
 

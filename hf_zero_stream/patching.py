@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from .errors import refuse_unknown_version
+
 
 __all__ = ["Patches", "Replacement", "is_defined_by", "replaced_methods", "standing_in"]
 
@@ -47,6 +49,12 @@ class Patches:
             return bool(new)
 
     def _replace(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
+        """Raises a VersionError, before anything is replaced, if an owner has no such attribute."""
+        for owner, name in replacements:
+            if name not in vars(owner):
+                module = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+                package = module.partition(".")[0]
+                refuse_unknown_version(package, [f"{owner.__name__.removeprefix(f'{package}.')}.{name}"])
         for (owner, name), replacement in replacements.items():
             original = vars(owner)[name]
             patched = _patched(owner, original, replacement)

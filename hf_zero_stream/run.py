@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import builtins
 import functools
-import importlib.abc
 import io
 import os
 import runpy
@@ -27,12 +26,14 @@ import sys
 import threading
 import zipfile
 from collections.abc import Callable, Sequence
-from importlib.machinery import BuiltinImporter, ModuleSpec, SourceFileLoader
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
+from .imports import Watch
 
-__all__ = ["ENTRANCES", "main"]
+
+__all__ = ["ENTRANCES", "main", "watch"]
 
 ENTRANCES = (
     ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained"),
@@ -66,9 +67,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(0 if is_help else 2)
     _refuse_wrong_settings()
     sys.argv[:] = [target, *own, *rest]
-    sys.meta_path.insert(0, _Watch())
-    for module in {module for module, _, _ in ENTRANCES} & set(sys.modules):
-        _put_entrances(sys.modules[module])
+    watch()
     main_module = sys.modules["__main__"] = ModuleType("__main__")
     vars(main_module).update(__builtins__=builtins)
     try:
@@ -136,27 +135,12 @@ def _enter() -> None:
         enter_for_process()
 
 
-class _Watch(importlib.abc.MetaPathFinder):
-    """Puts entrances into the modules of :data:`ENTRANCES` when they have been imported; finds nothing itself."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if not any(fullname == module for module, _, _ in ENTRANCES):
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                loader: Any = spec.loader
-                execute = loader.exec_module
-
-                def exec_module(module: ModuleType) -> None:
-                    execute(module)
-                    _put_entrances(module)
-
-                loader.exec_module = exec_module
-                return spec
-        return None
+def watch() -> None:
+    """Have the first call of one of :data:`ENTRANCES` enter the block, whether it has been imported or will be."""
+    modules = {module for module, _, _ in ENTRANCES}
+    Watch(modules, _put_entrances).__enter__()
+    for module in modules & set(sys.modules):
+        _put_entrances(sys.modules[module])
 
 
 def _put_entrances(module: ModuleType) -> None:

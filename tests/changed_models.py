@@ -125,6 +125,24 @@ def inject(model: Any) -> Any:
     return model
 
 
+def add_buffer_beside_adapter(model: Any) -> Any:
+    return add_adapter(add_buffer(model))
+
+
+DEQUANTISED = "dequantised"
+"""Changed by its load, from a quantised checkpoint in the folder "fp8"."""
+
+
+def loaded(folder: Path, home: str, change: str, **kwargs: Any) -> Any:
+    dtype = torch.float32
+    if change == DEQUANTISED:
+        folder = folder / "fp8"
+        kwargs["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+        if not home.startswith("zero"):
+            dtype = torch.bfloat16  # whatever is asked for, dequantised weights are, and FSDP2 takes one dtype only
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **kwargs)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "none": lambda model: model,
     "compiled": compile_blocks,
@@ -137,10 +155,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "added buffer": add_buffer,
     "add_adapter": add_adapter,
     "add_adapter, all trained": add_adapter_beside_trained,
+    "add_adapter, added buffer": add_buffer_beside_adapter,
     "get_peft_model": get_peft,
     "injected": inject,
+    DEQUANTISED: lambda model: model,
 }
-ADAPTED = ("add_adapter", "add_adapter, all trained", "get_peft_model")
+ADAPTED = ("add_adapter", "add_adapter, all trained", "add_adapter, added buffer", "get_peft_model")
 """Those of which the adapters alone are saved as weights."""
 
 
@@ -177,7 +197,8 @@ class Session:
             kwargs["distributed_config"] = transformers.distributed.DistributedConfig(fsdp_size=dist.get_world_size())
         elif config is not None and self._accelerator is None:
             kwargs["ds_config"] = config
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs)
+        model = loaded(folder, home, change, **kwargs)
+        self.vocab = model.config.vocab_size
         torch.manual_seed(seed)
         self.model = CHANGES[change](model)
         trained = [param for param in self.model.parameters() if param.requires_grad]
@@ -211,7 +232,7 @@ class Session:
         """The losses of these steps, whose tokens are the same on every rank."""
         losses = []
         for step in steps:
-            ids = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
+            ids = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step)) % self.vocab
             loss = self.trains(input_ids=ids, labels=ids).loss
             if self._accelerator is not None:
                 self._accelerator.backward(loss)
@@ -310,7 +331,6 @@ def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], re
 
     found = {}
     rows = torch.randint(5, VOCAB, (24, 9), generator=torch.Generator().manual_seed(1))
-    data = [{"input_ids": row, "labels": row} for row in rows]
     for change in changes:
         settings: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
         if home == "fsdp2":
@@ -336,7 +356,10 @@ def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], re
             **settings,
         )
         with hf_zero_stream.streaming():
-            model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            model = loaded(folder, change)
+            data = [
+                {"input_ids": row % model.config.vocab_size, "labels": row % model.config.vocab_size} for row in rows
+            ]
             torch.manual_seed(2 if resumes else 1)
             trainer = transformers.Trainer(CHANGES[change](model), args, train_dataset=data)  # type: ignore[arg-type]
             trainer.train(resume_from_checkpoint=str(output / change / "checkpoint-2") if resumes else None)

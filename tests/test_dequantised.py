@@ -183,6 +183,42 @@ def test_saved_as_plain(cluster: None, formats: Any, tmp_path: Path, home: str, 
     assert_as_expected(folders, tmp_path)
 
 
+# ------------------------------------------------------------ into a model that is not quantised, by load_into
+
+
+def load_into_home(home: str, folders: Folders, root: Path) -> None:
+    """Load each quantised checkpoint into a model of zeros, and save it; with and without a word on how."""
+    import hf_zero_stream
+
+    for name, folder in folders.items():
+        with streaming():
+            for wish in ({}, dequantised(folder)[1]):
+                model = HOMES[home](folder)
+                with torch.no_grad():
+                    for param in model.parameters():
+                        (getattr(param, "ds_tensor", None) if hasattr(param, "ds_id") else param).zero_()
+                hf_zero_stream.load_into(model, str(folder), **wish)
+                hf_zero_stream.save_pretrained(model, root / name / f"{len(wish)}")
+
+
+@pytest.mark.parametrize("home", [pytest.param("replicas", marks=pytest.mark.slow), "ZeRO-3", "distributed_config"])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if "4, m" in n else ()) for n in SAMPLE])
+def test_loaded_into_a_plain_model(cluster: None, formats: Any, tmp_path: Path, home: str, name: str) -> None:
+    folders = formats(name)
+    run_ranks(2, load_into_home, home, folders, tmp_path)
+    assert_as_expected(folders, tmp_path)
+
+
+def test_what_transformers_does_not_dequantise_is_refused(tmp_path: Path) -> None:
+    import hf_zero_stream
+    from hf_zero_stream.errors import UnsupportedError
+
+    bitsandbytes(tmp_path / "model", "nf4", width=64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").dequantize()
+    with pytest.raises(UnsupportedError, match=r"quantised by bitsandbytes.*call dequantize\(\), and save that"):
+        hf_zero_stream.load_into(model, str(tmp_path / "model"), strict=False)
+
+
 # ------------------------------------------------------------------------------------------ in one process, and merged
 
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -85,6 +85,27 @@ def test_converted_as_torch_converts(saved: Path, tmp_path: Path, name: str) -> 
     assert (
         sorted(path.suffix for path in (tmp_path / "ours").iterdir() if path.suffix != ".safetensors") == [".json"] * 2
     )
+
+
+@pytest.mark.parametrize("strides", [None, (4, 1)])
+def test_what_torch_2_15_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strides: Any) -> None:
+    """A tensor's properties have one more field there."""
+    stock = TensorProperties.__getstate__
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*stock(self)[:5], strides))
+    values = {"w": torch.arange(12.0).view(3, 4)}
+    dcp.save(values, checkpoint_id=tmp_path / "saved", no_dist=True)
+    convert(tmp_path / "saved", tmp_path / "ours")
+    assert torch.equal(load_file(tmp_path / "ours" / "model.safetensors")["w"], values["w"])
+
+
+@pytest.mark.parametrize("later", ["strides", (1, -1), (print,), (1, 2, 3)])
+def test_fields_that_torch_does_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: Any) -> None:
+    stock = TensorProperties.__getstate__
+    fields = later if later == (1, 2, 3) else (later,)
+    monkeypatch.setattr(TensorProperties, "__getstate__", lambda self: (*stock(self)[:5], *fields))
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    with pytest.raises(CheckpointError):
+        contents_of(tmp_path / "saved")
 
 
 def test_layout_of_the_hub(saved: Path, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:

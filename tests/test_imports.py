@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -73,6 +74,42 @@ def test_loads_without_zero_import_nothing_that_streams(zoo_checkpoint: Callable
     """Nor DeepSpeed, as stock's; stock's ``save_pretrained`` does. The first call for more brings everything."""
     folders = [str(zoo_checkpoint("llama")), str(zoo_checkpoint("qwen3_moe"))]
     subprocess.run([sys.executable, "-c", STOCK_LOADS, *folders], check=True)
+
+
+LATE = """\
+import sys, torch
+import hf_zero_stream
+from transformers import AutoModelForCausalLM
+with hf_zero_stream.streaming():
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+    assert "deepspeed" not in sys.modules and "hf_zero_stream.state" not in sys.modules
+    import deepspeed
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "optimizer": optimizer}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    engine.save_checkpoint(sys.argv[2], tag="first")
+assert not hasattr(type(engine).save_checkpoint, "__wrapped__")
+assert not [finder for finder in sys.meta_path if type(finder).__name__ == "Watch"]
+"""
+
+LATE_TOOL = """\
+import sys
+import hf_zero_stream
+with hf_zero_stream.streaming():
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    assert get_fp32_state_dict_from_zero_checkpoint(sys.argv[1])
+"""
+
+
+def test_deepspeed_may_be_imported_in_the_middle_of_a_block(
+    zoo_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Its engines save as ours then too, and its tools know what they have saved."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    command = [sys.executable, "-c", LATE, str(zoo_checkpoint("llama")), str(tmp_path)]
+    subprocess.run(command, env={**os.environ, **rank}, check=True)
+    assert (tmp_path / "first" / "model.safetensors").is_file()
+    subprocess.run([sys.executable, "-c", LATE_TOOL, str(tmp_path)], check=True)
 
 
 def test_an_accelerator_brings_what_its_methods_become() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,9 +10,8 @@ import pytest
 
 from tests.changed_models import CHANGES, by_trainer, resume_changed, save_changed
 from tests.cluster import run_ranks
+from tests.quantised_checkpoints import dense_fp8
 
-
-Checkpoint = Callable[..., Path]
 
 HOMES = {
     "zero3": ("engine", "save_state", "accelerate"),
@@ -33,11 +33,18 @@ def changes_in(home: str) -> list[str]:
     return [change for change in CHANGES if home != "zero3" or change not in COMPILED]
 
 
+@pytest.fixture
+def checkpoint(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    shutil.copytree(zoo_checkpoint("llama"), tmp_path / "checkpoint")
+    dense_fp8(tmp_path / "checkpoint" / "fp8")
+    return tmp_path / "checkpoint"
+
+
 @pytest.mark.sample(len(ROWS))
 @pytest.mark.parametrize(("home", "saver"), ROWS)
-def test_resumed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, saver: str) -> None:
+def test_resumed(cluster: None, checkpoint: Path, tmp_path: Path, home: str, saver: str) -> None:
     """The same losses as of a training that never stopped; all values come back, also at another number of ranks."""
-    folder, changes = zoo_checkpoint("llama"), changes_in(home)
+    folder, changes = checkpoint, changes_in(home)
     saved = run_ranks(2, save_changed, folder, tmp_path, home, saver, changes, timeout=400)[0]
     assert {change: found["wrong"] for change, found in saved.items() if found["wrong"]} == {}
     resumed = run_ranks(2, resume_changed, folder, tmp_path, home, saver, changes, timeout=400)[0]
@@ -50,8 +57,8 @@ def test_resumed(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home
 
 @pytest.mark.slow
 @pytest.mark.parametrize("home", ["zero3", "zero2", "fsdp2"])
-def test_resumed_by_the_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str) -> None:
-    folder = zoo_checkpoint("llama")
+def test_resumed_by_the_trainer(cluster: None, checkpoint: Path, tmp_path: Path, home: str) -> None:
+    folder = checkpoint
     changes = [change for change in changes_in(home) if change not in COMPILED]  # the Trainer compiles by itself
     whole = run_ranks(2, by_trainer, folder, tmp_path, home, changes, False, timeout=400)[0]
     assert run_ranks(2, by_trainer, folder, tmp_path, home, changes, True, timeout=400)[0] == whole

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.checkpoint.signs import remove_signs, write_signs
 from hf_zero_stream.convert import convert
 from tests.cluster import RankFailure, run_ranks
 from tests.training_state import all_in_one_group, engine_of, state_config, train
@@ -169,3 +170,14 @@ def files_in(folder: Path) -> dict[str, Any]:
 def test_deepspeed_saves_into_a_folder_of_ours(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """What says that a folder is ours is gone then, and both find DeepSpeed's checkpoint."""
     run_ranks(2, stock_over_ours, zoo_checkpoint("qwen3"), tmp_path / "both", state_config(3))
+
+
+def test_each_rank_that_has_saved_meets_a_sign(tmp_path: Path) -> None:
+    write_signs(tmp_path, 12)
+    names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(12)]
+    for path in (tmp_path / name for name in [*names, "mp_rank_00_model_states.pt"]):
+        with pytest.raises(ModuleNotFoundError, match="inside hf_zero_stream's streaming"):
+            torch.load(path, weights_only=False)
+    (tmp_path / names[0]).write_bytes(b"what DeepSpeed has written")
+    remove_signs(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == names[:1]

@@ -11,16 +11,14 @@ import os
 from pathlib import Path
 
 
-__all__ = ["SIGN_NAMES", "is_sign", "remove_signs", "write_signs"]
+__all__ = ["is_sign", "remove_signs", "write_signs"]
 
-_RANKS = 8
-"""Those of a host, more or less: at stage 3 each rank opens a file of its own."""
+_OF_ALL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+"""At stage 3 each rank opens a file of its own."""
 
-SIGN_NAMES = (
-    "mp_rank_00_model_states.pt",
-    *(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(_RANKS)),
-    "zero_pp_rank_0_mp_rank_00_optim_states.pt",
-)
+_AT_LEAST = 8
+"""As many ranks as a host has, more or less, find a sign also where fewer have saved."""
 
 _BEGINNING = b"chf_zero_stream training state"
 _SIGN = (
@@ -31,14 +29,15 @@ _SIGN = (
 """Protocol 0 of pickle: "c", a module, its attribute, and the end. No full stop: it would part packages' names."""
 
 
-def write_signs(folder: Path) -> None:
-    for name in SIGN_NAMES:
+def write_signs(folder: Path, world_size: int) -> None:
+    """Put signs into `folder` for that many ranks, which have saved there."""
+    for name in (*_OF_ALL, *(_OF_RANK.format(rank) for rank in range(max(world_size, _AT_LEAST)))):
         (folder / name).write_bytes(_SIGN)
 
 
 def is_sign(path: str | os.PathLike[str]) -> bool:
     """Whether the file at `path` has been written by :func:`write_signs`, and not over by DeepSpeed."""
-    if os.path.basename(path) not in SIGN_NAMES or not os.path.isfile(path):
+    if not os.fspath(path).endswith("_states.pt") or not os.path.isfile(path):
         return False
     with open(path, "rb") as file:
         return file.read(len(_BEGINNING)) == _BEGINNING
@@ -46,6 +45,6 @@ def is_sign(path: str | os.PathLike[str]) -> bool:
 
 def remove_signs(folder: Path) -> None:
     """Leave in `folder`, into which DeepSpeed is going to save, nothing that its tools would take for its files."""
-    for name in SIGN_NAMES:
-        if is_sign(folder / name):
-            (folder / name).unlink(missing_ok=True)
+    for path in folder.glob("*_states.pt"):
+        if is_sign(path):
+            path.unlink(missing_ok=True)

@@ -138,8 +138,9 @@ def _check_call(path: str, call: Call) -> None:
                 sound = (module, name) in _FIELDS and state.keys() <= _FIELDS[module, name]
             case Call(function=Global(module, "BytesStorageMetadata"), arguments=(), state=None):
                 sound = module == _METADATA
-            case Call(function=Global(module, "TensorProperties"), arguments=(), state=(_, _, _, Call(), _)):
-                sound = module == _METADATA and call.state[3].function == _ENCODING
+            case Call(function=Global(module, "TensorProperties"), arguments=(), state=(_, _, _, Call(), _, *later)):
+                # torch 2.15 has added strides, of what was saved: in files all is contiguous
+                sound = module == _METADATA and call.state[3].function == _ENCODING and _are_strides(later)
             case Call(function=function, arguments=(tuple() as sizes,), state=None) if function == _SIZE:
                 sound = all(type(size) is int and -(2**63) <= size < 2**63 for size in sizes)
             case Call(function=function, arguments=("torch.strided",), state=None):
@@ -229,6 +230,15 @@ def _sizes(path: str, key: str, value: Any) -> tuple[int, ...]:
             if len(sizes) <= MAX_DIMENSIONS and all(_is_size(size) for size in sizes):
                 return sizes
     raise _faulty(path, key, f"at most {MAX_DIMENSIONS} sizes", value)
+
+
+def _are_strides(fields: list[Any]) -> bool:
+    match fields:
+        case [] | [None]:
+            return True
+        case [tuple() as strides]:
+            return len(strides) <= MAX_DIMENSIONS and all(_is_size(stride) for stride in strides)
+    return False
 
 
 def _is_size(value: Any) -> bool:

@@ -13,7 +13,7 @@ from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Copy, View
 from ..ranks.coordinator import Coordinator
 from .base import Batch, Destination, Sourced, allocating, flat_items, replace_lazy
-from .fsdp import CASTS_BYTES
+from .fsdp import why_no_bytes
 from .initialise import run_with_what_is_touched
 
 
@@ -45,10 +45,10 @@ class Deferred(Destination):
     """
 
     leaves_lazy = True
-    takes_packed = not CASTS_BYTES
-    unpacked_because = CASTS_BYTES
 
     def __init__(self, reader: WholeReader, complete: Callable[[nn.Module], None]) -> None:
+        self.unpacked_because = why_no_bytes()
+        self.takes_packed = not self.unpacked_because
         self._reader = reader
         self._complete = complete
 

@@ -63,7 +63,7 @@ class DTensors(Destination):
         shares_columns: bool = False,
     ) -> None:
         self.device = device
-        self.unpacked_because = unpacked_because or fsdp.CASTS_BYTES
+        self.unpacked_because = unpacked_because or fsdp.why_no_bytes()
         self.takes_packed = not self.unpacked_because
         self._shares_columns = shares_columns
         self.exchange_settings = ("seek_bytes",) if shares_columns else ()

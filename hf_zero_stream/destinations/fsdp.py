@@ -7,6 +7,7 @@ chunks along one dimension, and pads them to equal sizes. It all-gathers from a 
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -28,7 +28,6 @@ from ..planning.parameter_box import Cut
 
 
 __all__ = [
-    "CASTS_BYTES",
     "Managed",
     "adopt_ties",
     "chunk_of",
@@ -44,6 +43,7 @@ __all__ = [
     "records_by_id",
     "recut",
     "reshard",
+    "why_no_bytes",
     "with_local",
 ]
 
@@ -51,28 +51,48 @@ Managed = Any
 """FSDP2's record of a parameter that it shards, an ``FSDPParam``."""
 
 _RELIED_ON = ("init_dtype_attrs", "reset_sharded_param", "to_sharded_dtensor", "_init_sharded_param")
-_missing = [f"FSDPParam.{name}" for name in _RELIED_ON if not hasattr(FSDPParam, name)]
-if not hasattr(FSDPModule, "_get_fsdp_state"):
-    _missing.append("FSDPModule._get_fsdp_state")
-refuse_unknown_version("torch", _missing)
 
 
-def _casts_bytes() -> bool:
-    """Whether mixed precision would cast parameters of bytes, too, when they are gathered."""
-    record: Any = SimpleNamespace(sharded_param=torch.empty(0, dtype=torch.uint8))
-    FSDPParam.init_dtype_attrs(record, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    return record.param_dtype is not None
+@functools.cache
+def _param_class() -> Any:
+    """The class of FSDP2's records. Looked for at first use: loads that FSDP2 has no part in need none.
+
+    Raises a VersionError if this version of torch has another one.
+    """
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    except ImportError:
+        refuse_unknown_version("torch", ["FSDPParam"], "FSDP2")
+        raise
+    missing = [f"FSDPParam.{name}" for name in _RELIED_ON if not hasattr(FSDPParam, name)]
+    missing += [] if hasattr(FSDPModule, "_get_fsdp_state") else ["FSDPModule._get_fsdp_state"]
+    refuse_unknown_version("torch", missing, "FSDP2")
+    return FSDPParam
 
 
-CASTS_BYTES = (
-    "FSDP2 of this version of torch would cast packed bytes to the dtype of training" if _casts_bytes() else ""
-)
-"""Why parameters of bytes cannot be sharded; "" if they can."""
+class _OnlyBytes(SimpleNamespace):
+    """Stands for a record of a parameter of bytes; what it does not have is off."""
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+@functools.cache
+def why_no_bytes() -> str:
+    """Why parameters of bytes cannot be sharded by this version of torch; "" if they can."""
+    record: Any = _OnlyBytes(sharded_param=torch.empty(0, dtype=torch.uint8))
+    try:
+        _param_class().init_dtype_attrs(record, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    except Exception as error:  # a private function, which may ask for anything
+        return f"it is not known how FSDP2 of torch {torch.__version__} treats packed bytes ({error})"
+    if record.param_dtype is None:
+        return ""
+    return "FSDP2 of this version of torch would cast packed bytes to the dtype of training"
 
 
 def record_replacement(replacement: Replacement) -> dict[tuple[Any, str], Replacement]:
     """What is called in place of making a record; its first arguments are the record and the parameter."""
-    return {(FSDPParam, "__init__"): replacement}
+    return {(_param_class(), "__init__"): replacement}
 
 
 def is_managed(model: nn.Module) -> bool:
@@ -111,6 +131,7 @@ def _groups(model: nn.Module) -> Iterator[Any]:
     seen = set()
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            _param_class()
             state: Any = module._get_fsdp_state()
             # Versions of torch without `_fsdp_param_groups` have one group for each module.
             groups = getattr(state, "_fsdp_param_groups", None)

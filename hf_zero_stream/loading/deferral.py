@@ -6,6 +6,7 @@ rank reads its own shards only. A model that is used before, or never prepared, 
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -86,8 +87,8 @@ class Deferral:
                 module.register_forward_pre_hook(self.fill_whole)
                 module.register_state_dict_pre_hook(self.fill_whole)
                 module.register_load_state_dict_pre_hook(self.fill_whole)
-        _patches.__enter__()
-        weakref.finalize(self, _patches.__exit__)
+        _patches().__enter__()
+        weakref.finalize(self, _patches().__exit__)
 
     def detach(self, model: nn.Module) -> None:
         """Undo what was done to `model` for the time until it is prepared."""
@@ -220,12 +221,14 @@ def _resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any
     return original(self, *args, **kwargs)
 
 
-_patches = Patches(
-    {
-        **fsdp2_replacements(prepare=_prepare_fsdp2, load=_load_full_state_dict),
-        **accelerator_replacements(prepare_model=_prepare_model),
-        **record_replacement(_make_record),
-        (PreTrainedModel, "resize_token_embeddings"): _resize_token_embeddings,
-    }
-)
-"""What is replaced as long as any deferred model lives, inside ``streaming()`` or not."""
+@functools.cache
+def _patches() -> Patches:
+    """What is replaced as long as any deferred model lives, inside ``streaming()`` or not."""
+    return Patches(
+        {
+            **fsdp2_replacements(prepare=_prepare_fsdp2, load=_load_full_state_dict),
+            **accelerator_replacements(prepare_model=_prepare_model),
+            **record_replacement(_make_record),
+            (PreTrainedModel, "resize_token_embeddings"): _resize_token_embeddings,
+        }
+    )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import scope
 from ..config import StreamingConfig, buildable, completed
@@ -26,6 +26,7 @@ from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams.adapters import put_adapters_on
+from ..seams.dequantised import dequantising
 from ..seams.ds_config import zero3_hidden
 from ..seams.entrances import MODEL_FILES
 from ..seams.remote import asked_at_once
@@ -36,6 +37,9 @@ from .integration import outside_zero_init, patches
 
 
 __all__ = ["Forecast", "lazily_loaded", "lazily_loaded_like", "load_of_layouts", "model_class_of", "plan"]
+
+_OF_CONFIGS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
+"""Arguments of ``from_pretrained`` that say where a checkpoint's config is."""
 
 
 @dataclass(frozen=True)
@@ -250,15 +254,20 @@ def lazily_loaded_like(
     """As :func:`lazily_loaded`, for a `model` that is in use: its class is not built anew, its own names are filled.
 
     The checkpoint may be one of the model before PEFT put adapters into it, unless it `needs_adapters`. Values come in
-    `dtype`, or in the parameter's own one if that is wider.
+    `dtype`, or in the parameter's own one if that is wider. Those of a quantised checkpoint are dequantised.
+
+    Raises an UnsupportedError if transformers cannot dequantise it.
     """
     skeleton = skeleton_of(model)
     for param in skeleton.parameters():
         if param.is_floating_point():
             param.data = param.data.to(torch.promote_types(param.dtype, dtype))
 
-    def load_into_skeleton(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return PreTrainedModel.from_pretrained.__func__(cls, *args, **kwargs)
+    def load_into_skeleton(cls: Any, /, path: str, **kwargs: Any) -> Any:
+        if quantized := _quantization_config(path, kwargs):
+            kwargs["config"].quantization_config = quantized
+            kwargs["quantization_config"] = dequantising(quantized, kwargs.get("quantization_config"))
+        return PreTrainedModel.from_pretrained.__func__(cls, path, **kwargs)
 
     own = {
         "__new__": lambda cls, *_, **__: skeleton,  # of another class, so that nothing is initialised
@@ -273,11 +282,19 @@ def lazily_loaded_like(
     return lazily_loaded(path, load, model_class, dtype=dtype, **{"config": config, **kwargs})
 
 
+def _quantization_config(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path, **{n: kwargs[n] for n in _OF_CONFIGS if n in kwargs})
+    except OSError:  # a folder of torch.distributed.checkpoint has no config, and one of GGUF need not have one
+        return None
+    found: dict[str, Any] | None = config.get("quantization_config")
+    return found
+
+
 def model_class_of(path: str, kwargs: Mapping[str, Any]) -> Any:
     """The class that the checkpoint was saved from, else the Auto class that its own code is registered for."""
-    names = ("revision", "token", "cache_dir", "subfolder", "trust_remote_code", "local_files_only")
     config = kwargs.get("config") or transformers.AutoConfig.from_pretrained(
-        path, **{name: kwargs[name] for name in names if name in kwargs}
+        path, **{name: kwargs[name] for name in (*_OF_CONFIGS, "trust_remote_code") if name in kwargs}
     )
     architecture = (config.architectures or [""])[0]
     if hasattr(transformers, architecture):

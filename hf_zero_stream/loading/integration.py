@@ -162,6 +162,7 @@ def _streamed(
     if session.stock_reason:
         load.coordinator.require_same("stock")
     else:
+        session.refuse_uncalled()
         model = _model_of(result)
         model.streaming_report = load.finish(model, logger)
     return result

@@ -6,11 +6,31 @@ load. A save would reverse them: quantise anew, or give weights the names of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from transformers.quantizers.auto import AutoQuantizationConfig
 
-__all__ = ["forget_quantizer", "without_quantizer"]
+from ..errors import UnsupportedError
+
+
+__all__ = ["dequantising", "forget_quantizer", "without_quantizer"]
+
+
+def dequantising(quantized: Mapping[str, Any], wished: Any) -> Any:
+    """With which config to load a checkpoint, `quantized` by its own one, so that values come: the `wished`, if any.
+
+    Raises an UnsupportedError if there is none.
+    """
+    config = AutoQuantizationConfig.from_dict(dict(quantized)) if wished is None else wished
+    if not hasattr(config, "dequantize"):
+        raise UnsupportedError(
+            f"The checkpoint is quantised by {quantized.get('quant_method')}, which transformers does not dequantise "
+            "while it loads, and the model that it is to be loaded into is not quantised. Load it with "
+            "from_pretrained, call dequantize(), and save that."
+        )
+    config.dequantize = True
+    return config
 
 
 def forget_quantizer(model: Any) -> None:

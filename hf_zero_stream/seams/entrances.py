@@ -31,11 +31,12 @@ from .wrappers import accelerator_replacements, is_accelerator_there, shards_by_
 __all__ = [
     "MODEL_FILES",
     "WEIGHTS",
+    "WATCHED",
     "handle",
     "keep_watching_saves",
     "must_open",
     "on_opening",
-    "patch_auto_classes",
+    "patch_imported",
     "patches",
 ]
 
@@ -120,11 +121,11 @@ def _cached_files(original: Original, path_or_repo_id: Any, *args: Any, **kwargs
     return _handlers["cached_files"](original, path_or_repo_id, *args, **kwargs)
 
 
-def _make_accelerator(original: Original, self: Any, *args: Any, **kwargs: Any) -> None:
-    """Trainings of accelerate and of the Trainer begin with this; their methods must be replaced by then."""
+def _open_before(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """In place of what comes before calls that are not stock's, which must be replaced by then."""
     if scope.active_configs():
         _open()
-    original(self, *args, **kwargs)
+    return original(*args, **kwargs)
 
 
 _of_saves = Patches({(PreTrainedModel, "save_pretrained"): _save_pretrained})
@@ -133,7 +134,7 @@ patches = Patches(
     {
         (PreTrainedModel, "from_pretrained"): _from_pretrained,
         (hub, "cached_files"): _cached_files,
-        **accelerator_replacements(__init__=_make_accelerator),
+        **accelerator_replacements(__init__=_open_before),
     },
     on_top_of=_of_saves,
 )
@@ -175,14 +176,31 @@ _FILES_OF = {
 """The modules of classes, with ``from_pretrained`` of their own, that ask for these files."""
 
 
-def patch_auto_classes() -> None:
-    """Replace ``from_pretrained`` of the classes that have been imported: their small files are asked for at once."""
+_BEGINNINGS = {
+    "deepspeed.runtime.engine": ("DeepSpeedEngine", "__init__"),
+    "deepspeed.utils.zero_to_fp32": ("", "get_fp32_state_dict_from_zero_checkpoint"),
+    "peft.tuners.tuners_utils": ("BaseTuner", "_check_merge_allowed"),
+}
+"""Modules that may be imported in the middle of a block, and the class and function with which their use begins."""
+
+WATCHED = frozenset({*_FILES_OF, *_BEGINNINGS})
+"""The modules for which :func:`patch_imported` has something to replace."""
+
+
+def patch_imported() -> None:
+    """Replace in the modules that have been imported. Small files of classes that load by name are asked for at once;
+    of libraries that have their own entrances, these are replaced."""
     found: dict[tuple[Any, str], Replacement] = {}
     for name, files in _FILES_OF.items():
         for each in list(vars(sys.modules.get(name, object)).values()):
             is_own = isinstance(each, type) and each.__module__ == name and not each.__name__.startswith("_")
             if is_own and "from_pretrained" in vars(each):
                 found[each, "from_pretrained"] = _auto_model if files is MODEL_FILES else partial(_ask_at_once, files)
+    for name, (owner_name, function) in _BEGINNINGS.items():
+        module = sys.modules.get(name)
+        owner = getattr(module, owner_name, None) if owner_name else module
+        if owner is not None and function in vars(owner):
+            found[owner, function] = _open_before
     patches.add(found)
 
 

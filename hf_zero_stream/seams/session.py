@@ -8,14 +8,27 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel
 
 from ..engine.load import Load
+from ..errors import PACKAGE, VersionError, refuse_unknown_version
 from ..patching import Replacement
 from .quantising import QuantisingQuantizer
 
 
-__all__ = ["REPLACEMENTS", "LazyModel", "Original", "Session", "Stopped", "missing_names", "replaces", "seam"]
+__all__ = [
+    "REPLACEMENTS",
+    "LazyModel",
+    "Original",
+    "Session",
+    "Stopped",
+    "missing_names",
+    "refuse_gone",
+    "replaces",
+    "seam",
+]
 
 Original = Callable[..., Any]
 """The function of transformers that a seam is called in place of."""
@@ -28,39 +41,50 @@ REPLACEMENTS: dict[tuple[Any, str], Replacement] = {}
 missing_names: list[str] = []
 """Attributes that every supported version of transformers has, and the installed one lacks."""
 
+_gone: dict[str, list[str]] = {}
+"""Attributes that earlier versions have, and the installed one lacks, by the module of what would replace them."""
+
+
+def refuse_gone(module: str, purpose: str) -> None:
+    """Raise a VersionError if anything is gone that seams in `module` rely on; `purpose`: what they are for."""
+    refuse_unknown_version("transformers", _gone.get(module, []), purpose)
+
 
 def replaces(owner: Any, name: str, *, since: str = "") -> Callable[[Function], Function]:
     """Call the decorated function in place of ``owner.name`` inside ``streaming()``, with the original first.
 
     `since` is the first version of transformers that has `name`, if not every supported one does.
     """
-
-    def register(replacement: Function) -> Function:
-        places = owner.__mro__ if isinstance(owner, type) else [owner]
-        place = next((place for place in places if name in getattr(place, "__dict__", ())), None)
-        if place is not None:
-            REPLACEMENTS[place, name] = replacement
-        elif not since:
-            missing_names.append(f"{owner.__name__}.{name}")
-        return replacement
-
-    return register
+    return _registering(owner, name, since, lambda replacement: replacement)
 
 
 def seam(owner: Any, name: str, *, since: str = "") -> Callable[[Function], Function]:
     """As :func:`replaces`, but only while this thread streams a load, whose session is the first argument."""
+    return _registering(owner, name, since, lambda function: functools.partial(_if_streaming, name, function))
 
-    def register(replacement: Function) -> Function:
-        replaces(owner, name, since=since)(functools.partial(_if_streaming, replacement))
-        return replacement
+
+def _registering(
+    owner: Any, name: str, since: str, wrapped: Callable[[Callable[..., Any]], Replacement]
+) -> Callable[[Function], Function]:
+    def register(function: Function) -> Function:
+        places = owner.__mro__ if isinstance(owner, type) else [owner]
+        place = next((place for place in places if name in getattr(place, "__dict__", ())), None)
+        if place is not None:
+            REPLACEMENTS[place, name] = wrapped(function)
+        elif not since:
+            missing_names.append(f"{owner.__name__}.{name}")
+        elif Version(transformers.__version__) >= Version(since):
+            _gone.setdefault(function.__module__, []).append(f"{getattr(owner, '__name__', owner)}.{name}")
+        return function
 
     return register
 
 
-def _if_streaming(replacement: Callable[..., Any], original: Original, /, *args: Any, **kwargs: Any) -> Any:
+def _if_streaming(name: str, replacement: Callable[..., Any], original: Original, /, *args: Any, **kwargs: Any) -> Any:
     session = _session.get()
     if session is None or session.stock_reason:
         return original(*args, **kwargs)
+    session.called.add(name)
     return replacement(session, original, *args, **kwargs)
 
 
@@ -87,6 +111,8 @@ class Session:
         quantiser: quantises them while they are loaded; None: they are quantised in the checkpoint.
         model: the lazy model, once transformers loads its weights.
         placing: places the lazy model's values, once transformers knows which of them are missing.
+        called: the names of the seams that transformers has called.
+        lacks: whether its checkpoint lacks parameters or buffers, which transformers initialises.
         spares, chains: caches of :mod:`.keys`.
     """
 
@@ -105,6 +131,8 @@ class Session:
     building: bool = field(default=False, init=False)
     model: PreTrainedModel | None = field(default=None, init=False)
     placing: Callable[[], None] | None = field(default=None, init=False)
+    called: set[str] = field(default_factory=set, init=False)
+    lacks: bool = field(default=False, init=False)
     spares: dict[int, tuple[Any, Any]] = field(default_factory=dict, init=False)
     chains: dict[int, Any] = field(default_factory=dict, init=False)
 
@@ -114,6 +142,18 @@ class Session:
 
     def __exit__(self, *exception: object) -> None:
         _session.reset(self._token)
+
+    def refuse_uncalled(self) -> None:
+        """Raise a VersionError if transformers has left out a function without which values would be others."""
+        needed = ["_load_pretrained_model", "_finalize_model_loading", "_move_missing_keys_from_meta_to_device"]
+        needed += ["_initialize_weights"] if self.lacks else []
+        uncalled = [f"PreTrainedModel.{name}" for name in needed if name not in self.called]
+        if uncalled:
+            raise VersionError(
+                f"transformers {transformers.__version__} has loaded a model without calling {', '.join(uncalled)}, "
+                f"by which {PACKAGE} gives it its values: this version is not known, or another package has put "
+                f"functions of its own in their place. Load without streaming(), or install a newer {PACKAGE}."
+            )
 
     @staticmethod
     def current() -> Session | None:

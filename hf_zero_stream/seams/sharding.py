@@ -11,29 +11,34 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.distributed import DistributedConfig
 
 from .. import accelerators
 from ..launcher import announced_local_rank
-from .session import Original, Session, seam
+from .session import Original, Session, refuse_gone, seam
 
 
 __all__ = ["SIZES", "cuts_matrices", "device_type", "distributed_config_of", "init_distributed", "is_known"]
+
+_SINCE = "5.17"
 
 SIZES = ("tp_size", "fsdp_size", "dp_replicate_size", "pp_size")
 """The attributes of a ``DistributedConfig`` that shard a model where they are more than 1."""
 
 
 def is_known() -> bool:
-    """Whether this version of transformers shards models in the way that the seams here know."""
-    return hasattr(core_model_loading, "is_dtensor")
+    """Whether this version of transformers shards models in the way that the seams here are for."""
+    return Version(transformers.__version__) >= Version(_SINCE)
 
 
 def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
     """How these arguments of ``from_pretrained`` shard the model; None if they do not.
 
-    Raises what transformers raises if they contradict each other.
+    Raises what transformers raises if they contradict each other, and a VersionError if this version of transformers
+    lacks what the seams here replace: stock gives some types other values then.
     """
     config = kwargs.get("distributed_config")
     if config is None:
@@ -41,8 +46,10 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
         config = DistributedConfig(**of_its_own) if of_its_own else None
     elif isinstance(config, Mapping):
         config = DistributedConfig.from_dict(dict(config))
-    shards = config is not None and any(getattr(config, size, None) not in (None, 1) for size in SIZES)
-    return config if shards else None
+    if config is None or not any(getattr(config, size, None) not in (None, 1) for size in SIZES):
+        return None
+    refuse_gone(__name__, "distributed_config")
+    return config
 
 
 def cuts_matrices(config: Any) -> str:
@@ -67,13 +74,13 @@ def device_type() -> str:
     return accelerators.kind() or "cpu"
 
 
-@seam(core_model_loading, "is_dtensor", since="5.17")
+@seam(core_model_loading, "is_dtensor", since=_SINCE)
 def _is_dtensor(session: Session, original: Original, tensor: Any) -> bool:
     """Have whole tensors converted, and put in place of sharded parameters."""
     return session.stock_values is not None and original(tensor)
 
 
-@seam(core_model_loading, "set_param_for_module", since="5.17")
+@seam(core_model_loading, "set_param_for_module", since=_SINCE)
 def _set_param_for_module(
     session: Session, original: Original, model: Any, name: str, value: Any, *args: Any, **kwargs: Any
 ) -> None:
@@ -83,7 +90,7 @@ def _set_param_for_module(
         session.stock_values[name] = value
 
 
-@seam(PreTrainedModel, "is_custom_code", since="5.17")
+@seam(PreTrainedModel, "is_custom_code", since=_SINCE)
 def _is_custom_code(session: Session, original: Original, cls: Any) -> Any:
     """Ask the model's own class, not the one of torch's that ``fully_shard`` has put in its place.
 

@@ -207,18 +207,19 @@ def is_accelerator_there() -> bool:
 
 
 def shards_by_fsdp2() -> bool:
-    """Whether ``accelerator.prepare`` is going to shard models by FSDP2, as far as one can know by now."""
-    if not hasattr(fsdp_utils, "fsdp2_prepare_model"):
-        return False
-    if is_accelerator_there():
-        return bool(getattr(AcceleratorState(), "is_fsdp2", False))
-    return announces_fsdp2()
+    """Whether ``accelerator.prepare`` is going to shard models by FSDP2, as far as one can know by now.
+
+    Raises a VersionError if it is, in a way that is not known: every rank would load the whole model.
+    """
+    shards = getattr(AcceleratorState(), "is_fsdp2", False) if is_accelerator_there() else announces_fsdp2()
+    if shards:
+        lacking = [] if hasattr(fsdp_utils, "fsdp2_prepare_model") else ["utils.fsdp_utils.fsdp2_prepare_model"]
+        refuse_unknown_version("accelerate", lacking, "FSDP2")
+    return bool(shards)
 
 
 def fsdp2_replacements(prepare: Replacement, load: Replacement) -> dict[tuple[Any, str], Replacement]:
     """Replacements of what shards a model by FSDP2, and of what then loads rank 0's values into its shards."""
-    if not hasattr(fsdp_utils, "fsdp2_prepare_model"):
-        return {}
     importers = [accelerate.accelerator, accelerate.utils, fsdp_utils]
     found: dict[tuple[Any, str], Replacement] = {(module, "fsdp2_prepare_model"): prepare for module in importers}
     return found | {(fsdp_utils, "fsdp2_load_full_state_dict"): load}

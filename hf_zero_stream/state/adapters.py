@@ -1,4 +1,4 @@
-"""Trainings of PEFT's models: of these only what is trained is saved and loaded, under its names in the model."""
+"""Trainings of PEFT's models: of these only what is trained, and buffers, are saved and loaded, by their own names."""
 
 from __future__ import annotations
 
@@ -16,17 +16,29 @@ from ..destinations.own_names import adapter_names, named_parameters
 from ..destinations.slots import MASTER
 from ..destinations.training import Training
 from ..errors import UnsupportedError
+from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator
 from ..saving.planned import Content
-from ..seams.adapted import lay_out_adapters
+from ..seams.adapted import is_adapted, lay_out_adapters
+from .layout import persistent_buffers
 
 
-__all__ = ["keys_of", "refuse_unreachable", "weights"]
+__all__ = ["buffers_of", "keys_of", "refuse_unreachable", "weights"]
 
 
 def keys_of(keys: list[str]) -> list[str]:
     """The states `keys`, and the values that are trained: no file of weights has them under the model's names."""
     return [*(key for key in keys if key != MASTER), MASTER]
+
+
+def buffers_of(model: nn.Module) -> set[str]:
+    """The persistent buffers of a model of PEFT's: a training may change them, and no file of weights has them.
+
+    None of a quantised one, whose layers keep the frozen base in buffers.
+    """
+    if not is_adapted(model) or getattr(model, "hf_quantizer", None) is not None or is_packed(model):
+        return set()
+    return persistent_buffers(model)
 
 
 def refuse_unreachable(training: Training) -> None:

@@ -151,13 +151,14 @@ def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bo
 def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:
     """Say in `folder` that its newest state is the one in its folder `tag`, once that is `saved` (all ranks)."""
 
+    coordinator = Coordinator.of_default_group()
+
     def name() -> None:
         if (folder / tag / SCRIPT).exists():  # of a ZeRO training
             write_scripts(folder)
-            write_signs(folder / tag)
+            write_signs(folder / tag, coordinator.world_size)
         write_latest(folder, tag)
 
-    coordinator = Coordinator.of_default_group()
     if isinstance(saved, PendingSave):
         if coordinator.is_main:
             saved.then(name)

@@ -7,7 +7,7 @@ a checkpoint's layout stands between the two. The weights of a module that is no
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch import nn
 
 from ..checkpoint.index_file import read_index_file
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import View
+from ..checkpoint.nodes import HostTensor, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.deepspeed.original_experts import converted_layers
 from ..destinations.own_names import named_buffers, named_parameters, own_names, own_or_clean
+from ..destinations.shards import whole_of
 from ..destinations.skeleton import skeleton_of, whole_shape
 from ..engine.load import Load
 from ..loading.dry_load import lazily_loaded_like
@@ -30,7 +31,19 @@ from ..seams.saving import index_name
 from ..seams.session import LazyModel
 
 
-__all__ = ["StandIn", "files_of", "lay_out", "opened", "opened_from_hub_layout", "persistent_buffers"]
+__all__ = [
+    "BUFFERS",
+    "StandIn",
+    "files_of",
+    "lay_out",
+    "lay_out_buffers",
+    "opened",
+    "opened_from_hub_layout",
+    "persistent_buffers",
+]
+
+BUFFERS = "persistent_buffers"
+"""What stands for the key of a state in the name of the file with :attr:`.record.StateRecord.buffers`."""
 
 
 def lay_out(key: str | None, max_shard_size: int | str, folder: Path, parameters: NewParameters) -> list[NotedShard]:
@@ -48,6 +61,18 @@ def lay_out(key: str | None, max_shard_size: int | str, folder: Path, parameters
         NotedShard(file, {name: entries[name] for name in names}, {"format": "pt"})
         for file, names in split.filename_to_tensors.items()
     ]
+
+
+def lay_out_buffers(
+    model: nn.Module, names: Collection[str], folder: Path, parameters: NewParameters
+) -> list[NotedShard]:
+    """A shard with the buffers `names` of `model`; every rank has its own values, and rank 0's are written."""
+    entries: dict[str, Any] = {
+        name: LazyTensor.of(View.whole(HostTensor.of(whole_of(name, buffer))), parameters.gather)
+        for name, buffer in named_buffers(model)
+        if name in names
+    }
+    return [NotedShard(f"model.{BUFFERS}.safetensors", entries, {"format": "pt"})]
 
 
 def files_of(place: Path, key: str | None) -> list[Path]:

@@ -40,7 +40,7 @@ from ..seams.adapted import is_adapted, is_peft_model
 from ..seams.saving import index_name
 from . import adapters, rng, schedules, zero_tools
 from .groups import kinds_of, recorded_options
-from .layout import lay_out
+from .layout import BUFFERS, lay_out, lay_out_buffers
 from .record import (
     FILE,
     LATEST,
@@ -138,7 +138,8 @@ def save_state(
         if is_adapted(training.model):
             adapters.refuse_unreachable(training)
             keys = adapters.keys_of(keys)
-        record = _record(training, keys, plain(data, "data", exactly=True), coordinator.world_size)
+        buffers = sorted(adapters.buffers_of(training.model))
+        record = _record(training, keys, buffers, plain(data, "data", exactly=True), coordinator.world_size)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
@@ -158,6 +159,9 @@ def save_state(
             coordinator.run_on_main(partial(refuse_unloadable, training.model, folder))
         if keys:
             contents.append(_contents(training, name, keys, max_shard_size))
+        if buffers:
+            lay_out_them = partial(lay_out_buffers, training.model, buffers)
+            contents.append(Content(lay_out=lay_out_them, index_name=index_name(BUFFERS), folder=name, held=dict))
         act = save.start if asynchronous else save.run
         zero_names = zero_tools.names_of(trained, training, keys)
         beside = partial(_write_record, name, record, random_states, fingerprinted, zero_names)
@@ -188,7 +192,7 @@ def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_si
     return Content(lay_out=first.lay_out, index_name=first.index_name, folder=folder, held=first.held, beside=others)
 
 
-def _record(training: Training, keys: list[str], data: Any, world_size: int) -> StateRecord:
+def _record(training: Training, keys: list[str], buffers: list[str], data: Any, world_size: int) -> StateRecord:
     groups = []
     for number in range(len(training.optimizer.param_groups)):
         slots = [slot for slot in training.slots if slot.group == number]
@@ -200,6 +204,7 @@ def _record(training: Training, keys: list[str], data: Any, world_size: int) -> 
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
         keys=keys,
+        buffers=buffers,
         groups=groups,
         scheduler=None if scheduler is None else schedules.recorded(scheduler),
         scaler=None if training.scaler_state is None else plain(training.scaler_state, "loss scaler"),
@@ -254,7 +259,7 @@ def _write_record(
         weights = fingerprinted(folder)
         place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
         rng.write_ranks(random_states, place / rng.FILE)
-        zero_tools.write_tools(folder, place, zero_names)
+        zero_tools.write_tools(folder, place, zero_names, record.world_size)
         (place / FILE).write_text(replace(record, weights=weights).to_json(), encoding="utf-8")
         (folder / LATEST).write_text(name, encoding="utf-8")
     except (OSError, ReadError) as error:

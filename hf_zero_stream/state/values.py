@@ -20,7 +20,7 @@ from ..ranks.coordinator import Coordinator
 from ..seams.adapted import is_adapted
 from ..seams.session import LazyModel
 from .elementwise import load_states
-from .layout import opened, opened_from_hub_layout, persistent_buffers
+from .layout import BUFFERS, opened, opened_from_hub_layout, persistent_buffers
 from .record import StateRecord
 from .zero_source import swapped_masters
 
@@ -56,13 +56,15 @@ def load_values(
     moments = [key for key in record.keys if key != MASTER]
     if has_more(model, in_memory):
         _load_weights(model, folder, in_memory, settings, coordinator, strict=strict, with_masters=not swapped)
+    if record.buffers:
+        _load_state(model, place, record, BUFFERS, {*record.buffers}, settings, coordinator, strict=strict)
     if in_memory and (training.copies_masters or is_adapted(model)):
         # One plan for all of them; adapters' own values are trained where there are no masters.
         load_states(training, place, record, [MASTER, *moments], training.slots, settings, coordinator)
         training.copy_masters()
         return
     if in_memory:
-        _load_masters(model, place, record, swapped, settings, coordinator, strict=strict)
+        _load_state(model, place, record, MASTER, in_memory, settings, coordinator, strict=strict)
     load_states(training, place, record, moments, training.slots, settings, coordinator)
     if swapped and MASTER in record.keys:
         slots = [slot for slot in training.slots if slot.is_swapped]
@@ -84,8 +86,9 @@ def load_values_alone(
     values = set() if has_its_own and not is_adapted(model) else values_in(record)
     if has_more(model, values):
         _load_weights(model, folder, values, settings, coordinator, strict=strict, with_masters=True)
-    if values:
-        _load_masters(model, place, record, set(), settings, coordinator, strict=strict)
+    for key, names in ((BUFFERS, {*record.buffers}), (MASTER, values)):
+        if names:
+            _load_state(model, place, record, key, names, settings, coordinator, strict=strict)
 
 
 def _load_weights(
@@ -128,25 +131,27 @@ def _load_weights(
     )
 
 
-def _load_masters(
+def _load_state(
     model: Any,
     place: Path,
     record: StateRecord,
-    without: set[str],
+    key: str,
+    needed: set[str],
     settings: StreamingConfig,
     coordinator: Coordinator,
     *,
     strict: bool,
 ) -> None:
-    """The values that were trained, from the state itself."""
+    """Values from the state itself: those that were trained, or buffers."""
 
     def lazy_model(load: Load) -> LazyModel:
         if record.is_in_hub_layout:
-            return opened_from_hub_layout(load, model, place, MASTER)
-        found = opened(load, model, place, MASTER, strict=strict)
-        _refuse_lacking(place, found, values_in(record) - without if strict else set())
+            return opened_from_hub_layout(load, model, place, key)
+        found = opened(load, model, place, key, strict=strict)
+        _refuse_lacking(place, found, needed if strict else set())
         return found
 
+    without = values_in(record) - needed
     place_into(model, str(place), lazy_model, without, config=settings, coordinator=coordinator)
 
 

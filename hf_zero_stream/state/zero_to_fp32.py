@@ -100,7 +100,8 @@ def state_dict_of(
     buffers, frozen = names.get("buffers", {}), names.get("frozen", {})
     wanted = {**buffers, **({} if exclude_frozen_parameters else frozen)}
     wanted |= {name: names.get("trained", {}).get(name, [name, None]) for name in trained if name not in masters}
-    found: dict[str, torch.Tensor] = {}
+    beside_adapters: Any = _Tensors(place, "model.persistent_buffers", "") if record.get("buffers") else {}
+    found: dict[str, torch.Tensor] = {name: beside_adapters[name] for name in record.get("buffers", ())}
     elsewhere = []
     for name, (stored, shape) in wanted.items():
         found[name] = torch.empty(0)  # keeps the place
@@ -111,7 +112,7 @@ def state_dict_of(
     if elsewhere:
         found.update(_converted(folder, elsewhere, others))
     found |= {name: masters[name] for name in trained if name in masters}
-    for name in (*buffers, *trained):
+    for name in (*buffers, *record.get("buffers", ()), *trained):
         found[name] = found[name].float() if found[name].is_floating_point() else found[name]
     live = names.get("live", {})  # states have parameters' own names, without wrappers' parts
     found = {live.get(name, name): value for name, value in found.items()}

@@ -84,11 +84,13 @@ def names_of(engine: Any, training: Training, keys: Sequence[str]) -> Mapping[st
     return found | {"shared": shared, "live": live}
 
 
-def write_tools(folder: Path, place: Path, names: Mapping[str, Any] | None) -> None:
-    """Write what a state in the folder `place` of a checkpoint's `folder` needs, if it is that of a ZeRO training."""
+def write_tools(folder: Path, place: Path, names: Mapping[str, Any] | None, world_size: int) -> None:
+    """Write what a state of that many ranks in the folder `place` of a checkpoint's `folder` needs, if it is that of a
+    ZeRO training.
+    """
     if names is not None:
         (place / zero_to_fp32.NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
-        write_signs(place)
+        write_signs(place, world_size)
         write_scripts(folder)
 
 

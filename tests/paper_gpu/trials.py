@@ -6,21 +6,38 @@ import gc
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from tests.parity import differences, ds_config, unequal
-from tests.sharded import even_inputs, load_sharded, sharded_differences
+from tests.sharded import even_inputs, sharded_differences
 
 
-__all__ = ["FAULTS", "Trial", "by_accelerate", "by_transformers", "in_one_process", "outcome", "plain_model", "zero"]
+__all__ = [
+    "COMMON",
+    "FAULTS",
+    "Trial",
+    "by_accelerate",
+    "by_transformers",
+    "in_one_process",
+    "outcome",
+    "plain_model",
+    "sharded_memory",
+    "sharded_resumed",
+    "sharded_states",
+    "zero",
+    "zero_memory",
+    "zero_resumed",
+    "zero_states",
+]
 
 Trial = Callable[[], Any]
 
@@ -58,6 +75,7 @@ def outcome(results: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
 
 
 def plain_model(folder: Path) -> Any:
+    unset_hf_deepspeed_config()  # an engine of an earlier trial may not be freed yet
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **COMMON)
 
 
@@ -91,27 +109,71 @@ def zero_config(stage: int, zero: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def zero(folder: Path, stage: int, zero: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Train three steps under ZeRO, streamed with these `settings`, or by stock: losses, and what differs."""
+def streaming(settings: Mapping[str, Any] | None) -> AbstractContextManager[Any]:
+    """Of a load with these settings; of stock's if they are None."""
+    return nullcontext() if settings is None else hf_zero_stream.streaming(StreamingConfig(**{**QUIET, **settings}))
+
+
+def zero_engine(model: Any, config: dict[str, Any]) -> Any:
     import deepspeed
+
+    return deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def zero_model(folder: Path, config: dict[str, Any], settings: Mapping[str, Any] | None) -> Any:
+    """As a script of a user does it: transformers knows DeepSpeed's config, and no argument of ours is used."""
     from transformers.integrations import HfDeepSpeedConfig
 
+    torch.manual_seed(11)
+    with streaming(settings):
+        keep = HfDeepSpeedConfig(config)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **COMMON)
+        model.keeps_zero3_on = keep
+    return model
+
+
+def zero_differences(model: Any, plain: Any, stage: int) -> list[str]:
+    return differences(model, plain, torch.bfloat16) if stage == 3 else unequal(model, plain)
+
+
+def zero(folder: Path, stage: int, zero: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Train three steps under ZeRO, streamed with these `settings`, or by stock: losses, and what differs."""
     plain = plain_model(folder)  # before the other one: that keeps ZeRO-3 on
     config = zero_config(stage, zero)
-    keep = HfDeepSpeedConfig(config)
-    torch.manual_seed(11)
-    # A script of a user: DeepSpeed's config is known to transformers, and no argument of ours is used.
-    stream = nullcontext() if settings is None else hf_zero_stream.streaming(StreamingConfig(**{**QUIET, **settings}))
-    with stream:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **COMMON)
-    found: dict[str, Any] = {}
-    if settings is not None:
-        found["differences"] = differences(model, plain, torch.bfloat16) if stage == 3 else unequal(model.cpu(), plain)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)
+    model = zero_model(folder, config, settings)
+    found = {} if settings is None else {"differences": zero_differences(model, plain, stage)}
+    engine = zero_engine(model, config)
     found["losses"] = engine_losses(engine)
     engine.destroy()
-    del keep
     return found
+
+
+def zero_states(folder: Path, stage: int, zero: Mapping[str, Any], target: Path) -> dict[str, Any]:
+    """Save weights, train, save the state while training goes on, go back to it, and go on; then load_into."""
+    plain = plain_model(folder)
+    config = zero_config(stage, zero)
+    engine = zero_engine(zero_model(folder, config, {}), config)
+    hf_zero_stream.save_pretrained(engine, target / "weights", progress=False)
+    engine_losses(engine, 2)
+    pending = hf_zero_stream.save_state(engine, target / "state", asynchronous=True, progress=False)
+    going_on = engine_losses(engine, 2, first=2)
+    pending.wait()
+    hf_zero_stream.load_state(engine, target / "state")
+    found = {"going on": going_on, "again": engine_losses(engine, 2, first=2)}
+    hf_zero_stream.load_into(engine, str(folder))
+    found["differences"] = zero_differences(engine.module, plain, stage)
+    engine.destroy()
+    return found
+
+
+def zero_resumed(folder: Path, stage: int, zero: Mapping[str, Any], target: Path) -> list[float]:
+    """The losses of the steps after the state in `target`, at another number of ranks."""
+    config = zero_config(stage, zero)
+    engine = zero_engine(zero_model(folder, config, {}), config)
+    hf_zero_stream.load_state(engine, target / "state")
+    losses = engine_losses(engine, 2, first=2)
+    engine.destroy()
+    return losses
 
 
 def step(model: Any, optimizer: Any, inputs: Mapping[str, torch.Tensor]) -> float:
@@ -127,26 +189,50 @@ def losses_of(model: Any, optimizer: Any, count: int = 3, first: int = 0) -> lis
     return [step(model, optimizer, inputs) for inputs in batches(count, torch.device("cuda"), first)]
 
 
-def by_transformers(
-    folder: Path, sizes: Mapping[str, int], settings: Mapping[str, Any] | None, **options: Any
-) -> dict[str, Any]:
-    """As :func:`zero`, sharded by ``distributed_config``."""
+def sharded_model(folder: Path, sizes: Mapping[str, int], settings: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """A model that ``distributed_config`` shards, and its optimizer."""
     from transformers.distributed import DistributedConfig
 
-    plain = plain_model(folder)
+    unset_hf_deepspeed_config()
     torch.manual_seed(11)
-    if settings is None:
+    with streaming(settings):
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, distributed_config=DistributedConfig(**sizes), **COMMON
         )
-        found: dict[str, Any] = {}
-    else:
-        with hf_zero_stream.streaming(StreamingConfig(**{**QUIET, **settings})):
-            model = load_sharded(transformers.AutoModelForCausalLM, folder, dict(sizes), **COMMON)
-        found = {"differences": sharded_differences(model, plain)}
     # foreach=False: on a GPU torch takes all tensors together, and cannot where only some are DTensors.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+
+
+def by_transformers(folder: Path, sizes: Mapping[str, int], settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """As :func:`zero`, sharded by ``distributed_config``."""
+    plain = plain_model(folder)
+    model, optimizer = sharded_model(folder, sizes, settings)
+    found = {} if settings is None else {"differences": sharded_differences(model, plain)}
     return {**found, "losses": losses_of(model, optimizer)}
+
+
+def sharded_states(folder: Path, sizes: Mapping[str, int], target: Path) -> dict[str, Any]:
+    """As :func:`zero_states`, sharded by ``distributed_config``."""
+    plain = plain_model(folder)
+    model, optimizer = sharded_model(folder, sizes, {})
+    hf_zero_stream.save_pretrained(model, target / "weights", progress=False)
+    losses_of(model, optimizer, 2)
+    pending = hf_zero_stream.save_state(
+        model, target / "state", optimizer=optimizer, batch_size=1, asynchronous=True, progress=False
+    )
+    going_on = losses_of(model, optimizer, 2, first=2)
+    pending.wait()
+    hf_zero_stream.load_state(model, target / "state", optimizer=optimizer, batch_size=1)
+    found = {"going on": going_on, "again": losses_of(model, optimizer, 2, first=2)}
+    hf_zero_stream.load_into(model.eval(), str(folder))
+    return {**found, "differences": sharded_differences(model, plain)}
+
+
+def sharded_resumed(folder: Path, sizes: Mapping[str, int], target: Path) -> list[float]:
+    """As :func:`zero_resumed`, sharded by ``distributed_config``."""
+    model, optimizer = sharded_model(folder, sizes, {})
+    hf_zero_stream.load_state(model, target / "state", optimizer=optimizer)
+    return losses_of(model, optimizer, 2, first=2)
 
 
 def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -161,8 +247,7 @@ def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | Non
     plain = plain_model(folder)
     accelerator = Accelerator()
     torch.manual_seed(11)
-    stream = nullcontext() if settings is None else hf_zero_stream.streaming(StreamingConfig(**{**QUIET, **settings}))
-    with stream:
+    with streaming(settings):
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, **COMMON)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -170,4 +255,52 @@ def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | Non
     found["losses"] = losses_of(model, optimizer)
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[name]
+    return found
+
+
+def zero_memory(folder: Path, zero: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """What the footprint says of this rank's GPU under ZeRO-3, and what its allocator saw, in bytes."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    plain_model(folder)
+    gc.collect()
+    before = torch.cuda.memory_allocated(device)
+
+    def peak() -> int:
+        seen = torch.cuda.max_memory_allocated(device) - before
+        torch.cuda.reset_peak_memory_stats(device)
+        return seen
+
+    peak()
+    config = zero_config(3, zero)
+    model = zero_model(folder, config, {})
+    footprint = model.streaming_report.ranks[torch.distributed.get_rank()].footprint
+    found = {"load": (footprint.load_peak["cuda"], peak())}
+    engine = zero_engine(model, config)
+    found["start"] = (footprint.start_peak["cuda"], peak())
+    inputs = batches(1, device)[0]
+    for _ in range(2):
+        engine.backward(engine(**inputs, use_cache=False).loss)
+        peak()
+        engine.step()
+        found["step"] = (footprint.step_peak["cuda"], peak())
+    found["held"] = (footprint.held["cuda"], torch.cuda.memory_allocated(device) - before)
+    engine.destroy()
+    return found
+
+
+def sharded_memory(folder: Path) -> dict[str, tuple[int, int]]:
+    """As :func:`zero_memory`, under FSDP2."""
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    model, _ = sharded_model(folder, {"fsdp_size": torch.distributed.get_world_size()}, {})
+    footprint = model.streaming_report.ranks[torch.distributed.get_rank()].footprint
+    found = {"load": (footprint.load_peak["cuda"], torch.cuda.max_memory_allocated(device) - before)}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        model(**batches(1, device)[0], use_cache=False).loss.backward()
+        torch.cuda.reset_peak_memory_stats(device)
+        optimizer.step()
+        found["step"] = (footprint.step_peak["cuda"], torch.cuda.max_memory_allocated(device) - before)
+    found["held"] = (footprint.held["cuda"], torch.cuda.memory_allocated(device) - before)
     return found

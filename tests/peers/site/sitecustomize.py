@@ -5,11 +5,12 @@ both arms what asks for GPUs runs on a CPU, and data sets and metrics of the Hub
 """
 
 import functools
-import importlib.abc
 import os
 import random
-import sys
 from typing import Any
+
+from hf_zero_stream import run
+from hf_zero_stream.imports import Watch
 
 
 def _noted(owner: Any, name: str, what: str) -> None:
@@ -82,29 +83,7 @@ if os.environ.get("PEERS_ARM") == "ours":
     }
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Calls the functions of :data:`_AFTER` once their modules have been imported."""
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        if fullname not in _AFTER:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
-
-                def exec_module(module: Any) -> None:
-                    execute(module)
-                    _AFTER[fullname](module)
-
-                spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-                return spec
-        return None
-
-
 if "PEERS_ARM" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+    Watch(_AFTER, lambda module: _AFTER[module.__name__](module)).__enter__()
 if os.environ.get("PEERS_ARM") == "ours":
-    from hf_zero_stream import run
-
-    sys.meta_path.insert(0, run._Watch())
+    run.watch()

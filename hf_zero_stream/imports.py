@@ -1,0 +1,50 @@
+"""Be told of modules when they have been imported, and import none for it."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Collection, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+
+__all__ = ["Watch"]
+
+
+class Watch(importlib.abc.MetaPathFinder):
+    """Calls `imported` with each module of these `names` right after its code has run; finds no module itself.
+
+    It watches inside ``with watch:``, or as long as it is the first of ``sys.meta_path``.
+    """
+
+    def __init__(self, names: Collection[str], imported: Callable[[ModuleType], None]) -> None:
+        self._names = names
+        self._imported = imported
+
+    def __enter__(self) -> None:
+        sys.meta_path.insert(0, self)
+
+    def __exit__(self, *exception: object) -> None:
+        if self in sys.meta_path:  # somebody else may have put the list in order
+            sys.meta_path.remove(self)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in self._names:
+            return None
+        others = [finder for finder in sys.meta_path if finder is not self]
+        specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            loader: Any = spec.loader
+            execute = loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                self._imported(module)
+
+            loader.exec_module = exec_module
+        return spec
