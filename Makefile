@@ -46,7 +46,7 @@ help:
 	@echo "make bench    run the benchmarks"
 	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
 	@echo "make ecosystem train with other people's tools and frameworks, each in a venv of its own, with and without us"
-	@echo "make gpu      on a machine with CUDA: run the tests marked gpu and benchmarks/gpu.py"
+	@echo "make gpu      on a machine with an NVIDIA GPU: the three commands of scripts/gpu, results in gpu-day/"
 	@echo "make azurite  install a server for the tests of az:// with npm, if there is npm (make test-all does it)"
 	@echo "make clean    remove $(VENV) and caches"
 
@@ -67,6 +67,7 @@ $(STAMP): pyproject.toml constraints.txt | system
 # A test has less time than a compiler may take.
 $(COMPILED): | $(STAMP)
 	-DS_ACCELERATOR=cpu $(BIN)/python -m tests.extensions
+	-$(BIN)/python -m tests.paper_gpu.build
 	touch $@
 
 test: $(STAMP) $(COMPILED)
@@ -145,7 +146,7 @@ ecosystem: $(STAMP)
 
 # The torch in constraints.txt comes as a build for CUDA where pip finds one.
 gpu: $(STAMP)
-	$(BIN)/python -m scripts.gpu
+	for command in correctness ranks speed; do $(BIN)/python -m scripts.gpu $$command || failed=1; done; test -z "$$failed"
 
 clean:
 	rm -rf $(VENV) $(OLDEST) .ecosystem .peers build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

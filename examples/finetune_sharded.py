@@ -55,7 +55,9 @@ def main() -> None:
     if arguments.loader == "streaming" and is_main:
         print(model.streaming_report.table())
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate)
+    # On a GPU, AdamW takes all tensors together. It cannot where some are DTensors and others are not.
+    together = None if arguments.tp == arguments.ep == 1 else False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.learning_rate, foreach=together)
     batch = dist.get_rank() // arguments.tp  # the ranks that share a layer's work get the same tokens
     model.train()
     for step in range(1, arguments.steps + 1):

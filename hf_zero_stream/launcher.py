@@ -11,6 +11,7 @@ __all__ = [
     "announced_local_rank",
     "announced_local_size",
     "announces_fsdp2",
+    "announces_local_rank",
     "announces_zero3",
     "announces_zero3_init",
 ]
@@ -26,6 +27,11 @@ LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", *_MPI_LOCAL_SIZES, "SLURM_NTASK
 def announced_local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """This rank's number on its host; 0 if no launcher announces it."""
     return _first_number(LOCAL_RANKS, environ, 0)
+
+
+def announces_local_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether a launcher announces this rank's number on its host."""
+    return any(name in environ for name in LOCAL_RANKS)
 
 
 def announced_local_size(environ: Mapping[str, str] = os.environ) -> int:

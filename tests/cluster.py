@@ -1,4 +1,4 @@
-"""Run a function on real ranks: one process each, gloo between them.
+"""Run a function on real ranks: one process each, gloo between them; or on paper GPUs (`tests/paper_gpu`), with NCCL.
 
 Ranks are forked from a server that has torch, transformers and deepspeed imported already, so that a rank costs
 a fork and a rendezvous rather than ten seconds of imports.
@@ -38,6 +38,24 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 
+
+@dataclass(frozen=True)
+class Machine:
+    """What ranks run on."""
+
+    preload: str
+    """The module that their fork server imports once."""
+    environment: tuple[tuple[str, str], ...]
+    backend: str
+    sets_device: bool = False
+    """Whether each rank makes its GPU the current one, before anything else."""
+
+
+HOST = Machine("tests.cluster_preload", tuple(ENVIRONMENT.items()), "gloo")
+
+_OF_PAPER = {**ENVIRONMENT, "DS_ACCELERATOR": "cuda", "PAPER_GPUS": "4", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+PAPER_GPUS = Machine("tests.paper_gpu.preload", tuple(_OF_PAPER.items()), "nccl")
+
 # Once a rank has failed, how long the others may take to notice before they are killed.
 GRACE_SECONDS = 10.0
 
@@ -74,12 +92,14 @@ class RankTimeout(RankFailure):
     """Ranks were still running at the time limit; their stacks stand in for tracebacks."""
 
 
-def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, on: Machine = HOST
+) -> list[Any]:
     """Run the importable function `fn(*args)` on every rank of a new process group.
 
     Returns the results in rank order. Raises `RankFailure` if any rank failed, `RankTimeout` if any hung.
     """
-    outcomes = _run(world_size, fn, args, timeout, GRACE_SECONDS)
+    outcomes = _run(world_size, fn, args, timeout, GRACE_SECONDS, on)
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error_type is not None]
     if failed:
         raise RankFailure(f"{fn.__name__} failed on rank(s) {failed} of {world_size}", outcomes)
@@ -87,10 +107,10 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout: floa
 
 
 def run_ranks_expecting_errors(
-    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120
+    world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120, on: Machine = HOST
 ) -> list[Outcome]:
     """Like `run_ranks`, but errors are part of the result, and no rank is killed before the time limit."""
-    return _run(world_size, fn, args, timeout, None)
+    return _run(world_size, fn, args, timeout, None, on)
 
 
 def free_port() -> int:
@@ -101,10 +121,18 @@ def free_port() -> int:
 
 
 @functools.cache
-def _context() -> multiprocessing.context.ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.cluster_preload"])
-    return context
+def _server(preload: str) -> multiprocessing.forkserver.ForkServer:
+    server = multiprocessing.forkserver.ForkServer()
+    server.set_forkserver_preload([preload])
+    return server
+
+
+def _start(machine: Machine, main: Callable[..., None], *args: Any, name: str | None = None) -> Any:
+    """Start a process of `machine`'s server; multiprocessing itself has one server only."""
+    process = multiprocessing.get_context("forkserver").Process(target=main, args=args, name=name)
+    multiprocessing.forkserver.connect_to_new_process = _server(machine.preload).connect_to_new_process
+    process.start()
+    return process
 
 
 @contextmanager
@@ -118,43 +146,52 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-@functools.cache
-def warm_up() -> None:
+def warm_up(machine: Machine = HOST) -> None:
     """Start the fork server and wait until it can fork. The first call compiles DeepSpeed's CPU extension."""
+    _warm_up(machine.preload)
+
+
+@functools.cache
+def _warm_up(preload: str) -> None:
+    machine = next(each for each in (HOST, PAPER_GPUS) if each.preload == preload)
     # Before Python 3.12 the server does not inherit sys.path, and it ignores a preload that it cannot import.
     search_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with _environment({**ENVIRONMENT, "PYTHONPATH": search_path}):
-        process = _context().Process(target=_check_preload)
-        process.start()
+    with _environment({**dict(machine.environment), "PYTHONPATH": search_path}):
+        process = _start(machine, _check_preload, preload)
     process.join()
     if process.exitcode != 0:
-        raise RuntimeError(f"the fork server could not import its preload (exit code {process.exitcode})")
+        raise RuntimeError(f"the fork server could not import {preload} (exit code {process.exitcode})")
     process.close()
     # After every other finalizer of multiprocessing, because those may still talk to the resource tracker.
-    multiprocessing.util.Finalize(None, _stop_servers, exitpriority=-100)
+    multiprocessing.util.Finalize(None, _stop_server, args=[preload], exitpriority=-100)
 
 
-def _stop_servers() -> None:
+def _stop_server(preload: str) -> None:
     """End and reap multiprocessing's servers, which would outlive this process (as zombies, if nobody adopts them)."""
-    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+    _server(preload)._stop()  # type: ignore[attr-defined]
     multiprocessing.resource_tracker._resource_tracker._stop()  # type: ignore[attr-defined]
 
 
-def _check_preload() -> None:
-    sys.exit(0 if "tests.cluster_preload" in sys.modules else 1)
+def _check_preload(preload: str) -> None:
+    sys.exit(0 if preload in sys.modules else 1)
 
 
 def _run(
-    world_size: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout: float, grace: float | None
+    world_size: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    grace: float | None,
+    machine: Machine,
 ) -> list[Outcome]:
-    warm_up()
+    warm_up(machine)
     # Plain pickle: multiprocessing's own would send tensors as handles that die with their rank.
     payload = pickle.dumps((fn, args))
     # The parent hosts the rendezvous store. Its port is taken from the start, so no other run can be given the same.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {
         **os.environ,
-        **ENVIRONMENT,
+        **dict(machine.environment),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -162,7 +199,8 @@ def _run(
         "LOCAL_WORLD_SIZE": str(world_size),
     }
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        ranks = [_Rank(rank, environment, Path(folder) / f"stack-{rank}", timeout) for rank in range(world_size)]
+        stacks = [Path(folder) / f"stack-{rank}" for rank in range(world_size)]
+        ranks = [_Rank(rank, machine, environment, stacks[rank], timeout) for rank in range(world_size)]
         try:
             for rank in ranks:
                 rank.start(payload)
@@ -200,8 +238,11 @@ def _collect(ranks: list["_Rank"], name: str, timeout: float, grace: float | Non
 class _Rank:
     """The parent's end of one rank's process."""
 
-    def __init__(self, rank: int, environment: dict[str, str], stack_file: Path, timeout: float) -> None:
+    def __init__(
+        self, rank: int, machine: Machine, environment: dict[str, str], stack_file: Path, timeout: float
+    ) -> None:
         self.rank = rank
+        self.machine = machine
         self.environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         self.stack_file = stack_file
         self.timeout = timeout
@@ -209,9 +250,8 @@ class _Rank:
 
     def start(self, payload: bytes) -> None:
         self.connection, theirs = multiprocessing.Pipe(duplex=False)
-        settings = (theirs, payload, self.environment, list(sys.path), self.stack_file, self.timeout)
-        self.process = _context().Process(target=_rank_main, args=settings, name=f"rank-{self.rank}")
-        self.process.start()
+        settings = (theirs, payload, self.machine, self.environment, list(sys.path), self.stack_file, self.timeout)
+        self.process = _start(self.machine, _rank_main, *settings, name=f"rank-{self.rank}")
         theirs.close()
 
     def receive(self) -> Outcome:
@@ -245,6 +285,7 @@ class _Rank:
 def _rank_main(
     connection: Connection,
     payload: bytes,
+    machine: Machine,
     environment: dict[str, str],
     search_path: list[str],
     stack_file: Path,
@@ -259,7 +300,7 @@ def _rank_main(
     with open(stack_file, "w") as stacks:
         faulthandler.enable(stacks)
         faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-        outcome = _outcome_of(payload)
+        outcome = _outcome_of(payload, machine)
         try:
             message = pickle.dumps(outcome)
         except Exception as error:
@@ -270,13 +311,16 @@ def _rank_main(
         faulthandler.disable()
 
 
-def _outcome_of(payload: bytes) -> Outcome:
+def _outcome_of(payload: bytes, machine: Machine) -> Outcome:
     import deepspeed
+    import torch
 
     start = time.perf_counter()
     try:
         fn, args = pickle.loads(payload)
-        deepspeed.init_distributed("gloo")
+        if machine.sets_device:
+            torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        deepspeed.init_distributed(machine.backend)
         dist.barrier()  # a rank that ends at once must not close connections that another is still opening
         start = time.perf_counter()
         outcome = Outcome(value=fn(*args))

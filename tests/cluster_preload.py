@@ -1,6 +1,7 @@
 """What the fork server of `tests.cluster` imports once, so that every rank starts with it."""
 
 import gc
+import os
 
 import accelerate  # noqa: F401
 import deepspeed  # noqa: F401
@@ -20,7 +21,8 @@ import hf_zero_stream.state.hooks  # noqa: F401
 from tests.extensions import load_extension
 
 
-load_extension("ShareMemCommBuilder")  # so that no rank has to compile it
+if os.environ["DS_ACCELERATOR"] == "cpu":
+    load_extension("ShareMemCommBuilder")  # so that no rank has to compile it
 torch.set_num_threads(1)
 gc.collect()
 gc.freeze()

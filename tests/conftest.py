@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import ENVIRONMENT, ROOT, warm_up
+from tests.cluster import ENVIRONMENT, PAPER_GPUS, ROOT, warm_up
 
 
 STARTS_RANKS = {"cluster", "compiler", "async_io"}
@@ -23,6 +23,8 @@ import torch  # noqa: E402
 
 from scripts import system_packages  # noqa: E402
 from scripts.system_packages import ASYNC_IO, COMPILER, HEADERS  # noqa: E402
+from tests.paper_gpu import build as paper_gpu  # noqa: E402
+from tests.sharded import even_model  # noqa: E402
 from tests.zoo import make_checkpoint  # noqa: E402
 
 
@@ -76,6 +78,24 @@ def compiler() -> None:
 def cluster(compiler: None) -> None:
     """Warm fork server: keeps start-up out of the first test's time limit."""
     warm_up()
+
+
+@pytest.fixture(scope="session")
+def paper_gpus() -> None:
+    """Ranks of `PAPER_GPUS`: see `tests/paper_gpu`."""
+    lacking = paper_gpu.why_not()
+    if lacking:
+        pytest.skip(lacking)
+    paper_gpu.build()
+    warm_up(PAPER_GPUS)
+
+
+@pytest.fixture(scope="session")
+def even_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts in bf16, of sizes that 2 and 4 divide, in shards."""
+    folder = tmp_path_factory.mktemp("even")
+    even_model("qwen3_moe").bfloat16().save_pretrained(folder, max_shard_size="100KB")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,7 @@ def _named(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _same_bits(mine: torch.Tensor, expected: torch.Tensor) -> bool:
     if mine.shape != expected.shape or mine.dtype != expected.dtype:
         return False
-    as_bytes = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (mine, expected)]
+    as_bytes = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in (mine, expected)]
     return torch.equal(*as_bytes)
 
 
@@ -126,7 +126,7 @@ def three_losses(engine: Any, inputs: Callable[[], dict[str, torch.Tensor]]) -> 
     found = []
     for _ in range(3):
         torch.manual_seed(0)
-        loss = engine(**inputs()).loss
+        loss = engine(**{name: values.to(engine.device) for name, values in inputs().items()}).loss
         engine.backward(loss)
         engine.step()
         found.append(loss.item())

@@ -1,96 +1,76 @@
-"""What needs a CUDA device (`make gpu`), and what `make gpu` says without one."""
+"""The GPU day, on paper GPUs; on a real one it is `python -m scripts.gpu`."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from scripts.gpu import block
-from tests.zoo import make_moe_checkpoint
+from scripts.gpu.__main__ import ROOT, table
+from scripts.gpu.steps import COMMANDS
 
 
-ROOT = Path(__file__).parents[1]
+SITE = ROOT / "tests" / "paper_gpu" / "site"
 
-NEEDS_CUDA = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
-]
-NEEDS_DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+SAMPLE = {"correctness": "lanes,plan", "ranks": "killed", "speed": "pinned copies"}
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, "-m", "scripts.gpu", *words],
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=600,
     )
 
 
-def test_without_cuda_it_says_so() -> None:
-    done = run("-m", "scripts.gpu", CUDA_VISIBLE_DEVICES="")
+def day(folder: Path, command: str, only: str, gpus: int) -> list[dict[str, Any]]:
+    """What a command has found on paper GPUs."""
+    path = os.pathsep.join([str(SITE), str(ROOT)])
+    done = run(
+        *(command, str(folder), "--gigabytes=0.02", f"--only={only}"),
+        **{"PYTHONPATH": path, "PAPER_GPUS": str(gpus), "CUDA_VISIBLE_DEVICES": "0,1"[: 2 * gpus - 1]},
+    )
+    found: list[dict[str, Any]] = json.loads((folder / f"{command}.json").read_text())
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}"
+    return found
+
+
+def test_without_cuda_it_says_so(tmp_path: Path) -> None:
+    done = run("correctness", str(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and done.stdout == ""
     assert "needs a machine with an NVIDIA GPU" in done.stderr and "Nothing was run" in done.stderr
 
 
-def test_block_of_results() -> None:
-    text = "\n".join(block(10, 5, {1: "ours: 1.00 s\n", 2: ""}))
-    assert "FAIL (exit code 5)" in text and "--gigabytes 10 --world 2" in text
-    assert "```text\nours: 1.00 s\n```" in text and "```text\nfailed\n```" in text
+def test_table() -> None:
+    results = [{"step": "a", "ok": True, "figures": {"seconds": 3}}, {"step": "b", "ok": False, "error": "x\nWhy"}]
+    assert [*table("speed", results)][-2:] == ["| a | ok | seconds 3 |", "| b | FAIL | Why |"]
 
 
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=NEEDS_DEEPSPEED)], ids=str)
-class TestOnADevice:
-    pytestmark = NEEDS_CUDA
+@pytest.mark.usefixtures("paper_gpus")
+class TestOnPaper:
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_sample(self, tmp_path: Path, command: str) -> None:
+        """Two ranks on one GPU first find a way to talk."""
+        found = day(tmp_path, command, SAMPLE[command], gpus=1)
+        assert [result["step"] for result in found][-1] == SAMPLE[command].split(",")[-1]
 
-    def test_bits_are_those_of_a_load_on_the_host(self, world: int) -> None:
-        """Partitions come through pinned buffers and side streams; both ranks share the one device."""
-        done = run("-m", "benchmarks.gpu", "--gigabytes", "0.05", "--repeats", "1", "--world", str(world))
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert "bits: those of a load on the host" in done.stdout
+    @pytest.mark.slow
+    @pytest.mark.parametrize("command", COMMANDS)
+    def test_whole_command(self, tmp_path: Path, command: str) -> None:
+        found = day(tmp_path, command, "", gpus=2)
+        assert [result["step"] for result in found] == [*COMMANDS[command]]
 
-
-LOSSES = """
-import sys, torch, deepspeed, hf_zero_stream
-from transformers import AutoModelForCausalLM
-deepspeed.init_distributed("nccl")
-config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3},
-          "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
-losses = []
-for stream in (True, False):
-    from transformers.integrations import HfDeepSpeedConfig
-    keep = HfDeepSpeedConfig(config)
-    if stream:
-        with hf_zero_stream.streaming():
-            model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-        assert model.streaming_report.ranks[0].device_peak > 0
-    else:
-        model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
-    assert all(param.ds_tensor.device.type == "cuda" for param in model.parameters())
-    engine = deepspeed.initialize(model=model, config=config)[0]
-    tokens = torch.arange(5, 37, device="cuda").view(1, -1)
-    for _ in range(3):
-        loss = engine(input_ids=tokens, labels=tokens).loss
-        engine.backward(loss)
-        engine.step()
-    losses.append(loss.item())
-assert losses[0] == losses[1], losses
-"""
-
-
-class TestTraining:
-    pytestmark = [*NEEDS_CUDA, NEEDS_DEEPSPEED]
-
-    def test_losses_are_stocks(self, tmp_path: Path) -> None:
-        folder = make_moe_checkpoint(tmp_path / "moe", 1e7, num_layers=2, num_experts=8)
-        rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29581"}
-        done = run("-c", LOSSES, str(folder), **rank, DS_ACCELERATOR="cuda", CUDA_VISIBLE_DEVICES="0")
-        assert done.returncode == 0, done.stderr[-3000:]
+    def test_a_step_that_fails_does_not_end_the_day(self, tmp_path: Path) -> None:
+        """It is told what was found, and the next step begins in a new process."""
+        with pytest.raises(AssertionError, match="KeyError|TypeError"):
+            day(tmp_path, "correctness", "no such step,lanes", gpus=1)
+        first, second = json.loads((tmp_path / "correctness.json").read_text())
+        assert (first["ok"], second["ok"], second["step"]) == (False, True, "lanes")

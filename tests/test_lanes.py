@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,8 @@ class LateLane(Lane):
 
     buffers = 2
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        super().__init__(device, nbytes)
+    def __init__(self, nbytes: int) -> None:
+        super().__init__([], nbytes)
         self.pending: list[Callable[[], None]] = []
         self.allocated = 0
         self.waits = 0
@@ -34,7 +34,7 @@ class LateLane(Lane):
         self.allocated += 1
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def _submit(self, copy: Callable[[], None]) -> None:
+    def _submit(self, destination: torch.Tensor, copy: Callable[[], None]) -> None:
         self.pending.append(copy)
 
     def _mark(self) -> int:
@@ -76,12 +76,10 @@ def test_late_copies_give_the_same_values(
     plan, files, expected = checkpoint
     made: list[LateLane] = []
 
-    def late_lane(device: torch.device, nbytes: int) -> LateLane:
-        lane = LateLane(device, nbytes)
-        made.append(lane)
-        return lane
+    def lane_for(destinations: Sequence[torch.Tensor], nbytes: int) -> Callable[[], LateLane]:
+        return lambda: made.append(LateLane(nbytes)) or made[-1]  # type: ignore[func-returns-value]
 
-    monkeypatch.setattr(execute, "lane_class", lambda device: late_lane)
+    monkeypatch.setattr(execute, "lane_for", lane_for)
     monkeypatch.setattr(execute, "_in_place", lambda *args: None)  # as for a destination on a device
     found = [torch.full((120,), float("nan"), dtype=target.dtype) for target in plan.targets]
     _, staging_bytes = execute_reads(plan, found, files, threads=threads)
@@ -101,14 +99,13 @@ def test_after_an_error_no_copy_is_under_way(
     plan, files, _ = checkpoint
     made: list[LateLane] = []
 
-    def late_lane(device: torch.device, nbytes: int) -> LateLane:
-        made.append(LateLane(device, nbytes))
-        return made[-1]
+    def lane_for(destinations: Sequence[torch.Tensor], nbytes: int) -> Callable[[], LateLane]:
+        return lambda: made.append(LateLane(nbytes)) or made[-1]  # type: ignore[func-returns-value]
 
     def full() -> None:
         raise RuntimeError("full")
 
-    monkeypatch.setattr(execute, "lane_class", lambda device: late_lane)
+    monkeypatch.setattr(execute, "lane_for", lane_for)
     monkeypatch.setattr(execute, "_in_place", lambda *args: None)
     found = [torch.empty(120, dtype=target.dtype) for target in plan.targets]
     with pytest.raises(RuntimeError, match="full"):
@@ -131,6 +128,6 @@ def test_copies_to_a_gpu(checkpoint: tuple[BatchPlan, LocalFiles, list[torch.Ten
 
 
 def test_lane_without_reads_has_no_buffer() -> None:
-    lane = LateLane(torch.device("cpu"), 64)
+    lane = LateLane(64)
     lane.finish()
     assert lane.allocated_bytes == lane.allocated == lane.waits == 0

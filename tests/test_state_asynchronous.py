@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import hf_zero_stream
@@ -86,10 +85,8 @@ def save_both_ways(folder: Path, target: Path, configs: dict[str, Any]) -> dict[
             assert saved.done and report.verified and report.ranks[1].seconds["copy"] > 0
             engine_bytes = sum(path.stat().st_size for path in (target / name / "background").rglob("*.safetensors"))
             assert 0 < report.bytes_written <= engine_bytes
-            memory = HostMemory.of_model(
-                engine.module, report.ranks[dist.get_rank()].bytes_written, torch.device("cpu")
-            )
-            memories.setdefault(name, []).append(memory.values.data_ptr())
+            memory = HostMemory.of_model(engine.module, report.ranks[dist.get_rank()].bytes_written)
+            memories.setdefault(name, []).append(memory.blocks[0].data_ptr())
             hf_zero_stream.load_state(engine, target / name / "waited")  # as before the two steps
     return {"planned": planned, "memories": memories}
 

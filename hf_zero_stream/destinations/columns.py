@@ -212,9 +212,7 @@ def exchange_batches(all_columns: Iterable[Columns], coordinator: Coordinator) -
         expected = [sum(len(place) for place in each) for each in places]
         received = buffer("rows")[: sum(expected)]  # in place of what has been sent
         group = mesh.get_group(mesh_dim)
-        coordinator.wait(
-            dist.all_to_all_single(received, buffer("sent")[:sent], expected, sizes, group=group, async_op=True)
-        )
+        coordinator.run(dist.all_to_all_single, received, buffer("sent")[:sent], expected, sizes, group=group)
         everyones = [place for each in places for place in each]
         for place, values in zip(everyones, received.split([len(place) for place in everyones]), strict=True):
             place.copy_(values)

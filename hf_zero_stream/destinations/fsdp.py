@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from .. import accelerators
 from ..errors import UnsupportedError, refuse_unknown_version
 from ..footprint.memory import HOST
 from ..footprint.sharded import HeldShard
@@ -176,7 +177,7 @@ def inner_spec(managed: Managed) -> Any:
 def new_shard(managed: Managed, dtype: torch.dtype, *, requires_grad: bool) -> nn.Parameter:
     """A parameter with new memory, in a storage that FSDP2 will own: not initialised, its padding zero."""
     device = torch.device("cpu") if managed.offload_to_cpu else managed.device
-    pins = managed.pin_memory and torch.accelerator.is_available()  # else FSDP2 itself says so when training begins
+    pins = managed.pin_memory and accelerators.kind() is not None  # else FSDP2 itself says so when training begins
     padded = torch.empty(managed.padded_sharded_param_size, dtype=dtype, device=device, pin_memory=pins)
     dim = managed.fsdp_placement.dim
     length = managed.sharded_size[dim] if managed.sharded_size.numel() else 0

@@ -17,6 +17,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from .. import accelerators
+
 
 __all__ = ["random_state", "run_with_what_is_touched", "set_random_state"]
 
@@ -56,15 +58,17 @@ RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def random_state() -> RandomState:
-    """The state of torch's random numbers, on the CPU and on the CUDA device that is in use."""
-    return torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    """The state of torch's random numbers, on the CPU and on the accelerator's current device."""
+    kind = accelerators.kind()
+    return torch.get_rng_state(), None if kind is None else accelerators.random_state(kind)
 
 
 def set_random_state(state: RandomState) -> None:
-    cpu, cuda = state
-    torch.set_rng_state(cpu)
-    if cuda is not None:
-        torch.cuda.set_rng_state(cuda)
+    of_cpu, of_device = state
+    torch.set_rng_state(of_cpu)
+    kind = accelerators.kind()
+    if of_device is not None and kind is not None:
+        accelerators.set_random_state(kind, of_device)
 
 
 class _Touched(BaseException):

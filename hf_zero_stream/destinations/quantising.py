@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -121,7 +121,7 @@ class _Group:
             return
         mine = joins == self._coordinator.rank
         parts = [torch.empty_like(made) for _ in range(self._coordinator.world_size)] if mine else None
-        self._wait(dist.gather(made, parts, dst=joins, async_op=True))
+        self._coordinator.run(dist.gather, made, parts, joins)
         if parts is not None:
             self._gathered[number] = parts
 
@@ -136,9 +136,6 @@ class _Group:
             if row is None:
                 assert node.weight is not None
                 row = torch.empty(node.weight.row_bytes, dtype=torch.uint8, device=collective_device())
-            self._wait(dist.broadcast(row, self._joins(number), async_op=True))
+            self._coordinator.run(dist.broadcast, row, self._joins(number))
         assert row is not None
         return row
-
-    def _wait(self, work: Any) -> None:
-        self._coordinator.wait(work)

@@ -17,14 +17,11 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target, partition_range
-from ..ranks.coordinator import Coordinator
+from ..ranks.coordinator import Coordinator, all_gather
 from .base import Batch, Destination, Holding, Item, Sourced, allocating, flat_items, replace_lazy
 
 
-__all__ = ["Replicated", "all_gather", "exchange_batches", "exchanges", "open_flat"]
-
-# torch 2.13 warns of the old name.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+__all__ = ["Replicated", "exchange_batches", "exchanges", "open_flat"]
 
 _HOST = torch.device("cpu")
 _ALIGNMENT = 16  # bytes; each part begins at a multiple of it, so that it can be viewed in any dtype
@@ -101,7 +98,7 @@ def exchange_batches(
     def exchange(parts: Sequence[_Part], nbytes: int) -> None:
         """Exchange the parts and put them into the tensors; all ranks must call it."""
         everyone = buffer(world_size)[: world_size * nbytes]
-        coordinator.wait(all_gather(everyone, buffer(1)[:nbytes], async_op=True))
+        coordinator.run(all_gather, everyone, buffer(1)[:nbytes])
         for rank, of_rank in enumerate(everyone.split(nbytes)):
             for part in parts:
                 tensor = tensors[part.target.name]

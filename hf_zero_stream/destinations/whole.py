@@ -91,7 +91,7 @@ class WholeParameters:
                 for block, within in shard.box.blocks():
                     values[_slices(block)].copy_(local[_slices(within)])
             # Each byte comes from one rank, so that sums of bytes lose nothing.
-            self._coordinator.wait(dist.all_reduce(values.view(-1).view(torch.uint8), async_op=True))
+            self._coordinator.run(dist.all_reduce, values.view(-1).view(torch.uint8))
             values = values.to(local.device)
         whole = nn.Parameter(values, requires_grad=param.requires_grad)
         whole._is_hf_initialized = getattr(param, "_is_hf_initialized", False)

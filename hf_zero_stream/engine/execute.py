@@ -15,7 +15,7 @@ import torch
 from ..planning.plan import BatchPlan, Read
 from ..sources.base import ByteSource
 from .huge_pages import HugePages
-from .lanes import Lane, lane_class, settle
+from .lanes import Lane, lane_for, settle
 from .workers import run_in_threads
 
 
@@ -45,8 +45,7 @@ def execute_reads(
     if not plan.reads:
         return {}, 0
     first = int(begin * len(plan.reads))
-    device = next((d.device for d in destinations if d.device.type != "cpu"), torch.device("cpu"))
-    nbytes = max(read.length for read in plan.reads)
+    new_lane = lane_for(destinations, max(read.length for read in plan.reads))
     writable = [
         memoryview(d.detach().view(torch.uint8).numpy()) if d.device.type == "cpu" else None for d in destinations
     ]
@@ -56,7 +55,7 @@ def execute_reads(
 
     def work(reads: Iterator[Read]) -> None:
         seconds = dict.fromkeys(PHASES, 0.0)
-        with lane_class(device)(device, nbytes) as lane:
+        with new_lane() as lane:
             for read in reads:
                 carry_out(read, lane, seconds)
                 if on_bytes is not None:

@@ -1,17 +1,19 @@
-"""How one reader thread moves values from its staging buffers into a destination, on a CPU or on a GPU."""
+"""How one reader thread moves values from its staging buffers into destinations, on a CPU or on GPUs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..accelerators import is_accelerator, on_device, pinned, side_stream, synchronise
 from ..planning.plan import Piece
 from .transposed import copy_strided
 
 
-__all__ = ["Lane", "lane_class", "settle"]
+__all__ = ["Lane", "SideLane", "lane_for", "settle"]
 
 
 class Lane:
@@ -26,7 +28,7 @@ class Lane:
     buffers = 1
     """The most staging buffers that a thread has."""
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
+    def __init__(self, devices: Sequence[torch.device], nbytes: int) -> None:
         self._nbytes = nbytes
         self._filled: list[tuple[torch.Tensor, Any]] = []
         """Buffers with copies under way, and the mark behind those; the oldest first."""
@@ -60,7 +62,7 @@ class Lane:
 
         Only the file's bytes cross the bus, in one run: the destination's device casts and scatters, at no cost.
         """
-        self._submit(lambda: _copy(source, piece, destination))
+        self._submit(destination, lambda: _copy(source, piece, destination))
 
     def finish(self) -> None:
         """Block until every copy that this lane began has reached its destination."""
@@ -70,8 +72,8 @@ class Lane:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def _submit(self, copy: Callable[[], None]) -> None:
-        """Carry out `copy`, or queue it behind all that was submitted before."""
+    def _submit(self, destination: torch.Tensor, copy: Callable[[], None]) -> None:
+        """Carry out `copy`, or queue it behind all that was submitted before for the device of `destination`."""
         copy()
 
     def _mark(self) -> Any:
@@ -81,55 +83,63 @@ class Lane:
         """Block until everything before `mark` is done."""
 
 
-class CudaLane(Lane):
-    """Copies out of pinned memory on a side stream, while the thread reads into the other buffer."""
+class SideLane(Lane):
+    """Copies out of pinned memory on side streams, while the thread reads into the other buffer.
+
+    Each device has a stream of its own: torch copies on a stream of the destination's device, and no event of another
+    device's stream says when that is done.
+    """
 
     buffers = 2
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        super().__init__(device, nbytes)
-        self._stream = torch.cuda.Stream(device)
-        self._device = torch.cuda.device(device)
+    def __init__(self, devices: Sequence[torch.device], nbytes: int) -> None:
+        super().__init__(devices, nbytes)
+        self._streams = {device: side_stream(device) for device in devices}
+        self._on_device = on_device(devices[0])
 
     def __enter__(self) -> Lane:
-        # A new thread's device is the first one. To come back to it from a stream of another would make a context
-        # there, which takes hundreds of megabytes, by every rank of this host.
-        self._device.__enter__()
+        # A new thread's device is the first one, which this rank may not use at all.
+        self._on_device.__enter__()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, *exception: Any) -> None:
         try:
             self.finish()
         finally:
-            self._device.__exit__(*exception)
+            self._on_device.__exit__(*exception)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return pinned(nbytes)
 
-    def _submit(self, copy: Callable[[], None]) -> None:
-        with torch.cuda.stream(self._stream):
+    def _submit(self, destination: torch.Tensor, copy: Callable[[], None]) -> None:
+        stream = self._streams.get(destination.device)
+        if stream is None:  # host memory
+            copy()
+            return
+        with stream:
             copy()
 
-    def _mark(self) -> torch.cuda.Event:
-        return self._stream.record_event()
+    def _mark(self) -> list[torch.Event]:
+        return [stream.record_event() for stream in self._streams.values()]
 
-    def _wait(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
+    def _wait(self, mark: Sequence[torch.Event]) -> None:
+        for event in mark:
+            event.synchronize()
+
+
+def lane_for(destinations: Iterable[torch.Tensor], nbytes: int) -> Callable[[], Lane]:
+    """What makes the lane of each thread that fills `destinations`."""
+    devices = sorted({each.device for each in destinations if is_accelerator(each.device)}, key=str)
+    return partial(SideLane if devices else Lane, devices, nbytes)
 
 
 def settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Block until the GPUs on which `tensors` are have done all that they were given, on whatever stream.
+    """Block until the accelerators on which `tensors` are have done all that they were given, on whatever stream.
 
     Threads do not share the caller's stream. Without this, they might read values that are not there yet, or write
     into memory that the allocator has given out anew, and kernels of before still use.
     """
-    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
-
-
-def lane_class(device: torch.device) -> type[Lane]:
-    """The lane for destinations on `device`."""
-    return CudaLane if device.type == "cuda" else Lane
+    synchronise(tensor.device for tensor in tensors)
 
 
 def _copy(source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None:

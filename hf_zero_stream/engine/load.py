@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..accelerators import peak_bytes, used_bytes
 from ..checkpoint import distcp
 from ..checkpoint.contents import is_distributed
 from ..checkpoint.format import ShardHeader, TensorEntry
@@ -74,6 +75,7 @@ class Load:
         self._leaves: Sequence[Sequence[Leaf]] = ()
         self.absent: Mapping[str, AbsentSlice] = {}
         """Tensors that the checkpoint's index promises and no shard holds."""
+        self._peak_before = 0
 
     def close(self) -> None:
         """Release file handles."""
@@ -287,10 +289,7 @@ class Load:
         For the arguments see :meth:`Destination.batches`. `then` reads more, before ranks agree that all have read.
         All ranks raise an error if planning or reading fails on any, or if they would load different things.
         """
-        device = self.destination.device
-        if device.type == "cuda":
-            torch.cuda.init()  # which this raises without
-            torch.cuda.reset_peak_memory_stats(device)
+        self._peak_before = peak_bytes(self.destination.device)
         with self.coordinator.reporting():
             try:
                 with self.clock("plan"):
@@ -352,7 +351,7 @@ class Load:
                 f"{len(unfilled)} parameters or buffers got no values: {', '.join(unfilled[:8])}. "
                 "This is a fault of hf_zero_stream; please report it with the model's config."
             )
-        plan, device = self.plan, self.destination.device
+        plan = self.plan
         assert plan is not None
         mine = RankReport(
             rank=self.coordinator.rank,
@@ -365,7 +364,7 @@ class Load:
             partition_bytes=plan.cost.target_bytes,
             staging_bytes=self._reader.staging_bytes,
             anonymous_growth_peak=self.memory.growth_peak,
-            device_peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0,
+            device_peak=self._device_peak(),
             materialised=plan.materialised,
             footprint=self.footprint,
         )
@@ -374,6 +373,11 @@ class Load:
         if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
             log.info(report.table())
         return report
+
+    def _device_peak(self) -> int:
+        """As :attr:`RankReport.device_peak`. The statistics are the user's, who may be in the middle of a training."""
+        peak = peak_bytes(self.destination.device)
+        return peak if peak > self._peak_before else used_bytes(self.destination.device)
 
 
 def _is_extra_state(key: str) -> bool:

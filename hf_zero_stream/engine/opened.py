@@ -12,6 +12,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from ..accelerators import is_accelerator
 from ..checkpoint import formats
 from ..checkpoint.format import Format, Shard, ShardHeader
 from ..checkpoint.nodes import View
@@ -25,7 +26,7 @@ from ..sources.read_ahead import ReadAhead
 from ..sources.relay import RelayedFiles, Server, reader_and_clients
 from ..sources.remote import RemoteFiles
 from .compute import Evaluator
-from .lanes import lane_class
+from .lanes import Lane, SideLane
 from .workers import run_in_threads
 
 
@@ -231,7 +232,8 @@ class OpenCheckpoint:
             raise
 
     def threads(self) -> int:
-        buffers = self.config.staging_bytes // max(1, self.request_bytes * lane_class(self._device).buffers)
+        lane = SideLane if is_accelerator(self._device) else Lane
+        buffers = self.config.staging_bytes // max(1, self.request_bytes * lane.buffers)
         ranks = self.coordinator.topology.sharing_cores
         return choose_threads(self.config.reader_threads, buffers, ranks, self._hints)
 

@@ -289,13 +289,11 @@ def _initialize_engine(
     if settings.offload_optimizer == DISK:
         ledger.hold("swap_buffers", HOST, settings.optimizer_swap_buffers * largest)
 
-    # _create_fp32_partitions casts a sub-group and clones the result.
+    # _create_fp32_partitions casts a sub-group and clones the result; torch casts on the host what goes there.
     for group in groups:
         nbytes = group.numel * master
         is_cast = group.itemsize != master or group.place != settings.partition_place
         ledger.pass_through(group.place, (1 + is_cast) * nbytes)
-        if group.place == HOST and settings.partition_place != HOST:
-            ledger.pass_through(device, nbytes)  # the cast runs where the values are, before they are copied
         ledger.hold("master", group.place, nbytes)
 
     # initialize_optimizer_states makes gradients of zeros, for an optimizer on the host to keep, and one more.

@@ -75,7 +75,7 @@ class SetAside:
                 values.materialise() if self._coordinator.is_main else torch.empty(values.shape, dtype=values.dtype)
             )
         everyones = values.to(collective_device(), memory_format=torch.contiguous_format)
-        self._coordinator.wait(dist.broadcast(everyones, 0, async_op=True))
+        self._coordinator.run(dist.broadcast, everyones, 0)
         return everyones.cpu()
 
     def put_back(self, model: nn.Module) -> DTensors:

@@ -10,14 +10,18 @@ from __future__ import annotations
 import pickle
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ..errors import DisagreementError, PeerError
+from .. import accelerators
+from ..accelerators import is_accelerator
+from ..errors import ConfigError, DisagreementError, PeerError
+from ..launcher import announced_local_rank, announces_local_rank
 from .liveness import Verdict, Watch
 from .presence import Presence, begun_collectives, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round
@@ -25,9 +29,12 @@ from .store import pauses
 from .topology import Topology
 
 
-__all__ = ["Coordinator", "collective_device", "expected_at"]
+__all__ = ["Coordinator", "all_gather", "collective_device", "expected_at"]
 
 T = TypeVar("T")
+
+# The older name warns in newer versions of torch.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Coordinator:
@@ -40,6 +47,8 @@ class Coordinator:
         self.is_alone = alone
         self._reported = False  # whether all ranks know of an error
         self._watch: Watch | None = None
+        self._connected: set[Any] = set()
+        """Groups whose first collective has been made."""
 
     @classmethod
     def of_default_group(cls) -> Coordinator:
@@ -111,7 +120,7 @@ class Coordinator:
     def _gather(self, value: Any) -> list[Any]:
         """Like ``dist.all_gather_object``, but raises when a rank dies, and what is small is exchanged at once."""
         mine = _pickled(value)
-        length = torch.tensor([mine.numel()], device=mine.device).view(torch.uint8)
+        length = torch.tensor([mine.numel()]).view(torch.uint8)
         everyone = self._gather_bytes(torch.cat([length, mine[:_SMALL_BYTES]]), length.numel() + _SMALL_BYTES)
         counts = [int(data[: length.numel()].view(torch.int64)) for data in everyone]
         everyone = [data[length.numel() :] for data in everyone]
@@ -120,12 +129,13 @@ class Coordinator:
         return [_unpickled(data[:count]) for data, count in zip(everyone, counts, strict=True)]
 
     def _gather_bytes(self, mine: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
-        """Every rank's bytes, each filled up to `nbytes`."""
-        padded = torch.zeros(nbytes, dtype=torch.uint8, device=mine.device)
+        """Every rank's bytes, each filled up to `nbytes`, in host memory."""
+        padded = torch.zeros(nbytes, dtype=torch.uint8)
         padded[: mine.numel()] = mine
-        everyone = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self.wait(dist.all_gather(everyone, padded, async_op=True))
-        return everyone
+        device = collective_device()
+        everyone = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=device)
+        self.run(all_gather, everyone, padded.to(device))
+        return list(everyone.cpu().split(nbytes))  # in one copy: each takes longer than what it copies
 
     def require_same(self, what: object, error: BaseException | None = None, *, beside: Any = None) -> list[Any]:
         """Every rank's `beside`; raises :class:`DisagreementError` on all ranks if `what` differs between ranks."""
@@ -151,9 +161,10 @@ class Coordinator:
         if goes_along:
             return value if self.is_main else found
         if not self.is_main:
-            data = torch.empty(found, dtype=torch.uint8, device=data.device)
-        self.wait(dist.broadcast(data, 0, async_op=True))
-        return value if self.is_main else _unpickled(data)
+            data = torch.empty(found, dtype=torch.uint8)
+        data = data.to(collective_device())
+        self.run(dist.broadcast, data, 0)
+        return value if self.is_main else _unpickled(data.cpu())
 
     def run_on_main(self, work: Callable[[], T]) -> T | None:
         """Run `work` on rank 0. Returns its result there, None elsewhere."""
@@ -222,14 +233,24 @@ class Coordinator:
         if self._watch is not None:
             self._watch.check()
 
-    def wait(self, work: Any) -> None:
-        """Wait for an asynchronous collective; raises :class:`PeerError` if a rank dies."""
+    def run(self, collective: Callable[..., Any], *args: Any, group: Any = None) -> None:
+        """Make a `collective` of torch's, and wait for it; raises :class:`PeerError` if a rank dies."""
+        begin = partial(collective, *args, group=group, async_op=True)
         with self.naming_dead_rank():
-            if self._watch is not None:
-                for _ in pauses(0.005, share=0.1):
-                    if work.is_completed():
-                        break
-                    self._watch.check(dead_only=True)
+            watch = self._watch
+            if watch is None:
+                begin().wait()
+                return
+            device = collective_device()
+            if group not in self._connected and is_accelerator(device):
+                work = _begun_beside(begin, device, watch)
+                self._connected.add(group)
+            else:
+                work = begin()
+            for _ in pauses(0.005, share=0.1):
+                if work.is_completed():
+                    break
+                watch.check(dead_only=True)
             work.wait()
 
     @contextmanager
@@ -248,20 +269,53 @@ class Coordinator:
 
 
 def collective_device() -> torch.device:
-    """The device on which the default group's collectives need their tensors; the host if there is no group."""
+    """The device on which the default group's collectives need their tensors; the host if there is no group.
+
+    Raises a ConfigError if nothing says which of several GPUs is this rank's.
+    """
     on_host = not dist.is_initialized() or "gloo" in dist.get_backend()
-    accelerator = None if on_host else torch.accelerator.current_accelerator()
-    if accelerator is None:
+    kind = None if on_host else accelerators.kind()
+    if kind is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    bound: torch.device | None = dist.group.WORLD.bound_device_id
+    if bound is not None:
+        return bound
+    is_known = announces_local_rank() or dist.get_world_size() == 1
+    device = accelerators.device_of_rank(kind, announced_local_rank() if is_known else None)
+    if device is None:
+        raise ConfigError(
+            f"Nothing says which of the {torch.accelerator.device_count()} devices is that of rank "
+            f"{dist.get_rank()}: no launcher announces its local rank (LOCAL_RANK), and the current device is the "
+            f"first. Call torch.{kind}.set_device(...) before the load, or "
+            f'init_process_group(device_id=torch.device("{kind}", ...)).'
+        )
+    return device
+
+
+def _begun_beside(begin: Callable[[], Any], device: torch.device, watch: Watch) -> Any:
+    """Begin a group's first collective in a thread: NCCL blocks in it until all ranks have come, also a dead one."""
+    stream, outcome = accelerators.stream(device), Future[Any]()
+
+    def run() -> None:
+        try:
+            with stream, torch.no_grad():
+                outcome.set_result(begin())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="hf_zero_stream-connect", daemon=True).start()
+    for _ in pauses(0.005, share=0.1):
+        if outcome.done():
+            return outcome.result()
+        watch.check(dead_only=True)
 
 
 def _pickled(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(collective_device())
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
 
 
 def _unpickled(data: torch.Tensor) -> Any:
-    return pickle.loads(data.cpu().numpy().tobytes())
+    return pickle.loads(data.numpy().tobytes())
 
 
 def _raise_again(error: BaseException) -> NoReturn:

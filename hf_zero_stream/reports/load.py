@@ -58,7 +58,8 @@ class RankReport:
         partition_bytes: size of all destinations of this rank.
         staging_bytes: size of all staging buffers that were allocated.
         anonymous_growth_peak: most anonymous host memory during the load, over what it was before.
-        device_peak: most memory of the device during the load; 0 without an accelerator.
+        device_peak: most memory of the device during the load, what was there before included; if there was more at
+            some time before it, what was in use when it ended. 0 without an accelerator.
         retries: opens and reads that failed for a passing reason and were tried again.
         materialised: parameters whose sources were read whole, and why their conversion could not stay lazy.
         footprint: the memory that this rank needs, computed: partitions, the largest gather, what training adds.

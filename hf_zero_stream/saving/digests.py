@@ -16,6 +16,7 @@ __all__ = ["digest", "digests_of"]
 
 _ROW = 128  # numbers in a row
 _BLOCK = 2**16  # numbers that are summed at once on a CPU: they stay in its cache from one step to the next
+_DEVICE_BLOCK = 2**19  # on an accelerator: each thread needs 12 MiB of its memory beside what it sums
 
 
 def digests_of(holdings: Mapping[str, Holding], threads: int) -> dict[str, bytes]:
@@ -45,7 +46,7 @@ def digest(values: torch.Tensor) -> bytes:
     if numbers.storage_offset() % 8 or numbers.data_ptr() % 8:
         numbers = numbers.clone()
     lower, upper = _weights(str(numbers.device))
-    block = _BLOCK if values.device.type == "cpu" else 2**6 * _BLOCK
+    block = _BLOCK if values.device.type == "cpu" else _DEVICE_BLOCK
     blocks = numbers.view(torch.int64).view(numbers.numel() // 8 // _ROW, _ROW).split(block // _ROW)
     sums = torch.cat([(rows * lower).addcmul_(rows >> 32, upper).sum(1) for rows in blocks])
     state = hashlib.blake2b(f"{values.dtype} {values.numel()}".encode(), digest_size=8)

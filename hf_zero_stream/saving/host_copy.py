@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from ..accelerators import is_accelerator, pinned, synchronise
 from ..engine.huge_pages import HugePages
 from ..sources.local import IOV_MAX
 from .write import WRITE_BYTES, bytes_of
@@ -24,34 +25,54 @@ _memories: WeakKeyDictionary[nn.Module, HostMemory] = WeakKeyDictionary()
 class HostMemory:
     """The memory of the copies of one model's training: made at its first save, and used again by later ones."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
-        # A GPU copies into pages that the system cannot move several times as fast, and need not wait for each piece.
-        self.device = device
-        self.is_pinned = device.type == "cuda"
-        self.values = torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.is_pinned)
-        self.pages: HugePages | None = None if self.is_pinned else HugePages([self.values])
+    def __init__(self, nbytes: int, is_pinned: bool) -> None:
+        self.nbytes, self.is_pinned = nbytes, is_pinned
+        sizes = pinned_sizes(nbytes) if is_pinned else [nbytes]
+        self.blocks = [pinned(size) if is_pinned else torch.empty(size, dtype=torch.uint8) for size in sizes]
+        """Of which the first `nbytes` bytes are used."""
+        self.pages: HugePages | None = None if is_pinned else HugePages(self.blocks)
 
     @classmethod
-    def of_model(cls, model: nn.Module, nbytes: int, device: torch.device) -> HostMemory:
+    def of_model(cls, model: nn.Module, nbytes: int) -> HostMemory:
         """`nbytes` bytes; whatever an earlier call gave for this model must not be in use any more."""
+        # A GPU copies into pages that the system cannot move several times as fast, and need not wait for each piece.
+        is_pinned = any(is_accelerator(param.device) for param in model.parameters())
         memory = _memories.pop(model, None)
-        if memory is None or memory.values.nbytes != nbytes:
+        if memory is None or (memory.nbytes, memory.is_pinned) != (nbytes, is_pinned):
             del memory  # before there is another
-            memory = cls(nbytes, device)
+            memory = cls(nbytes, is_pinned)
         else:
             memory.pages = None  # they are populated
         _memories[model] = memory
         return memory
 
+    def parts(self, start: int, stop: int) -> Iterator[torch.Tensor]:
+        """The bytes from `start` to `stop`, in as many parts as there are blocks under them."""
+        for block in self.blocks:
+            if start < min(stop, block.nbytes):
+                yield block[start:stop]
+            start, stop = max(0, start - block.nbytes), stop - block.nbytes
+
+
+def pinned_sizes(nbytes: int) -> list[int]:
+    """The blocks that hold `nbytes` of pinned memory: torch would round one block up to a power of two.
+
+    Each is a power of two, the largest first; together they are at most 1/64 larger, or 64 KiB.
+    """
+    grain = 1 << max(16, nbytes.bit_length() - 7)
+    count = -(-nbytes // grain)
+    return [grain << bit for bit in reversed(range(count.bit_length())) if count >> bit & 1]
+
 
 class HostCopy:
     """A copy of what one plan writes; takes it in as a file would (:data:`.write.Put`), and gives it to files."""
 
-    def __init__(self, memory: HostMemory, start: int, stop: int) -> None:
-        self._values, self._pages = memory.values[start:stop], memory.pages
-        self._device, self._is_pinned = memory.device, memory.is_pinned
-        self._used = 0
+    def __init__(self, memory: HostMemory, start: int) -> None:
+        """In `memory`, from `start` on."""
+        self._memory, self._pages = memory, memory.pages
+        self._used = start
         self._pieces: list[tuple[int, int, int, int]] = []  # shard, position there, first byte and last in memory
+        self._devices: set[torch.device] = set()
         self._lock = threading.Lock()
 
     def put(self, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
@@ -60,23 +81,24 @@ class HostCopy:
             start = self._used
             self._used = stop = start + sum(piece.nbytes for piece in pieces)
             self._pieces.append((shard, position, start, stop))
+            self._devices.update(piece.device for piece in pieces)
         if self._pages is not None:
-            self._pages.populate(self._values, start, stop - start)
+            self._pages.populate(self._memory.blocks[0], start, stop - start)
         for piece in pieces:
             flat = piece.detach().reshape(-1).view(torch.uint8)
-            self._values[start : start + flat.numel()].copy_(flat, non_blocking=self._is_pinned)
-            start += flat.numel()
+            for part in self._memory.parts(start, start + flat.numel()):
+                part.copy_(flat[: len(part)], non_blocking=self._memory.is_pinned)
+                flat = flat[len(part) :]
+            start += piece.nbytes
 
     def wait(self) -> None:
-        if self._is_pinned:
-            torch.cuda.synchronize(self._device)
+        synchronise(self._devices)
 
     def give(self, put: PutBytes, check: Callable[[], None]) -> None:
         """Give `put` everything, in the order of the files; `check` is called in between, and may raise."""
-        data = bytes_of(self._values)
         for shard, position, ranges in self._runs():
             check()
-            put(shard, position, [data[start:stop] for start, stop in ranges])
+            put(shard, position, [bytes_of(part) for each in ranges for part in self._memory.parts(*each)])
 
     def _runs(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
         """Ranges of memory that follow each other in a shard, about :data:`WRITE_BYTES` at a time."""

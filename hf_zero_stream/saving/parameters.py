@@ -177,7 +177,7 @@ class Parameters:
         if not self._coordinator.is_alone:
             for share in shares:
                 part = full[share.start : share.stop].view(torch.uint8)
-                self._coordinator.wait(dist.broadcast(part, share.rank, async_op=True))
+                self._coordinator.run(dist.broadcast, part, share.rank)
         return full.cpu()
 
 

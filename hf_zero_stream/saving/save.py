@@ -197,16 +197,15 @@ class Save:
     def _copied(self, planned: Sequence[Planned]) -> list[HostCopy]:
         """Copies in host memory of what this rank writes (all ranks)."""
         coordinator, threads = self._coordinator, self._threads()
-        device = next(self.model.parameters()).device
         settle(self.model.parameters())
         copies: list[HostCopy] = []
 
         def copy() -> None:
-            memory = HostMemory.of_model(self.model, sum(each.plan.bytes_written for each in planned), device)
-            stop = 0
+            memory = HostMemory.of_model(self.model, sum(each.plan.bytes_written for each in planned))
+            start = 0
             for each in planned:
-                start, stop = stop, stop + each.plan.bytes_written
-                copies.append(HostCopy(memory, start, stop))
+                copies.append(HostCopy(memory, start))
+                start += each.plan.bytes_written
                 write_alone(each.plan, each.parameters, copies[-1].put, threads)
 
         coordinator.run_on_all(copy)

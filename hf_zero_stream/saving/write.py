@@ -147,7 +147,7 @@ def _exchange(of_round: Round, values: Values, coordinator: Coordinator) -> Iter
     except Exception as caught:
         error = caught
     received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
-    coordinator.wait(dist.all_to_all_single(received, send, arriving, sent, async_op=True))
+    coordinator.run(dist.all_to_all_single, received, send, arriving, sent)
     if error is not None:
         raise error
     starts = [0, *accumulate(arriving)]  # where what comes from each peer begins

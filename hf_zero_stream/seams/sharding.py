@@ -16,6 +16,7 @@ from packaging.version import Version
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.distributed import DistributedConfig
 
+from .. import accelerators
 from ..launcher import announced_local_rank
 from .session import Original, Session, refuse_gone, seam
 
@@ -70,8 +71,7 @@ def init_distributed() -> torch.device:
 
 def device_type() -> str:
     """The type of the device on which transformers puts shards, on this machine."""
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
+    return accelerators.kind() or "cpu"
 
 
 @seam(core_model_loading, "is_dtensor", since=_SINCE)

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from .. import accelerators
 from ..errors import CheckpointError
 
 
@@ -50,8 +51,9 @@ def restore_rank(path: Path, rank: int) -> bool:
         second = found.get("numpy_gauss", torch.empty(0)).tolist()
         np.random.set_state(("MT19937", keys.numpy().astype(np.uint32), position, len(second), *(second or [0.0])))
         torch.set_rng_state(found["torch"])
-        if "cuda" in found and torch.cuda.is_available():
-            torch.cuda.set_rng_state(found["cuda"])
+        kind = accelerators.kind()
+        if kind is not None and kind in found:
+            accelerators.set_random_state(kind, found[kind])
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
         what = f"the random numbers of rank {rank} are not what save_state writes"
         raise CheckpointError(f"{path}: {what}: {error}") from error
@@ -71,6 +73,7 @@ def of_this_rank() -> Arrays:
         arrays["python_gauss"] = torch.tensor([gauss], dtype=torch.float64)
     if has_second:
         arrays["numpy_gauss"] = torch.tensor([second], dtype=torch.float64)
-    if torch.cuda.is_available():
-        arrays["cuda"] = torch.cuda.get_rng_state()
+    kind = accelerators.kind()
+    if kind is not None:
+        arrays[kind] = accelerators.random_state(kind)
     return arrays

@@ -29,6 +29,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
+from .... import accelerators
 from ....errors import refuse_unknown_version
 from ....patching import Patches
 from .layout import WAITING, FlatLayout, Group, find_buffer, lay_out, zero_padding
@@ -78,9 +79,9 @@ def free_device_bytes() -> int:
     """Memory of the device that nobody uses, in bytes, after torch has given back what it only keeps."""
     accelerator = get_accelerator()
     accelerator.empty_cache()
-    if accelerator.device_name() == "cuda":
+    if accelerator.device_name() == accelerators.kind():
         # DeepSpeed's own figure is the total less this process's share where pynvml is not installed.
-        return torch.cuda.mem_get_info()[0]
+        return accelerators.free_bytes(accelerator.device_name())
     return accelerator.available_memory()
 
 

@@ -31,7 +31,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ...replicated import all_gather
+from ....ranks.coordinator import all_gather
 
 
 __all__ = ["WAITING", "FlatLayout", "Group", "find_buffer", "lay_out", "zero_padding"]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....accelerators import on_device
 from ....checkpoint.lazy import LazyTensor
 from ....ranks.coordinator import Coordinator
 from ...replicated import Replicated
@@ -62,7 +63,8 @@ def allocate_flat(
     buffer = torch.empty(layout.numel, dtype=trained[0].dtype, device=device)
     watch(buffer, layout)
     # Each a storage of its own over its part, which cannot be resized.
-    parts = (torch.from_dlpack(buffer.narrow(0, *place)) for place in layout.places)
+    with on_device(buffer.device):  # the one that DLPack exports from
+        parts = [torch.from_dlpack(buffer.narrow(0, *place)) for place in layout.places]
     return {id(param): part.view(param.shape) for param, part in zip(group, parts, strict=True)}
 
 

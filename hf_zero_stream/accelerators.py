@@ -1,0 +1,114 @@
+"""The accelerator of this machine, of whatever kind: streams, pinned memory, memory in use, random numbers.
+
+Only this module asks torch about accelerators, and it asks for none by name. ``torch.accelerator`` has what all kinds
+have in common; the module of each kind, ``torch.cuda`` for instance, the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+__all__ = [
+    "device_of_rank",
+    "free_bytes",
+    "is_accelerator",
+    "kind",
+    "on_device",
+    "peak_bytes",
+    "pinned",
+    "random_state",
+    "set_random_state",
+    "side_stream",
+    "stream",
+    "synchronise",
+    "used_bytes",
+]
+
+
+def kind() -> str | None:
+    """The type of the accelerator that this process can use, "cuda" for instance; None without one.
+
+    A build of torch for CUDA names CUDA also where there is no GPU, or no driver.
+    """
+    found = torch.accelerator.current_accelerator(check_available=True)
+    # No ranks talk to each other through the memory of Apple's GPUs, and transformers leaves these aside too.
+    return None if found is None or found.type == "mps" else found.type
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Whether `device` has memory of its own, and works beside the host."""
+    return device.type not in ("cpu", "meta")
+
+
+def device_of_rank(kind: str, local_rank: int | None) -> torch.device | None:
+    """The device of this `kind` that a rank uses; None if nothing tells.
+
+    The current one, where somebody has chosen it or there is no other, else that of the rank's number on its host.
+    """
+    count, current = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    if current == 0 and count > 1:  # torch begins with the first, on every rank
+        if local_rank is None:
+            return None
+        current = local_rank if local_rank < count else current
+    return torch.device(kind, current)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[None]:
+    """Inside, `device` is the current one, if it is an accelerator.
+
+    Afterwards the one from before is again, if this process has used that at all: to make it current would give it a
+    context, which takes hundreds of megabytes, by every rank of this host.
+    """
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
+
+
+def stream(device: torch.device) -> torch.Stream:
+    """The stream of `device` that this thread gives work to."""
+    return torch.accelerator.current_stream(device)
+
+
+def side_stream(device: torch.device) -> torch.Stream:
+    """A stream of `device` beside that one, for copies; a context manager, whose `record_event()` gives a mark."""
+    return torch.Stream(device)
+
+
+def synchronise(devices: Iterable[torch.device]) -> None:
+    """Block until the accelerators among `devices` have done all that they were given, on whatever stream."""
+    for device in {device for device in devices if is_accelerator(device)}:
+        torch.accelerator.synchronize(device)
+
+
+def pinned(nbytes: int) -> torch.Tensor:
+    """Page-locked memory of the host, uint8, which an accelerator copies from and to by itself.
+
+    torch takes such memory in powers of two, and keeps it for its next use.
+    """
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory of `device` that tensors of this process have now; 0 of the host."""
+    return torch.get_device_module(device).memory_allocated(device) if is_accelerator(device) else 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most of that since the process began, or since somebody reset it; 0 of the host."""
+    return torch.get_device_module(device).max_memory_allocated(device) if is_accelerator(device) else 0
+
+
+def free_bytes(kind: str) -> int:
+    """Memory of the current device of this `kind` that no process uses."""
+    return torch.get_device_module(kind).mem_get_info()[0]
+
+
+def random_state(kind: str) -> torch.Tensor:
+    """The state of the random numbers of the current device of this `kind`."""
+    return torch.get_device_module(kind).get_rng_state()
+
+
+def set_random_state(kind: str, state: torch.Tensor) -> None:
+    torch.get_device_module(kind).set_rng_state(state)

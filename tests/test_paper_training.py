@@ -1,0 +1,80 @@
+"""Training on paper GPUs under NCCL: bits of a plain load, and stock's losses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster import PAPER_GPUS, run_ranks
+from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_process, outcome, zero
+
+
+pytestmark = pytest.mark.usefixtures("paper_gpus")
+
+PINNED = {"device": "cpu", "pin_memory": True}
+
+ZERO: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+    "ZeRO-3": (3, {}, {}),
+    "ZeRO-3, verify": (3, {}, {"verify": "full"}),
+    "ZeRO-3, rank 0 reads": (3, {}, {"read_from": "rank0"}),
+    "ZeRO-3, pinned parameters": (3, {"offload_param": PINNED}, {}),
+    "ZeRO-3, pinned optimizer": (3, {"offload_optimizer": PINNED}, {}),
+    "ZeRO-3, hpZ": (3, {"zero_hpz_partition_size": 2}, {}),
+    "stage 1, replicas on the host": (1, {}, {"replicas_on": "cpu"}),
+    "stage 1, replicas on the device": (1, {}, {"replicas_on": "device"}),
+    "stage 2, replicas on the host": (2, {}, {"replicas_on": "cpu"}),
+    "stage 2, replicas on the device": (2, {}, {"replicas_on": "device"}),
+}
+SHARDED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "FSDP2": ({"fsdp_size": 2}, {}),
+    "FSDP2, verify": ({"fsdp_size": 2}, {"verify": "full"}),
+    "FSDP2, rank 0 reads": ({"fsdp_size": 2}, {"read_from": "rank0"}),
+    "TP": ({"tp_size": 2}, {}),
+    "EP": ({"tp_size": 2, "ep_size": 2}, {}),
+}
+ACCELERATE = {"accelerate": False, "accelerate, on the host": True}
+
+
+@pytest.fixture(scope="module")
+def of_zero(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
+    """Nobody sets the current device: with DeepSpeed alone, nobody does before a model is loaded."""
+    trials: dict[str, Any] = {name: partial(zero, even_checkpoint, *how) for name, how in ZERO.items()}
+    for stage, variation in ((3, {}), (3, {"offload_param": PINNED}), (3, {"offload_optimizer": PINNED}), (2, {})):
+        trials[f"stock {stage} {variation}"] = partial(zero, even_checkpoint, stage, variation, None)
+    return run_ranks(2, in_one_process, trials, on=PAPER_GPUS, timeout=280)
+
+
+@pytest.mark.parametrize("name", ZERO)
+def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
+    stage, variation, _ = ZERO[name]
+    found = outcome(of_zero, name)
+    assert [rank["differences"] for rank in found] == [[], []]
+    stock_variation = {key: value for key, value in variation.items() if "offload" in key}
+    stock = outcome(of_zero, f"stock {3 if stage == 3 else 2} {stock_variation}")
+    assert [rank["losses"] for rank in found] == [rank["losses"] for rank in stock]
+    assert len(set(found[0]["losses"])) == 3, "steps must change the loss"
+
+
+@pytest.fixture(scope="module")
+def of_sharded(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
+    sharded, accelerate = partial(by_transformers, even_checkpoint), partial(by_accelerate, even_checkpoint)
+    trials: dict[str, Any] = {name: partial(sharded, *how) for name, how in SHARDED.items()}
+    trials |= {f"stock {name}": partial(sharded, SHARDED[name][0], None) for name in ("FSDP2", "TP")}
+    trials |= {name: partial(accelerate, offload, {}) for name, offload in ACCELERATE.items()}
+    trials |= {f"stock {name}": partial(accelerate, offload, None) for name, offload in ACCELERATE.items()}
+    machine = replace(PAPER_GPUS, backend="cuda:nccl,cpu:gloo", sets_device=True)
+    return run_ranks(2, in_one_process, trials, on=machine, timeout=280)
+
+
+@pytest.mark.parametrize("name", [*SHARDED, *ACCELERATE])
+def test_sharded(of_sharded: list[dict[str, Any]], name: str) -> None:
+    found = outcome(of_sharded, name)
+    assert [rank["differences"] for rank in found] == [[], []]
+    assert len(set(found[0]["losses"])) == 3, "steps must change the loss"
+    if name != "EP":  # stock's values are others there
+        stock = outcome(of_sharded, f"stock {name.partition(', verify')[0].partition(', rank')[0]}")
+        assert [rank["losses"] for rank in found] == [rank["losses"] for rank in stock]
