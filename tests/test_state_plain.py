@@ -47,7 +47,9 @@ def test_others() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{1}, object(), np.array(["a"]), torch.nn.Parameter(torch.ones(1)), torch.eye(2).to_sparse()], ids=str
+    "given",
+    [{1}, object(), np.array(["a"]), torch.nn.Parameter(torch.ones(1)), torch.eye(2).to_sparse()],
+    ids=["set", "object", "strings", "parameter", "sparse"],
 )
 def test_what_else_is_refused(given: Any) -> None:
     with pytest.raises(UnsupportedError, match="data: expected numbers, strings"):
