@@ -80,7 +80,7 @@ class _OnlyBytes(SimpleNamespace):
 @functools.cache
 def why_no_bytes() -> str:
     """Why parameters of bytes cannot be sharded by this version of torch; "" if they can."""
-    record: Any = _OnlyBytes(sharded_param=torch.empty(0, dtype=torch.uint8))
+    record: Any = _OnlyBytes(sharded_param=torch.tensor([], dtype=torch.uint8))
     try:
         _param_class().init_dtype_attrs(record, MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     except Exception as error:  # a private function, which may ask for anything
