@@ -99,8 +99,10 @@ class Coordinator:
         try:
             watch.meet()
             everyone = self._gather((value, mine))
-        except PeerError:
+        except PeerError as lost:
             self._reported = True
+            if watch.verdict is None:  # the collective failed here, and the others wait in it
+                watch.announce(lost, comes=False)
             if error is None:
                 raise
             _raise_again(error)
