@@ -69,6 +69,7 @@ def outlive(folder: Path, target: Path, act: Any, places: list[tuple[str, str]],
     import importlib
 
     calls = []
+    os.environ["PAPER_GPU_SHUTDOWN_S"] = "0"  # what waits for the dead rank comes to no end
 
     def arm() -> None:
         for module, name in places:

@@ -122,6 +122,21 @@ class ProcessGroup final : public c10d::Backend {
   Pointer<c10d::Backend::Options> getBackendOptions() override { return options; }
   void setTimeout(std::chrono::milliseconds timeout) override { options->timeout = timeout; }
   void setSequenceNumberForGroup() override {}
+
+  // As NCCL finalises its communicators: what is under way comes to its end, unless a rank has gone.
+  void shutdown() override {
+    WithoutGil waiting;
+    std::vector<Queue*> all;
+    {
+      std::unique_lock<std::mutex> hold(lock, std::try_to_lock);
+      if (!hold) return;  // a thread waits for ranks to make a communicator, and one of them may have gone
+      for (auto& [device, stream] : communicators) all.push_back(stream);
+      for (auto& [ranks, stream] : pairs) all.push_back(stream);
+    }
+    auto end = std::chrono::steady_clock::now() + std::chrono::seconds(setting("PAPER_GPU_SHUTDOWN_S", 20));
+    for (auto* stream : all)
+      while (stream && !stream->has_done(stream->last()) && std::chrono::steady_clock::now() < end) usleep(1000);
+  }
   uint64_t getSequenceNumberForGroup() override { return collectives; }
   void eagerConnectSingleDevice(at::Device device) override {
     WithoutGil waiting;
