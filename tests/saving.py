@@ -11,13 +11,32 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.loading import load_with
-from tests.parity import three_losses
+from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO
 
 
 Prepare = Callable[[nn.Module], None]
 SHARD_SIZE = "40KB"
 """Small enough that a model of the zoo has several shards."""
+
+
+def trainer_arguments(output: Path, **changes: Any) -> Any:
+    """Of a Trainer's run in fp32 under ZeRO-3, by processes as launched, that saves the model and no more."""
+    from transformers import TrainingArguments
+
+    config = ds_config(torch.float32, stage3_gather_16bit_weights_on_model_save=True)
+    del config["optimizer"]
+    return TrainingArguments(
+        output_dir=str(output),
+        deepspeed=config,
+        bf16=False,  # transformers wants a GPU for it
+        per_device_train_batch_size=1,
+        report_to=[],
+        accelerator_config={"use_configured_state": True},
+        optim="adamw_torch",
+        save_only_model=True,
+        **changes,
+    )
 
 
 def contents(folder: Path) -> dict[str, bytes]:

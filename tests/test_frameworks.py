@@ -18,8 +18,7 @@ from safetensors.torch import load_file
 
 import hf_zero_stream
 from tests.cluster import run_ranks
-from tests.parity import ds_config
-from tests.saving import different
+from tests.saving import different, trainer_arguments
 from tests.test_saving_hooks import join_as_launched
 from tests.test_state import different_states
 from tests.training_state import all_in_one_group, state_config, train
@@ -128,21 +127,8 @@ def save_as_sentence_transformers(checkpoint: Path, target: Path) -> dict[str, b
             self.model.save_pretrained(output_dir)
 
     join_as_launched()
-    config = ds_config(torch.float32, stage3_gather_16bit_weights_on_model_save=True)
-    del config["optimizer"]
-    arguments = transformers.TrainingArguments(
-        output_dir=str(target / "run"),
-        deepspeed=config,
-        bf16=False,  # transformers wants a GPU for it
-        max_steps=1,
-        save_steps=1,
-        per_device_train_batch_size=1,
-        report_to=[],
-        accelerator_config={"use_configured_state": True},
-        optim="adamw_torch",
-        save_only_model=True,
-        label_names=["labels"],
-        remove_unused_columns=False,
+    arguments = trainer_arguments(
+        target / "run", max_steps=1, save_steps=1, label_names=["labels"], remove_unused_columns=False
     )
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)

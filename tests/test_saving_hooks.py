@@ -17,7 +17,7 @@ from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving.calls import led
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.parity import ds_config
-from tests.saving import SHARD_SIZE, different
+from tests.saving import SHARD_SIZE, different, trainer_arguments
 
 
 INDEX = "model.safetensors.index.json"
@@ -110,23 +110,10 @@ def with_trainer(checkpoint: Path, folder: Path, name: str) -> dict[str, Any]:
     if name != "ours, Trainer imported late":
         import transformers.trainer  # noqa: F401
     with hf_zero_stream.streaming() if name != "stock" else nullcontext(), gathers_counted() as gathers:
-        from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+        from transformers import AutoModelForCausalLM, Trainer
 
         join_as_launched()
-        config = ds_config(torch.float32, stage3_gather_16bit_weights_on_model_save=True)
-        del config["optimizer"]
-        arguments = TrainingArguments(
-            output_dir=str(folder / name / "run"),
-            deepspeed=config,
-            bf16=False,  # transformers wants a GPU for it
-            max_steps=2,
-            save_steps=2,
-            per_device_train_batch_size=1,
-            report_to=[],
-            accelerator_config={"use_configured_state": True},
-            optim="adamw_torch",
-            save_only_model=True,
-        )
+        arguments = trainer_arguments(folder / name / "run", max_steps=2, save_steps=2)
         assert arguments.world_size == 2
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300

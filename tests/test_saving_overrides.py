@@ -19,7 +19,7 @@ from transformers import Qwen3MoeForCausalLM, Trainer, TrainerCallback, Training
 from hf_zero_stream.errors import UnsupportedError
 from tests.cluster import run_ranks
 from tests.parity import ds_config
-from tests.saving import SHARD_SIZE, different
+from tests.saving import SHARD_SIZE, different, trainer_arguments
 from tests.test_saving_hooks import gathers_counted, join_as_launched
 
 
@@ -99,22 +99,8 @@ def train(checkpoint: Path, folder: Path, model_class: Any, trainer_class: Any, 
     import hf_zero_stream
 
     join_as_launched()
-    config = ds_config(torch.float32, stage3_gather_16bit_weights_on_model_save=True)
-    del config["optimizer"]
     with hf_zero_stream.streaming() if name == "ours" else nullcontext(), gathers_counted() as gathers:
-        arguments = TrainingArguments(
-            output_dir=str(folder / name),
-            deepspeed=config,
-            bf16=False,
-            max_steps=1,
-            save_steps=1,
-            per_device_train_batch_size=1,
-            report_to=[],
-            accelerator_config={"use_configured_state": True},
-            optim="adamw_torch",
-            save_only_model=True,
-            disable_tqdm=True,
-        )
+        arguments = trainer_arguments(folder / name, max_steps=1, save_steps=1, disable_tqdm=True)
         model = model_class.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300
         data = [{"input_ids": ids, "labels": ids}] * 4
