@@ -16,7 +16,7 @@ __all__ = ["Watch"]
 class Watch(importlib.abc.MetaPathFinder):
     """Calls `imported` with each module of these `names` right after its code has run; finds no module itself.
 
-    It watches inside ``with watch:``, or as long as it is the first of ``sys.meta_path``.
+    It watches inside ``with watch:``.
     """
 
     def __init__(self, names: Collection[str], imported: Callable[[ModuleType], None]) -> None:

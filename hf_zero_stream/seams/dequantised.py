@@ -6,6 +6,7 @@ load. A save would reverse them: quantise anew, or give weights the names of the
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ def dequantising(quantized: Mapping[str, Any], wished: Any) -> Any:
 
     Raises an UnsupportedError if there is none.
     """
-    config = AutoQuantizationConfig.from_dict(dict(quantized)) if wished is None else wished
+    config = AutoQuantizationConfig.from_dict(dict(quantized)) if wished is None else copy.copy(wished)
     if not hasattr(config, "dequantize"):
         raise UnsupportedError(
             f"The checkpoint is quantised by {quantized.get('quant_method')}, which transformers does not dequantise "

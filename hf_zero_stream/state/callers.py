@@ -150,7 +150,6 @@ def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bo
 
 def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:
     """Say in `folder` that its newest state is the one in its folder `tag`, once that is `saved` (all ranks)."""
-
     coordinator = Coordinator.of_default_group()
 
     def name() -> None:

@@ -229,9 +229,7 @@ def _is_key(value: Any) -> bool:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "keys": lambda value: isinstance(value, list) and all(map(_is_key, value)),
-    "buffers": lambda value: (
-        all(isinstance(name, str) for name in value) if isinstance(value, (list, tuple)) else False
-    ),
+    "buffers": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
     "scheduler": _is_scheduler,
     "scaler": lambda value: value is None or _is_dict(value, object),
     "counters": lambda value: _is_dict(value, int) and all(map(_is_integer, value.values())),

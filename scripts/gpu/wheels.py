@@ -10,6 +10,7 @@ from pathlib import Path
 NEEDED = (
     *("deepspeed", "einops", "hjson", "msgpack", "ninja", "packaging", "psutil", "py-cpuinfo", "pydantic"),
     *("pydantic-core", "annotated-types", "typing-inspection", "typing-extensions", "tqdm", "tenacity", "typer"),
+    *("click", "shellingham", "annotated-doc", "rich", "markdown-it-py", "mdurl"),
     *("accelerate", "pytest", "iniconfig", "pluggy", "pygments"),
 )
 """What this package and its steps import beside torch, transformers and what these bring."""
@@ -23,12 +24,8 @@ def collect(folder: Path) -> int:
 
     DeepSpeed comes as its source, of which pip makes a wheel without compiling anything.
     """
-    versions = {
-        name: version
-        for line in Path(__file__).parents[2].joinpath("constraints.txt").read_text().splitlines()
-        if (parts := line.partition("=="))[1]
-        for name, version in [(parts[0].strip().lower(), parts[2].split("#")[0].strip())]
-    }
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    versions = dict(line.split("==") for line in constraints if "==" in line and not line.startswith("#"))
     wanted = [f"{name}=={versions[name]}" if name in versions else name for name in NEEDED]
     pip = [sys.executable, "-m", "pip"]
     target = ["--python-version", PYTHON, "--implementation", "cp", "--abi", "cp312", "--abi", "none", "--abi", "abi3"]
