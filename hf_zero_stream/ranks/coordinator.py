@@ -33,6 +33,9 @@ __all__ = ["Coordinator", "all_gather", "collective_device", "expected_at"]
 
 T = TypeVar("T")
 
+_HOST = torch.device("cpu")
+"""Named, because a load may be made where torch's default is the meta device: in a model's ``__init__``."""
+
 # The older name warns in newer versions of torch.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -122,7 +125,7 @@ class Coordinator:
     def _gather(self, value: Any) -> list[Any]:
         """Like ``dist.all_gather_object``, but raises when a rank dies, and what is small is exchanged at once."""
         mine = _pickled(value)
-        length = torch.tensor([mine.numel()]).view(torch.uint8)
+        length = torch.tensor([mine.numel()], device=_HOST).view(torch.uint8)
         everyone = self._gather_bytes(torch.cat([length, mine[:_SMALL_BYTES]]), length.numel() + _SMALL_BYTES)
         counts = [int(data[: length.numel()].view(torch.int64)) for data in everyone]
         everyone = [data[length.numel() :] for data in everyone]
@@ -132,7 +135,7 @@ class Coordinator:
 
     def _gather_bytes(self, mine: torch.Tensor, nbytes: int) -> list[torch.Tensor]:
         """Every rank's bytes, each filled up to `nbytes`, in host memory."""
-        padded = torch.zeros(nbytes, dtype=torch.uint8)
+        padded = torch.zeros(nbytes, dtype=torch.uint8, device=_HOST)
         padded[: mine.numel()] = mine
         device = collective_device()
         everyone = torch.empty(self.world_size * nbytes, dtype=torch.uint8, device=device)
@@ -163,7 +166,7 @@ class Coordinator:
         if goes_along:
             return value if self.is_main else found
         if not self.is_main:
-            data = torch.empty(found, dtype=torch.uint8)
+            data = torch.empty(found, dtype=torch.uint8, device=_HOST)
         data = data.to(collective_device())
         self.run(dist.broadcast, data, 0)
         return value if self.is_main else _unpickled(data.cpu())
