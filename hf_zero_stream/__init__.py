@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from . import errors as errors
+
 
 if TYPE_CHECKING:
     from .config import StreamingConfig as StreamingConfig
@@ -42,6 +44,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__all__":  # with the classes that the installed transformers has
+        return __dir__()
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name], __name__), name)
     if name.startswith("StreamingAuto"):
@@ -55,4 +59,4 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     from .auto import STREAMING_CLASSES
 
-    return sorted([*_HOMES, *STREAMING_CLASSES, "__version__"])
+    return sorted([*_HOMES, *STREAMING_CLASSES, "__version__", "errors"])

@@ -12,23 +12,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 
-__all__ = [
-    "device_of_rank",
-    "free_bytes",
-    "is_accelerator",
-    "kind",
-    "on_device",
-    "peak_bytes",
-    "pinned",
-    "random_state",
-    "set_random_state",
-    "side_stream",
-    "stream",
-    "synchronise",
-    "used_bytes",
-]
-
-
 def kind() -> str | None:
     """The type of the accelerator that this process can use, "cuda" for instance; None without one.
 

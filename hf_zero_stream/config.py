@@ -17,20 +17,6 @@ from .errors import ConfigError
 from .launcher import announced_local_rank
 
 
-__all__ = [
-    "CHUNK_ALIAS",
-    "WRITERS",
-    "StreamingConfig",
-    "adopt_alias",
-    "buildable",
-    "check_environment",
-    "completed",
-    "parse_size",
-    "unknown_variables",
-    "values_in",
-    "without_own_section",
-]
-
 logger = logging.getLogger(__name__)
 
 _SECTION = "hf_zero_stream"  # the top-level key of a DeepSpeed config that holds our settings

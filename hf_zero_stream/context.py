@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 from typing import TypeVar
 
 from . import scope
+from .bindings.install import installed
+from .bindings.rows import Moment
 from .config import StreamingConfig, check_environment
 from .errors import ConfigError
-from .imports import Watch
-from .patching import Patches
-from .ranks.presence import make_contact
-from .seams import entrances
 
-
-__all__ = ["enter_for_process", "streaming"]
 
 Function = TypeVar("Function")
 
@@ -58,13 +54,14 @@ class streaming:  # noqa: N801 - used like a function
     def __enter__(self) -> streaming:
         if self.config is None and scope.current_config() is None:
             check_environment()
-        _replaced.__enter__()
+        _make_contact()
+        installed(Moment.BLOCK).__enter__()
         self._open.append(scope.enter(self.config))
         return self
 
     def __exit__(self, *exception: object) -> None:
         scope.leave(self._open)
-        _replaced.__exit__()
+        installed(Moment.BLOCK).__exit__()
 
     def __call__(self, function: Function) -> Function:
         inside: Function = scope.decorated(function, lambda: streaming(self.config), "streaming()")
@@ -72,74 +69,20 @@ class streaming:  # noqa: N801 - used like a function
 
 
 def enter_for_process() -> None:
-    """Begin a ``streaming()`` block for all threads, which nothing ends; later calls patch what came since.
+    """Begin a ``streaming()`` block for all threads, which nothing ends.
 
-    Its settings are those of the environment and of the DeepSpeed config.
+    Its settings are those of the environment and of the DeepSpeed config. It imports nothing but this package's own:
+    what is replaced in other libraries waits for their imports.
     """
     check_environment()
+    _make_contact()
     if scope.enter_for_process():
-        _replaced.__enter__()
-    else:
-        _replaced.renew()
+        installed(Moment.BLOCK).__enter__()
 
 
-class _Replaced:
-    """What is replaced in other libraries while a thread is inside: the entrances; once they are used, everything."""
+def _make_contact() -> None:
+    """Tell the other ranks where this one runs, if it has come to have any."""
+    if "torch.distributed.distributed_c10d" in sys.modules:
+        from .ranks.presence import make_contact
 
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
-        self._users = 0
-        self._entered: list[Patches] = []
-        self._is_open = False
-        self._watch = Watch(entrances.WATCHED, lambda module: entrances.patch_imported())
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                self._watch.__enter__()
-            try:
-                self._add(entrances.patches)
-                self.renew()
-            except BaseException:
-                self.__exit__()
-                raise
-
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                self._watch.__exit__()
-            while not self._users and self._entered:
-                self._entered.pop().__exit__()
-
-    def renew(self) -> None:
-        """Make contact with the other ranks, and replace also in modules that have been imported since."""
         make_contact()
-        entrances.patch_imported()
-        if self._is_open or entrances.must_open():
-            self.open()
-
-    def open(self) -> None:
-        """Replace everything, for as long as a thread is inside."""
-        with self._lock:
-            if not self._users:
-                return
-            from .loading import integration
-            from .saving import hooks
-            from .state import hooks as state
-
-            for patches in (integration.patches, hooks.patches, state.patches):
-                self._add(patches)
-            hooks.replace_trainer()
-            state.replace_imported()
-            self._is_open = True
-
-    def _add(self, patches: Patches) -> None:
-        if patches not in self._entered:
-            patches.__enter__()
-            self._entered.append(patches)
-
-
-_replaced = _Replaced()
-entrances.on_opening(_replaced.open)

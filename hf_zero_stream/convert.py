@@ -39,8 +39,6 @@ from .saving.plan import in_dtype
 from .seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions
 
 
-__all__ = ["Converted", "convert"]
-
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20

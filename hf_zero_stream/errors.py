@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import metadata
 
 
 __all__ = [
@@ -74,7 +74,9 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
     """Raise a :class:`VersionError` if names are `missing` in the installed `package`; `purpose`: what needs them."""
     if not missing:
         return
-    from packaging.requirements import Requirement  # an import that every other call can do without
+    from importlib import metadata  # imports that every other call can do without
+
+    from packaging.requirements import Requirement
 
     known = [package]
     with suppress(metadata.PackageNotFoundError):  # this package may not be installed
@@ -82,6 +84,15 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
         known = [f"{package}{it.specifier}" for it in requirements if it.name == package and not it.marker] or known
     need = f", which {purpose} needs" if purpose else ""
     raise VersionError(
-        f"{package} {metadata.version(package)} has no {', '.join(missing)}{need}; this version is not known to "
+        f"{package} {installed_version(package)} has no {', '.join(missing)}{need}; this version is not known to "
         f"{PACKAGE}: install {known[0]} or a newer {PACKAGE}."
     )
+
+
+def installed_version(package: str) -> str:
+    """The version of an imported `package`, by its distribution, or by what it says of itself."""
+    from importlib import metadata
+
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return str(getattr(sys.modules.get(package), "__version__", "(unknown version)"))

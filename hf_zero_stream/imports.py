@@ -10,30 +10,34 @@ from types import ModuleType
 from typing import Any
 
 
-__all__ = ["Watch"]
-
-
-class Watch(importlib.abc.MetaPathFinder):
-    """Calls `imported` with each module of these `names` right after its code has run; finds no module itself.
-
-    It watches inside ``with watch:``.
-    """
+class Watch:
+    """Inside ``with watch:``, calls `imported` with each module of these `names` right after its code has run."""
 
     def __init__(self, names: Collection[str], imported: Callable[[ModuleType], None]) -> None:
-        self._names = names
-        self._imported = imported
+        self.names = names
+        self.imported = imported
 
     def __enter__(self) -> None:
-        sys.meta_path.insert(0, self)
+        if _finder not in sys.meta_path:  # somebody else may have put the list in order
+            sys.meta_path.insert(0, _finder)
+        _finder.watches.append(self)
 
     def __exit__(self, *exception: object) -> None:
-        if self in sys.meta_path:  # somebody else may have put the list in order
-            sys.meta_path.remove(self)
+        _finder.watches.remove(self)
+        if not _finder.watches and _finder in sys.meta_path:
+            sys.meta_path.remove(_finder)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds no module itself; of those that are watched it changes how the others' loaders end."""
+
+    def __init__(self) -> None:
+        self.watches: list[Watch] = []
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._names:
+        if not any(fullname in watch.names for watch in self.watches):
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
@@ -44,7 +48,12 @@ class Watch(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                self._imported(module)
+                for watch in [watch for watch in self.watches if fullname in watch.names]:
+                    watch.imported(module)
 
             loader.exec_module = exec_module
         return spec
+
+
+_finder = _Finder()
+"""The one finder of all watches."""

@@ -7,15 +7,6 @@ import re
 from collections.abc import Mapping
 
 
-__all__ = [
-    "announced_local_rank",
-    "announced_local_size",
-    "announces_fsdp2",
-    "announces_local_rank",
-    "announces_zero3",
-    "announces_zero3_init",
-]
-
 LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 """A rank's number on its host: torchrun, accelerate and deepspeed; Open MPI; Hydra (MPICH, Intel MPI); Slurm."""
 

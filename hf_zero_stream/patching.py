@@ -12,8 +12,6 @@ from typing import Any
 from .errors import refuse_unknown_version
 
 
-__all__ = ["Patches", "Replacement", "is_defined_by", "replaced_methods", "standing_in"]
-
 Replacement = Callable[..., Any]
 """Called in place of a function or method, with its `self` or `cls`: ``replacement(original, *args, **kwargs)``."""
 

@@ -10,9 +10,9 @@ Works under every launcher that starts modules::
 The block is that of the whole process: all threads are in it. Arguments, exit code, ``sys.path`` and tracebacks are
 those of ``python train.py``. Settings come from the environment and from the DeepSpeed config.
 
-Nothing is imported before the script asks for it. So a script may still set environment variables that torch,
-transformers or huggingface_hub read at their import. Ranks make contact as soon as there is a process group. The block
-is entered at the first call of one of the functions in :data:`ENTRANCES`.
+Of other packages nothing is imported before the script asks for it. So a script may still set environment variables
+that torch, transformers or huggingface_hub read at their import. Ranks make contact as soon as there is a process
+group.
 """
 
 from __future__ import annotations
@@ -23,29 +23,12 @@ import io
 import os
 import runpy
 import sys
-import threading
 import zipfile
 from collections.abc import Callable, Sequence
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-from .imports import Watch
-
-
-__all__ = ["ENTRANCES", "main", "watch"]
-
-ENTRANCES = (
-    ("transformers.modeling_utils", "PreTrainedModel", "from_pretrained"),
-    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained"),
-    ("transformers.trainer", "Trainer", "__init__"),
-    ("accelerate.accelerator", "Accelerator", "__init__"),
-    ("deepspeed.runtime.engine", "DeepSpeedEngine", "__init__"),
-)
-"""(module, class, function): their first calls enter the block. Every load, save and training passes one of them."""
-
-GROUPS = "torch.distributed.distributed_c10d"
-"""The module in which torch notes its process group. As soon as there is one, ranks tell each other where they run."""
 
 USAGE = """\
 usage: python -m hf_zero_stream.run SCRIPT [ARGUMENT ...]
@@ -68,9 +51,8 @@ def main(arguments: Sequence[str]) -> None:
         is_help = target in ("-h", "--help")
         print(USAGE, file=sys.stdout if is_help else sys.stderr, end="")
         sys.exit(0 if is_help else 2)
-    _refuse_wrong_settings()
+    _enter()
     sys.argv[:] = [target, *own, *rest]
-    watch()
     main_module = sys.modules["__main__"] = ModuleType("__main__")
     vars(main_module).update(__builtins__=builtins)
     try:
@@ -81,13 +63,13 @@ def main(arguments: Sequence[str]) -> None:
         raise
 
 
-def _refuse_wrong_settings() -> None:
-    """End the process if the environment has a setting that no load could use."""
-    from .config import values_in
+def _enter() -> None:
+    """Enter the block, or end the process if the environment has a setting that no load could use."""
+    from .context import enter_for_process
     from .errors import ConfigError
 
     try:
-        values_in()
+        enter_for_process()
     except ConfigError as error:
         print(f"hf_zero_stream.run: {error}", file=sys.stderr)
         sys.exit(2)
@@ -126,77 +108,6 @@ def _run_file(path: str, names: dict[str, Any]) -> None:
 # What the interpreter itself calls for `python -m`. The public functions of runpy take their `__main__` away at the
 # end, before functions of atexit run, and end in another way where a module is not found.
 _run_module: Callable[..., Any] = runpy._run_module_as_main  # type: ignore[attr-defined]
-
-
-_entering = threading.RLock()
-
-
-def _enter() -> None:
-    with _entering:
-        from .context import enter_for_process
-
-        enter_for_process()
-
-
-def watch() -> None:
-    """Have the first call of one of :data:`ENTRANCES` enter the block, whether it has been imported or will be.
-
-    Ranks make contact before, when there is a process group.
-    """
-    modules = {GROUPS, *(module for module, _, _ in ENTRANCES)}
-    Watch(modules, _put_entrances).__enter__()
-    for module in modules & set(sys.modules):
-        _put_entrances(sys.modules[module])
-
-
-def _put_entrances(module: ModuleType) -> None:
-    if module.__name__ == GROUPS:
-        _put_contact(module)
-    for name, owner, function in ENTRANCES:
-        if name == module.__name__ and function in vars(getattr(module, owner, object)):
-            _put_entrance(getattr(module, owner), function)
-
-
-def _put_contact(module: Any) -> None:
-    original: Callable[..., Any] | None = getattr(module, "_update_default_pg", None)
-    if original is None:  # a version of torch that is not known: the block will say so
-        return
-
-    @functools.wraps(original)
-    def update_default_pg(group: Any) -> None:
-        from .ranks.presence import set_default_group
-
-        set_default_group(original, group)
-
-    module._update_default_pg = update_default_pg
-
-
-def _put_entrance(owner: type, name: str) -> None:
-    """Make the first call of ``owner.name`` enter the block; `streaming()`'s own replacement then stands there."""
-    found = vars(owner)[name]
-    is_class_method = isinstance(found, classmethod)
-    original: Callable[..., Any] = found.__func__ if is_class_method else found
-    later: Any = None
-
-    @functools.wraps(original)
-    def entrance(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal later
-        with _entering:  # another thread may be entering; it has to end first
-            called = later
-            if called is None:
-                # Later calls are those of a method that was taken from the class before. But if somebody has put a
-                # wrapper in its place, `streaming()` wraps that, and later calls come from inside.
-                is_wrapped = vars(owner)[name] is not placed
-                later = found
-                if not is_wrapped:
-                    setattr(owner, name, found)
-                _enter()
-                called = vars(owner)[name]
-                later = found if is_wrapped else called
-        return called.__get__(*((None, self) if is_class_method else (self,)))(*args, **kwargs)
-
-    placed: Any = classmethod(entrance) if is_class_method else entrance
-    setattr(owner, name, placed)
 
 
 def _excepthook(

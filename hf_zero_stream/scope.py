@@ -19,18 +19,6 @@ from .config import StreamingConfig
 from .errors import ConfigError
 
 
-__all__ = [
-    "Block",
-    "active_configs",
-    "current_config",
-    "decorated",
-    "enter",
-    "enter_for_process",
-    "inside",
-    "leave",
-    "resource",
-]
-
 Function = Callable[..., Any]
 MakeContext = Callable[[], AbstractContextManager[Any]]
 

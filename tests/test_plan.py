@@ -14,8 +14,9 @@ import torch
 import transformers
 
 import hf_zero_stream
+from hf_zero_stream.bindings.rows import Moment
+from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.loading import integration
 from hf_zero_stream.sources.local import _HeaderFile
 from tests.parity import ds_config
 from tests.quantised_checkpoints import fp8
@@ -99,12 +100,10 @@ def test_short_cuts_change_nothing(
 ) -> None:
     """With a converter copied for each key and a thread for each tensor, as in transformers, the plan is the same."""
     fast = hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1)
-    short_cuts = {"deepcopy", "spawn_materialize", "tqdm"}
-    replacements = {
-        place: make for place, make in integration.patches._replacements.items() if place[1] not in short_cuts
-    }
-    assert len(replacements) < len(integration.patches._replacements)
-    monkeypatch.setattr(integration.patches, "_replacements", replacements)
+    short_cuts = {"copy_converter", "spawn_materialize", "no_bar"}
+    rows = [row for row in TABLE[Moment.LOAD] if row.leads_to.partition(":")[2] not in short_cuts]
+    assert len(rows) == len(TABLE[Moment.LOAD]) - len(short_cuts)
+    monkeypatch.setitem(TABLE, Moment.LOAD, rows)  # type: ignore[arg-type]
     assert hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1) == fast
 
 

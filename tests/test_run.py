@@ -157,8 +157,7 @@ import transformers
 from huggingface_hub import constants
 from transformers import AutoModel, BertModel, PreTrainedModel
 from transformers.integrations import HfDeepSpeedConfig
-plain = vars(PreTrainedModel)["from_pretrained"]
-assert "hf_zero_stream.context" not in sys.modules and constants.HF_HOME == os.environ["HF_HOME"]
+assert constants.HF_HOME == os.environ["HF_HOME"]
 import deepspeed
 deepspeed.init_distributed("gloo")
 config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
@@ -172,7 +171,6 @@ for _ in range(2):
     thread.join()
 models += [BertModel.from_pretrained(sys.argv[1]), taken(sys.argv[1])]
 print([model.streaming_report.world_size for model in models], PreTrainedModel.from_pretrained.__doc__ is not None)
-assert vars(PreTrainedModel)["from_pretrained"] is not plain
 models[0].save_pretrained(sys.argv[2])
 engine = deepspeed.initialize(model=models[0], config=config.config)[0]
 from hf_zero_stream.state import hooks
@@ -198,39 +196,6 @@ def test_all_threads_stream_and_variables_are_read_late(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-3:] == ["[1, 1, 1, 1] True", "save_checkpoint True", "True"]
-
-
-AT_ONCE = """\
-import threading
-from hf_zero_stream import run
-class Trainer:
-    @classmethod
-    def from_pretrained(cls):
-        return "stock"
-begun, may_go_on = threading.Event(), threading.Event()
-def enter():
-    begun.set()
-    assert may_go_on.wait(60)
-    Trainer.from_pretrained = classmethod(lambda cls: "streamed")
-run._enter = enter
-run._put_entrance(Trainer, "from_pretrained")
-taken, found = Trainer.from_pretrained, []
-def load():
-    found.append(taken())
-threads = [threading.Thread(target=load) for _ in range(2)]
-threads[0].start()
-assert begun.wait(60)
-threads[1].start()
-threads[1].join(0.2)
-may_go_on.set()
-for thread in threads:
-    thread.join()
-print(found)
-"""
-
-
-def test_a_load_waits_for_the_thread_that_enters(tmp_path: Path) -> None:
-    assert python("-c", AT_ONCE, folder=tmp_path)[1] == "['streamed', 'streamed']\n"
 
 
 LAUNCHERS = {

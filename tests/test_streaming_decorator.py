@@ -16,20 +16,21 @@ import pytest
 import transformers
 
 from hf_zero_stream import StreamingConfig, scope, streaming
+from hf_zero_stream.bindings.install import installed
+from hf_zero_stream.bindings.rows import Moment
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.seams import entrances
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
 
 def streams() -> bool:
     """Whether a load here and now would stream."""
-    return bool(scope.active_configs()) and bool(entrances.patches._saved)
+    return bool(scope.active_configs()) and bool(installed(Moment.BLOCK))
 
 
 def is_as_before() -> bool:
     gc.collect()
-    return entrances.patches._users == 0 and not entrances.patches._saved and scope.active_configs() == ()
+    return not installed(Moment.BLOCK) and scope.active_configs() == ()
 
 
 @pytest.fixture(autouse=True)

@@ -23,8 +23,6 @@ from .index_file import read_index_file
 from .soundness import INDEX, SINGLE, Soundness, check_tensors, read_weight_map
 
 
-__all__ = ["check_soundness_at", "has_file", "shards_at"]
-
 _AT_ONCE = 32
 _SHA256 = re.compile(r'"?([0-9a-f]{64})"?')
 _ABSENT = (403, 404)

@@ -23,9 +23,6 @@ from .untrusted_json import excerpt
 from .zero_folder import is_zero_folder, read_zero_folder
 
 
-__all__ = ["Contents", "contents_of", "format_of", "is_distributed", "soundness_of", "zero_folder_of"]
-
-
 @dataclass(frozen=True)
 class Contents:
     """The tensors of a checkpoint, none of them read.

@@ -32,8 +32,6 @@ from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["METADATA", "DistributedMap", "is_folder", "parse_map", "read_map"]
-
 METADATA = ".metadata"
 _EDGE_BYTES = 4096
 """Of the beginning and of the end of an archive, each read at once: all of it but the elements, mostly."""

@@ -11,9 +11,6 @@ import torch
 from ..sources.base import ByteSource, SourceFile
 
 
-__all__ = ["Format", "Shard", "ShardHeader", "TensorEntry"]
-
-
 class TensorEntry(NamedTuple):
     """One tensor of a shard: bytes ``[start, stop)`` of the file, row-major and little-endian.
 

@@ -9,9 +9,6 @@ from . import safetensors, torch_files
 from .format import Format, Shard, ShardHeader, TensorEntry
 
 
-__all__ = ["parse_header", "read_header"]
-
-
 def _format_of(path: str) -> Format:
     return torch_files if path.endswith((".bin", ".pt", ".pth")) else safetensors
 

@@ -18,9 +18,6 @@ from .nodes import FileTensor, HostTensor, View
 from .untrusted_json import excerpt
 
 
-__all__ = ["AbsentSlice", "CheckpointIndex", "CheckpointSlice", "checkpoint_slices", "view_of"]
-
-
 @dataclass(frozen=True)
 class CheckpointIndex:
     """All shards of a checkpoint and all tensors in them, by name."""

@@ -19,8 +19,6 @@ from ..sources.local import open_nonblocking, status_of_regular
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["check_files", "fault_of_name", "faults_of_index", "parse_index", "read_index_file", "read_index_text"]
-
 MAX_INDEX_BYTES = 100_000_000
 """As for a header; the index of a checkpoint with 90,000 tensors has 8 MB."""
 

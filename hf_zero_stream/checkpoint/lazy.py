@@ -23,8 +23,6 @@ from .no_memory import Address, NodeStorage, no_memory
 from .nodes import Blockwise, Copy, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
 
 
-__all__ = ["LazyTensor", "Materialise", "copy_attributes"]
-
 aten = torch.ops.aten
 
 Materialise = Callable[[View], torch.Tensor]

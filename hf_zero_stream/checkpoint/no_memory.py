@@ -9,9 +9,6 @@ from ..errors import UnsupportedError
 from .nodes import Node
 
 
-__all__ = ["Address", "NodeStorage", "no_memory"]
-
-
 def no_memory(node: Node, so: str) -> UnsupportedError:
     """The error for code that needs `node`'s memory; `so` says what therefore cannot be done."""
     return UnsupportedError(

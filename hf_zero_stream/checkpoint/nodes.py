@@ -21,24 +21,6 @@ from torch.utils._pytree import tree_map
 from .format import TensorEntry
 
 
-__all__ = [
-    "Blockwise",
-    "Cat",
-    "Computed",
-    "Copy",
-    "FileTensor",
-    "HostTensor",
-    "Leaf",
-    "Node",
-    "Opaque",
-    "Pointwise",
-    "Stored",
-    "View",
-    "entries_of",
-    "row_major_strides",
-]
-
-
 def row_major_strides(sizes: tuple[int, ...]) -> tuple[int, ...]:
     if not sizes:
         return ()

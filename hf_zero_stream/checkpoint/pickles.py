@@ -19,8 +19,6 @@ from ..errors import CheckpointError
 from .untrusted_json import excerpt
 
 
-__all__ = ["MOST_BYTES", "Call", "Global", "Persistent", "Pickle", "kind_of", "read_pickle"]
-
 MOST_BYTES = 512 * 2**20
 """Of a pickle; those of checkpoints of a hundred thousand tensors have 20 MB."""
 

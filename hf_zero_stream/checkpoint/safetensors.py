@@ -27,19 +27,6 @@ from .nodes import HostTensor, View
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = [
-    "DTYPES",
-    "MAX_DIMENSIONS",
-    "MAX_HEADER_BYTES",
-    "NotedShard",
-    "ShardToWrite",
-    "dtype_name",
-    "lay_out_shard",
-    "parse_entry",
-    "parse_header",
-    "read_header",
-]
-
 MAX_HEADER_BYTES = 100_000_000
 """The safetensors library's own cap on the length of a header."""
 

@@ -11,8 +11,6 @@ import os
 from pathlib import Path
 
 
-__all__ = ["is_sign", "remove_signs", "write_signs"]
-
 _OF_ALL = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 _OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 """At stage 3 each rank opens a file of its own."""

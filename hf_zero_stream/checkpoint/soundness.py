@@ -21,20 +21,6 @@ from .torch_files import NotAMap
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = [
-    "INDEX",
-    "SINGLE",
-    "WEIGHTS",
-    "Fault",
-    "Soundness",
-    "check_soundness",
-    "check_sums",
-    "check_tensors",
-    "read_sums",
-    "read_weight_map",
-    "shards_of",
-]
-
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"

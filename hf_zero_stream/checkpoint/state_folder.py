@@ -20,8 +20,6 @@ from .nodes import View
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = ["NAMES", "RECORD", "StateFolder", "is_state", "read_state"]
-
 RECORD, NAMES = "training_state.json", "zero_to_fp32.json"
 
 

@@ -27,17 +27,6 @@ from .torch_zip import MOST_READ, OPCODES, SIGNATURE, NotAMap, Storage, read_zip
 from .untrusted_json import excerpt, parse_object
 
 
-__all__ = [
-    "NotAMap",
-    "describe",
-    "field_of",
-    "parse_field",
-    "parse_header",
-    "read_header",
-    "read_single",
-    "why_not",
-]
-
 _MAGIC = 0x1950A86A20F9469CFC6C
 _LEGACY_PROTOCOL = 1001
 

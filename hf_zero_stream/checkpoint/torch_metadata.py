@@ -17,8 +17,6 @@ from .safetensors import DTYPES, MAX_DIMENSIONS
 from .untrusted_json import excerpt
 
 
-__all__ = ["OPCODES", "Box", "Item", "Metadata", "Stored", "metadata_of"]
-
 _METADATA = "torch.distributed.checkpoint.metadata"
 _INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _LAYOUT = Global("torch.serialization", "_get_layout")

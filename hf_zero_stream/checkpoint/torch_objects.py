@@ -21,8 +21,6 @@ from .torch_files import NotAMap, describe, field_of
 from .untrusted_json import excerpt
 
 
-__all__ = ["NotPlain", "StoredTensor", "TorchObjects"]
-
 _MAPPINGS = {Global("collections", "OrderedDict"), Global("collections", "defaultdict")}
 _SIZE = Global("torch", "Size")
 _WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")

@@ -18,8 +18,6 @@ from ..sources.base import ReadableFile
 from .pickles import Pickle, read_pickle
 
 
-__all__ = ["MOST_READ", "OPCODES", "SIGNATURE", "NotAMap", "Storage", "read_zip"]
-
 SIGNATURE = b"PK\x03\x04"
 _LOCAL_HEADER = 30  # bytes, and then the name and an extra field, whose lengths are its last two numbers
 

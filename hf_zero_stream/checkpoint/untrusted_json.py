@@ -17,8 +17,6 @@ from typing import Any
 from ..errors import CheckpointError
 
 
-__all__ = ["excerpt", "parse_object"]
-
 # A minus sign before a zero where a value may stand; one in a string only costs the slower path.
 _MINUS_ZERO = re.compile(rb"[\[:,\s]-0")
 

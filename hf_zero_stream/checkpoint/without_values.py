@@ -11,9 +11,6 @@ from ..errors import UnsupportedError
 from .lazy import LazyTensor
 
 
-__all__ = ["lacks_values", "refuse_wrapped"]
-
-
 def lacks_values(tensor: torch.Tensor) -> bool:
     """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
     if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:

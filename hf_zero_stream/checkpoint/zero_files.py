@@ -18,8 +18,6 @@ from ..sources.base import ByteSource
 from .torch_objects import NotPlain, StoredTensor, TorchObjects
 
 
-__all__ = ["Flat", "Group", "ModelFile", "OptimizerFile", "read_model_file", "read_optimizer_file"]
-
 _SWAP_NAME = re.compile(r"\d{1,18}_\d{1,18}")
 """The numbers of the first and the last parameter in a flat."""
 

@@ -29,18 +29,6 @@ from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, 
 from .zero_layout import FP32, Trained, trained_of_stage_3, trained_of_stages_1_2, untrained
 
 
-__all__ = [
-    "FP32",
-    "SWAPPED",
-    "ZERO_2_MODEL",
-    "ZeroFolder",
-    "ZeroGroup",
-    "entries_of_deepspeed",
-    "is_zero_folder",
-    "read_zero_folder",
-    "world_size_of",
-]
-
 T = TypeVar("T")
 
 ZERO_2_MODEL = "mp_rank_00_model_states.pt"

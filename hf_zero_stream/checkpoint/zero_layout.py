@@ -18,8 +18,6 @@ from .untrusted_json import excerpt
 from .zero_files import Flat, ModelFile, OptimizerFile
 
 
-__all__ = ["FP32", "Trained", "trained_of_stage_3", "trained_of_stages_1_2", "untrained"]
-
 FP32 = "fp32"
 """The name of the trained values among the states."""
 

@@ -17,8 +17,6 @@ from ..errors import HfZeroStreamError
 from ..reports.text import printable
 
 
-__all__ = ["COMMANDS", "app", "main"]
-
 COMMANDS = {
     name: import_module(f".{name}", __package__)
     for name in ("inspect", "plan", "verify", "convert", "bench", "doctor")

@@ -19,9 +19,6 @@ from ..sources.urls import Repository, checkpoint_url, is_url
 if TYPE_CHECKING:
     from ..checkpoint.index import CheckpointIndex
 
-__all__ = ["Listing", "cached_folder", "listing_of", "place_of", "refuse_unloadable"]
-
-
 _NO_MAP = "{}. So it is no map of bytes, and only running its pickle could say what is in it."
 
 

@@ -12,14 +12,12 @@ from transformers import PreTrainedConfig
 from transformers.quantizers import AutoQuantizationConfig
 from transformers.utils import logging
 
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 from ..config import StreamingConfig
 from ..errors import CheckpointError, HfZeroStreamError
 from ..footprint.memory import HOST
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
-from ..loading.integration import patches
-
-
-__all__ = ["lazy_model", "load_arguments", "stock_load", "transformers_errors"]
 
 
 def load_arguments(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:
@@ -35,7 +33,7 @@ def load_arguments(place: str, trust_remote_code: bool, dequantize: bool) -> dic
 
 def _quantisation(place: str) -> str | None:
     """The method by which a checkpoint is quantised, such as "fp8"; None if it is not."""
-    with patches:  # by which small files come from a URL
+    with installed(Moment.BLOCK):  # by which small files come from a URL
         config, _ = PreTrainedConfig.get_config_dict(place)
     found = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
     return found and str(found.get("quant_method"))

@@ -12,8 +12,6 @@ from ..loading.dry_load import Forecast
 from ..reports.text import bytes_text
 
 
-__all__ = ["write_page"]
-
 _WIDTH, _HEIGHT, _GAP, _LABEL, _HEAD, _FOOT = 640, 16, 5, 70, 20, 24
 _COLOURS = {
     "partitions": "#4477aa",

@@ -17,8 +17,6 @@ from ..loading.dry_load import Forecast
 from ..planning.plan import LoadPlan
 
 
-__all__ = ["draw"]
-
 _MOST_SHARDS = 40
 _PIXELS = 2000
 """Reads are drawn as one if the gap between them is below the largest shard's size divided by this."""

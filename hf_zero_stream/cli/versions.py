@@ -5,8 +5,6 @@ from __future__ import annotations
 from packaging.version import Version
 
 
-__all__ = ["TRIED", "newer_than_tried"]
-
 TRIED: dict[str, tuple[str, str]] = {
     "torch": ("2.13.0", "2.13.0"),
     "transformers": ("5.1.0", "5.23.0"),

@@ -18,21 +18,6 @@ from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target
 
 
-__all__ = [
-    "Batch",
-    "Destination",
-    "Holding",
-    "Item",
-    "Sourced",
-    "allocating",
-    "flat_items",
-    "is_out_of_memory",
-    "item_of",
-    "narrowed",
-    "replace_lazy",
-    "source_of",
-]
-
 Sourced = tuple[Any, View]
 """A parameter, or a flat buffer, and where its values come from."""
 

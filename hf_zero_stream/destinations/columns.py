@@ -23,8 +23,6 @@ from .base import Batch, Item, narrowed
 from .shards import Shard
 
 
-__all__ = ["Columns", "columns_of", "exchange_batches"]
-
 CHUNK_BYTES = 4 * 2**20
 """Size of each of the two buffers through which a rank exchanges rows."""
 

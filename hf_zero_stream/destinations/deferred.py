@@ -17,9 +17,6 @@ from .fsdp import why_no_bytes
 from .initialise import run_with_what_is_touched
 
 
-__all__ = ["Deferred", "InPlace", "WholeReader", "fill_whole"]
-
-
 class WholeReader(Protocol):
     """Reads the values of lazy parameters that are used before they are sharded."""
 

@@ -35,9 +35,6 @@ from .shards import Shard, cuts_of, local_of, shard_of
 from .whole import WholeParameters
 
 
-__all__ = ["DTensors"]
-
-
 class DTensors(Destination):
     """The local shards of a model that was sharded on the meta device.
 

@@ -20,37 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from .. import accelerators
+from ..bindings.install import refuse_lacking
 from ..errors import UnsupportedError, refuse_unknown_version
 from ..footprint.memory import HOST
 from ..footprint.sharded import HeldShard
-from ..patching import Replacement
 from ..planning.parameter_box import Cut
 
 
-__all__ = [
-    "Managed",
-    "adopt_ties",
-    "chunk_of",
-    "computes_in",
-    "gathers",
-    "held_shard",
-    "inner_spec",
-    "is_managed",
-    "managed_params",
-    "new_shard",
-    "original_class",
-    "record_replacement",
-    "records_by_id",
-    "recut",
-    "reshard",
-    "why_no_bytes",
-    "with_local",
-]
-
 Managed = Any
 """FSDP2's record of a parameter that it shards, an ``FSDPParam``."""
-
-_RELIED_ON = ("init_dtype_attrs", "reset_sharded_param", "to_sharded_dtensor", "_init_sharded_param")
 
 
 @functools.cache
@@ -64,9 +42,7 @@ def _param_class() -> Any:
     except ImportError:
         refuse_unknown_version("torch", ["FSDPParam"], "FSDP2")
         raise
-    missing = [f"FSDPParam.{name}" for name in _RELIED_ON if not hasattr(FSDPParam, name)]
-    missing += [] if hasattr(FSDPModule, "_get_fsdp_state") else ["FSDPModule._get_fsdp_state"]
-    refuse_unknown_version("torch", missing, "FSDP2")
+    refuse_lacking("FSDP2")
     return FSDPParam
 
 
@@ -88,11 +64,6 @@ def why_no_bytes() -> str:
     if record.param_dtype is None:
         return ""
     return "FSDP2 of this version of torch would cast packed bytes to the dtype of training"
-
-
-def record_replacement(replacement: Replacement) -> dict[tuple[Any, str], Replacement]:
-    """What is called in place of making a record; its first arguments are the record and the parameter."""
-    return {(_param_class(), "__init__"): replacement}
 
 
 def is_managed(model: nn.Module) -> bool:

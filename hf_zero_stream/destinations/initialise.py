@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_leaves
 from .. import accelerators
 
 
-__all__ = ["random_state", "run_with_what_is_touched", "set_random_state"]
-
 # Properties that say the same of a part of a parameter as of all of it.
 _HARMLESS_NAMES = ("dtype", "device", "requires_grad", "is_meta", "is_leaf", "grad_fn")
 _HARMLESS = {getattr(torch.Tensor, name).__get__ for name in _HARMLESS_NAMES}

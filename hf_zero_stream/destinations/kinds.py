@@ -13,8 +13,6 @@ from .own_names import named_parameters
 from .replicated import Replicated
 
 
-__all__ = ["KINDS", "holdings"]
-
 KINDS: list[type[Destination]] = [DTensors, Replicated]
 """In the order in which they are asked, after DeepSpeed's: the first that knows a parameter says what is held."""
 

@@ -23,9 +23,6 @@ from .live_sources import live_sources
 from .shards import Shard, local_of, shard_of
 
 
-__all__ = ["LiveShards"]
-
-
 class LiveShards(Destination):
     """The memory of a sharded model in use; parameters that are not sharded, and buffers, are whole on every rank."""
 

@@ -13,9 +13,6 @@ from .own_names import named_buffers, named_parameters
 from .skeleton import whole_shape
 
 
-__all__ = ["LiveSources", "live_sources"]
-
-
 class LiveSources(NamedTuple):
     """What to fill, by the checkpoint's names.
 

@@ -15,16 +15,6 @@ import torch
 from torch import nn
 
 
-__all__ = [
-    "adapter_names",
-    "named_buffers",
-    "named_parameters",
-    "own_names",
-    "own_or_clean",
-    "without_adapters",
-    "wrapped_child",
-]
-
 _OF_TORCH = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """What ``torch.compile``, ``checkpoint_wrapper`` and FSDP1 call the module that they are around."""
 

@@ -19,8 +19,6 @@ from ..ranks.coordinator import Coordinator, collective_device
 from .base import Batch, Item, allocating
 
 
-__all__ = ["ToQuantise", "quantising_batches"]
-
 VALUES_BYTES = 64 * 2**20
 """Most bytes of values that a rank has at one time, but for weights whose part alone is larger; equal on all ranks."""
 

@@ -21,8 +21,6 @@ from ..ranks.coordinator import Coordinator, all_gather
 from .base import Batch, Destination, Holding, Item, Sourced, allocating, flat_items, replace_lazy
 
 
-__all__ = ["Replicated", "exchange_batches", "exchanges", "open_flat"]
-
 _HOST = torch.device("cpu")
 _ALIGNMENT = 16  # bytes; each part begins at a multiple of it, so that it can be viewed in any dtype
 

@@ -16,9 +16,6 @@ from ..planning.plan import Target
 from . import fsdp
 
 
-__all__ = ["Shard", "cuts_of", "is_sharded", "local_of", "shard_of", "whole_of"]
-
-
 class Shard(NamedTuple):
     """What this rank holds of a parameter, as number `copy` of the `copies` ranks of its mesh that hold the same.
 

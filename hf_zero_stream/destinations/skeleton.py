@@ -16,8 +16,6 @@ from .deepspeed.original_experts import origin_of
 from .own_names import wrapped_child
 
 
-__all__ = ["skeleton_of", "whole_shape"]
-
 _OF_INSTANCE = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
 """What a load has put on a model, and the next one makes anew."""
 

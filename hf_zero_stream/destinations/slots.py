@@ -27,18 +27,6 @@ from .own_names import named_parameters
 from .shards import local_of, shard_of
 
 
-__all__ = [
-    "MASTER",
-    "Member",
-    "Slot",
-    "SlotMemory",
-    "elementwise_keys",
-    "holdings_of",
-    "is_number",
-    "make_entries",
-    "slots_of_parameters",
-]
-
 MASTER = "fp32"
 """The name of the masters among the states of a slot."""
 

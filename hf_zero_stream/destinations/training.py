@@ -16,8 +16,6 @@ from . import fsdp
 from .slots import Slot, slots_of_parameters
 
 
-__all__ = ["STEPS", "Training", "training_of_model"]
-
 STEPS = "global_steps"
 """The counter that every training has: how many steps the optimizer has made."""
 

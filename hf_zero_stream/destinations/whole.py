@@ -17,9 +17,6 @@ from .initialise import random_state, run_with_what_is_touched, set_random_state
 from .shards import Shard, local_of
 
 
-__all__ = ["WholeParameters"]
-
-
 class WholeParameters:
     """Makes parameters whole for a model's own initialisation code, with rank 0's random numbers on all ranks.
 

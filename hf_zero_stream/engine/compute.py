@@ -19,8 +19,6 @@ from .transposed import copy_strided
 from .workers import run_in_threads
 
 
-__all__ = ["Evaluator"]
-
 PIECE_BYTES = 2**20
 """Size of the pieces that a function's result is computed in: so small that they stay in the processor's cache."""
 

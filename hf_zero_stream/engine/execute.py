@@ -19,8 +19,6 @@ from .lanes import Lane, lane_for, settle
 from .workers import run_in_threads
 
 
-__all__ = ["execute_reads"]
-
 PHASES = ("read", "convert", "copy")
 """What threads do: wait for the source, copy out of staging buffers with a cast, and without."""
 

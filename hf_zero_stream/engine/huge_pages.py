@@ -11,8 +11,6 @@ import torch
 from ..sources.madvise import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 
 
-__all__ = ["HugePages"]
-
 SMALL_PAGES_BYTES_PER_SECOND = 2e9
 """What a thread gets when it touches fresh memory page by page (of 4 KiB); with huge pages at hand, over 1e10."""
 

@@ -13,9 +13,6 @@ from ..planning.plan import Piece
 from .transposed import copy_strided
 
 
-__all__ = ["Lane", "SideLane", "lane_for", "settle"]
-
-
 class Lane:
     """One thread's staging buffers of `nbytes` each and the copies out of them, for destinations in host memory.
 

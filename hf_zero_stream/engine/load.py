@@ -38,8 +38,6 @@ from .reader import Reader
 from .sameness import Copy, description, refuse_differences, refuse_other_shards
 
 
-__all__ = ["Load"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -18,8 +18,6 @@ from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Node
 from ..sources.base import ByteSource
 
 
-__all__ = ["Lookup"]
-
 Positions: TypeAlias = range | torch.Tensor
 """Positions in a flat buffer: consecutive, or int64 in any order."""
 

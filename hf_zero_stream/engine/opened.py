@@ -30,8 +30,6 @@ from .lanes import Lane, SideLane
 from .workers import run_in_threads
 
 
-__all__ = ["OpenCheckpoint", "choose_threads"]
-
 SAMPLES, SAMPLE_BYTES = 8, 4096
 """How many pieces of a file are compared with those of its copy on another host, and how large each is."""
 

@@ -17,9 +17,6 @@ from .opened import OpenCheckpoint
 from .verification import Verifier
 
 
-__all__ = ["Reader"]
-
-
 class Reader:
     """Fills destinations from an open checkpoint; adds to `clock`; samples `memory` where it may be at its peak."""
 

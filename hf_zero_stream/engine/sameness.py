@@ -22,8 +22,6 @@ from ..config import StreamingConfig
 from ..errors import CheckpointError, DisagreementError
 
 
-__all__ = ["Copy", "description", "refuse_differences", "refuse_other_shards"]
-
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")
 
 _SETTINGS = ("chunk_bytes", "share_reads", "strict", "verify")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 
 
-__all__ = ["copy_strided"]
-
 TILE_BYTES = 2**20
 """Size of a tile. Smaller ones give shorter runs in the destination; from 2 MiB on, caches are too small for bytes."""
 

@@ -29,8 +29,6 @@ from .opened import OpenCheckpoint
 from .workers import run_in_threads
 
 
-__all__ = ["Verifier", "digest_of"]
-
 BLOCK = 2**16
 """Elements whose factors are looked up in one table; a further factor belongs to the block."""
 

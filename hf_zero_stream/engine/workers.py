@@ -10,8 +10,6 @@ from typing import TypeVar
 import torch
 
 
-__all__ = ["run_in_threads"]
-
 Item = TypeVar("Item")
 
 

@@ -20,8 +20,6 @@ import torch
 from .optimizers import ADAMW_COPIES, is_lower
 
 
-__all__ = ["DISK", "HOST", "EngineSettings", "MemoryFootprint", "ParameterShape", "memory_footprint"]
-
 HOST, DISK = "cpu", "nvme"
 
 _SMALL_SUB_GROUP = 10**8

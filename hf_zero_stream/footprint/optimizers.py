@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Literal
 
 
-__all__ = ["ADAMW_COPIES", "AdamW", "adamw_copies", "is_lower"]
-
 AdamW = Literal["single", "foreach", "fused"]
 """How torch's AdamW steps: tensor by tensor, over lists of tensors, or in one kernel."""
 

@@ -17,8 +17,6 @@ from .memory import HOST, MemoryFootprint
 from .optimizers import AdamW, adamw_copies, is_lower
 
 
-__all__ = ["HeldShard", "sharded_footprint"]
-
 _ADAM_STATES = 2
 
 

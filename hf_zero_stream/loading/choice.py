@@ -22,17 +22,6 @@ from ..seams.sharding import SIZES, cuts_matrices, distributed_config_of, init_d
 from ..seams.wrappers import shards_by_fsdp2
 
 
-__all__ = [
-    "Choice",
-    "choose",
-    "choose_alone",
-    "is_pipeline",
-    "refuse_sharding",
-    "settings_for",
-    "shares_columns",
-    "warn_of_open_dtype",
-]
-
 logger = logging.get_logger(__name__)
 
 

@@ -9,7 +9,6 @@ In ``from_pretrained`` a rank reads headers and buffers, alone: ranks may come t
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -19,28 +18,24 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..config import StreamingConfig
 from ..destinations.base import Destination
 from ..destinations.deferred import Deferred, InPlace, fill_whole
-from ..destinations.fsdp import record_replacement
 from ..engine.load import Load
 from ..engine.opened import OpenCheckpoint
 from ..errors import UnsupportedError
-from ..patching import Patches
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
-from ..seams.wrappers import accelerator_replacements, fsdp2_replacements
 from .set_aside import SetAside
 
-
-__all__ = ["Deferral"]
 
 logger = logging.get_logger(__name__)
 
@@ -90,8 +85,8 @@ class Deferral:
                 module.register_forward_pre_hook(self.fill_whole)
                 module.register_state_dict_pre_hook(self.fill_whole)
                 module.register_load_state_dict_pre_hook(self.fill_whole)
-        _patches().__enter__()
-        weakref.finalize(self, _patches().__exit__)
+        installed(Moment.DEFERRED).__enter__()
+        weakref.finalize(self, installed(Moment.DEFERRED).__exit__)
 
     def detach(self, model: nn.Module) -> None:
         """Undo what was done to `model` for the time until it is prepared."""
@@ -149,7 +144,7 @@ def _deferrals_of(model: nn.Module) -> list[Deferral]:
     return [each for each in dict.fromkeys([*marks, *readers]) if isinstance(each, Deferral)]
 
 
-def _prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Module) -> Any:
+def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Module) -> Any:
     """Have accelerate shard a lazy model on the meta device, and read this rank's shards."""
     deferrals = _deferrals_of(model)
     if not deferrals:
@@ -192,43 +187,30 @@ def _sharding() -> Iterator[None]:
         _is_sharding.reset(token)
 
 
-def _load_full_state_dict(
+def load_full_state_dict(
     original: Callable[..., Any], accelerator: Any, model: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
     """Leave a model that is sharded for us on the meta device; rank 0 has no values either."""
     return model if _is_sharding.get() else original(accelerator, model, *args, **kwargs)
 
 
-def _prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """The way of all models that FSDP2 does not shard."""
     if isinstance(model, nn.Module):
         fill_whole(model)
     return original(self, model, *args, **kwargs)
 
 
-def _make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+def make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
     """Of a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
     if isinstance(param, LazyTensor):
         param.become(param.materialise())
     original(self, param, *args, **kwargs)
 
 
-def _resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """The new rows depend on the old ones, and are written into them."""
     for embeddings in (self.get_input_embeddings(), self.get_output_embeddings()):
         if isinstance(embeddings, nn.Module):
             fill_whole(embeddings)
     return original(self, *args, **kwargs)
-
-
-@functools.cache
-def _patches() -> Patches:
-    """What is replaced as long as any deferred model lives, inside ``streaming()`` or not."""
-    return Patches(
-        {
-            **fsdp2_replacements(prepare=_prepare_fsdp2, load=_load_full_state_dict),
-            **accelerator_replacements(prepare_model=_prepare_model),
-            **record_replacement(_make_record),
-            (PreTrainedModel, "resize_token_embeddings"): _resize_token_embeddings,
-        }
-    )

@@ -14,6 +14,8 @@ import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import scope
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 from ..config import StreamingConfig, buildable, completed
 from ..destinations.base import Batch, Destination
 from ..destinations.own_names import adapter_names, without_adapters
@@ -28,15 +30,13 @@ from ..reports.memory import collector_paused
 from ..seams.adapters import put_adapters_on
 from ..seams.dequantised import dequantising
 from ..seams.ds_config import zero3_hidden
-from ..seams.entrances import MODEL_FILES
-from ..seams.remote import asked_at_once
+from ..seams.file_names import MODEL_FILES
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
-from .integration import outside_zero_init, patches
+from .entrance import asked_at_once
+from .integration import outside_zero_init
 
-
-__all__ = ["Forecast", "lazily_loaded", "lazily_loaded_like", "load_of_layouts", "model_class_of", "plan"]
 
 _OF_CONFIGS = ("revision", "token", "cache_dir", "subfolder", "local_files_only")
 """Arguments of ``from_pretrained`` that say where a checkpoint's config is."""
@@ -237,7 +237,7 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    with patches, scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
+    with installed(Moment.LOAD), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
         cls = model_class or model_class_of(path, kwargs)
         try:
             with zero3_hidden(), collector_paused(), session:

@@ -13,9 +13,6 @@ from ..errors import UnsupportedError
 from .dry_load import model_class_of
 
 
-__all__ = ["described_model", "fitting"]
-
-
 def described_model(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model that the config in `folder` describes, without memory."""
     kwargs = {"trust_remote_code": trust_remote_code, "local_files_only": True}

@@ -13,26 +13,25 @@ import torch
 from transformers.utils import logging
 
 from .. import scope
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 from ..config import buildable
 from ..destinations.deepspeed.marks import is_inside_zero_init
 from ..engine.load import Load
 from ..errors import DisagreementError
-from ..patching import Patches
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
 from ..saving.files import finish_interrupted
 from ..saving.pending import finish_pending
-from ..seams import entrances
 from ..seams.ds_config import ModelsConfig, found_config
+from ..seams.file_names import MODEL_FILES
 from ..seams.loading import raise_if_misfit
-from ..seams.remote import asked_at_once, url_of
+from ..seams.remote import url_of
 from ..seams.session import Original, Session
-from ..seams.table import REPLACEMENTS
 from .choice import choose, choose_alone, settings_for
+from .entrance import asked_at_once
 
-
-__all__ = ["finish_saves_into", "outside_zero_init", "patches"]
 
 logger = logging.get_logger(__name__)
 
@@ -40,12 +39,12 @@ Stock = Callable[..., Any]
 """transformers' ``from_pretrained``, with its positional arguments."""
 
 
-def _from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
+def from_pretrained(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
     stock, around = functools.partial(original, cls, *args), Session.current()
     if not scope.active_configs() or (around is not None and not around.building):
         return stock(**kwargs)
     path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    with asked_at_once(path, kwargs, entrances.MODEL_FILES):
+    with asked_at_once(path, kwargs, MODEL_FILES):
         return _in_block(around, cls, stock, path, kwargs)
 
 
@@ -68,7 +67,7 @@ def _in_block(around: Session | None, cls: Any, stock: Stock, path: Any, kwargs:
     return result
 
 
-def _auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
+def auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
     """An Auto class's ``from_pretrained``: it reads the config, then calls that of the model's class.
 
     A config that one rank cannot read ends a load under ZeRO-3 for all ranks, which else would wait for this one.
@@ -152,7 +151,7 @@ def _streamed(
     # inference_mode is off: other threads and training write to the partitions later.
     with (
         closing(load),
-        patches,  # another thread may leave streaming() while this one loads
+        installed(Moment.LOAD),  # another thread may leave streaming() while this one loads
         outside_zero_init(),
         Session(load, strict=load.config.strict) as session,
         load.memory,
@@ -211,9 +210,3 @@ def _stock_from_pretrained(stock: Stock, kwargs: dict[str, Any], strict: bool) -
     model, info = stock(output_loading_info=True, **kwargs)
     raise_if_misfit(info["missing_keys"], info["unexpected_keys"], info["mismatched_keys"])
     return (model, info) if wants_info else model
-
-
-entrances.handle(from_pretrained=_from_pretrained, auto_model=_auto_model)
-
-patches = Patches(REPLACEMENTS, on_top_of=entrances.patches)
-"""What is replaced while any thread is inside ``streaming()``; to a thread that is not, each replacement is stock."""

@@ -35,8 +35,6 @@ from .dry_load import lazily_loaded_like
 from .integration import finish_saves_into
 
 
-__all__ = ["load_into", "load_some_into", "place_into"]
-
 logger = logging.get_logger(__name__)
 
 

@@ -16,9 +16,6 @@ from ..ranks.coordinator import Coordinator, collective_device
 from ..seams.wrappers import ignored_by_fsdp2
 
 
-__all__ = ["SetAside"]
-
-
 class _Place(NamedTuple):
     """Where a module keeps a tensor."""
 

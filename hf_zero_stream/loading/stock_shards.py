@@ -30,8 +30,6 @@ from ..seams.sharding import is_known
 from .dry_load import lazily_loaded, load_of_layouts
 
 
-__all__ = ["StockShards", "stock_shards"]
-
 _WORLD = 2
 _SAMPLES = 256
 """Elements that are compared besides the corners of all regions."""

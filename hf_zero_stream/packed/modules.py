@@ -18,9 +18,6 @@ from ..errors import UnsupportedError
 from .weights import PackedWeight
 
 
-__all__ = ["PackedLinear", "PackedParameter", "grouped_product", "is_packed", "packed_weights", "refuse_training"]
-
-
 class PackedParameter(nn.Parameter):
     """A frozen parameter of packed bytes."""
 

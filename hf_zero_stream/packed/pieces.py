@@ -16,8 +16,6 @@ import torch
 from ..checkpoint.nodes import Blockwise, Cat, Computed, Copy, HostTensor, Node, Opaque, Pointwise, View
 
 
-__all__ = ["Input", "bounds", "computed", "pieces_of"]
-
 PIECE_NUMEL = 2**18
 """About how many elements of a matrix are computed at a time."""
 

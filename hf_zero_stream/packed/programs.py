@@ -32,8 +32,6 @@ from ..checkpoint.nodes import (
 from .pieces import Input, bounds, computed, pieces_of
 
 
-__all__ = ["NotPackable", "NotQuantised", "Program", "Region", "is_computed", "taken_apart"]
-
 _CONSTANT_NUMEL = 64
 """Values of this many elements at most may be part of a program."""
 

@@ -17,8 +17,6 @@ from torch.distributed import DeviceMesh
 from ..errors import refuse_unknown_version
 
 
-__all__ = ["keep_alike"]
-
 _ENGINE: Any = getattr(Variable, "_execution_engine", None)
 """Of autograd; torch's FSDP2 too has it call back at the end of a backward pass."""
 

@@ -18,8 +18,6 @@ from ..checkpoint.nodes import Opaque, View
 from .weights import PackedWeight
 
 
-__all__ = ["Quantisation", "Quantised", "quantised"]
-
 CHUNK_NUMEL = 2**21
 """About how many values are quantised at a time: quantising takes several times the memory of the values."""
 

@@ -15,9 +15,6 @@ from ..checkpoint.nodes import FileTensor, HostTensor, View
 from .programs import NotPackable, NotQuantised, Program, Region, taken_apart
 
 
-__all__ = ["Bytes", "PackedWeight", "Taken", "not_whole", "pack", "sources"]
-
-
 class Bytes(NamedTuple):
     """Where bytes of one tensor of the checkpoint lie in a row.
 

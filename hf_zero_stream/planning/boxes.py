@@ -19,9 +19,6 @@ import torch
 from ..checkpoint.nodes import Cat, Computed, Copy, FileTensor, HostTensor, Leaf, Node, Stored, View, row_major_strides
 
 
-__all__ = ["Axis", "Box", "Placed", "Region", "box_of_view", "place", "regions_of_box", "regions_of_range", "within"]
-
-
 class Box(NamedTuple):
     """Copies from a buffer (`at`) to a destination (`to`)."""
 

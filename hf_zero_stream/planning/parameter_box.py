@@ -15,8 +15,6 @@ from typing import NamedTuple
 from ..checkpoint.nodes import row_major_strides
 
 
-__all__ = ["Cut", "Interval", "ParameterBox"]
-
 Interval = tuple[int, int]
 """Indices along one dimension: the first, and one past the last."""
 

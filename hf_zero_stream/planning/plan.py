@@ -20,19 +20,6 @@ from .boxes import Box, Region, regions_of_range
 from .parameter_box import ParameterBox
 
 
-__all__ = [
-    "BatchPlan",
-    "LoadPlan",
-    "Piece",
-    "Placement",
-    "Read",
-    "Target",
-    "materialise_reason",
-    "partition_range",
-    "plan_batch",
-]
-
-
 @dataclass(frozen=True, slots=True)
 class Target:
     """Flat memory of `numel` elements that a rank fills from elements ``[start, stop)`` of a view, in row-major order.

@@ -16,9 +16,6 @@ from .presence import Presence
 from .store import pauses
 
 
-__all__ = ["BackgroundMeeting"]
-
-
 class BackgroundMeeting:
     """One thread of every rank; made by all of them inside :meth:`Coordinator.watched`, closed by the threads.
 

@@ -29,8 +29,6 @@ from .store import pauses
 from .topology import Topology
 
 
-__all__ = ["Coordinator", "all_gather", "collective_device", "expected_at"]
-
 T = TypeVar("T")
 
 _HOST = torch.device("cpu")

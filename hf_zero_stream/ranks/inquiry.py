@@ -19,8 +19,6 @@ from .liveness import Watch
 from .presence import Presence
 
 
-__all__ = ["Inquiry"]
-
 CERTAIN_S = 1.0
 """How long a rank must be ahead. Threads that communicate beside the main one may be, for a moment."""
 

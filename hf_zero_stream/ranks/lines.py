@@ -17,9 +17,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 
-__all__ = ["Line", "Listener"]
-
-
 class Listener:
     """This process's socket, on the interface that leads `towards` a host. Forked children close their copy of it.
 

@@ -24,8 +24,6 @@ from .presence import Presence
 from .store import PREFIX, TIMEOUT_S, pauses
 
 
-__all__ = ["FAREWELL_S", "KEYS", "Verdict", "Watch"]
-
 KEYS = ("agreements", "failed", "dead", "heard")
 """The keys that a meeting may write into the store."""
 

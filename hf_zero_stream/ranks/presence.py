@@ -25,20 +25,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import PeerError, refuse_unknown_version
-from ..patching import Replacement
 from .lines import Line, Listener
 from .store import PREFIX, SharedStore, pauses
 from .topology import Location, Topology
 
-
-__all__ = [
-    "Presence",
-    "begun_collectives",
-    "contact_replacements",
-    "is_alone",
-    "make_contact",
-    "set_default_group",
-]
 
 _RELIED_ON = (
     (distributed_c10d, "_get_default_store"),
@@ -274,11 +264,6 @@ def set_default_group(original: Callable[..., Any], group: Any) -> None:
     original(group)
     with suppress(Exception):  # a load or save that needs the other ranks will raise it
         make_contact()
-
-
-def contact_replacements() -> dict[tuple[Any, str], Replacement]:
-    """What is replaced, so that ranks make contact as soon as there is a process group."""
-    return {(distributed_c10d, "_update_default_pg"): set_default_group}
 
 
 def make_contact() -> None:

@@ -25,8 +25,6 @@ from .presence import Presence
 from .store import PREFIX
 
 
-__all__ = ["LOAD", "SAVE", "SHARED_LOAD", "Apart", "Occasion", "Round"]
-
 logger = logging.getLogger(__name__)
 
 SHARING_PATIENCE_S = 300.0

@@ -21,8 +21,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ..errors import refuse_unknown_version
 
 
-__all__ = ["stand_in_group"]
-
 _RELIED_ON = (
     (distributed_c10d, "_World"),
     (distributed_c10d, "_world"),

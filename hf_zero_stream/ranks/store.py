@@ -15,8 +15,6 @@ import torch.distributed as dist
 from ..errors import PeerError
 
 
-__all__ = ["PREFIX", "TIMEOUT_S", "SharedStore", "pauses"]
-
 PREFIX = "hf_zero_stream"
 """What all our keys in the store begin with."""
 

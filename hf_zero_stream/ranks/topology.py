@@ -16,9 +16,6 @@ from typing import NamedTuple
 from ..launcher import announced_local_rank, announced_local_size
 
 
-__all__ = ["Location", "Topology"]
-
-
 class Location(NamedTuple):
     """Where a rank runs. Containers on one machine share its cores, but neither names, nor files, nor processes."""
 

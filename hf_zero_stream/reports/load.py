@@ -17,8 +17,6 @@ from ..footprint.memory import MemoryFootprint
 from .text import bytes_text, fold, folded_names, markdown_table
 
 
-__all__ = ["PHASES", "LoadReport", "PhaseClock", "RankReport", "Report", "Verification"]
-
 PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
 """The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
 

@@ -11,8 +11,6 @@ from typing import Self
 import psutil
 
 
-__all__ = ["AnonymousMemory", "GrowthPeak", "collector_paused"]
-
 SAMPLE_SECONDS = 0.01
 
 

@@ -16,8 +16,6 @@ from tqdm.auto import tqdm
 from ..launcher import announced_local_rank
 
 
-__all__ = ["progress_bar"]
-
 LOG_SECONDS = 10
 """In a log file, the least time between two lines of a bar."""
 

@@ -9,8 +9,6 @@ from .load import Report
 from .text import bytes_text, count_text
 
 
-__all__ = ["PHASES", "SaveReport", "SavingRank"]
-
 PHASES = ("plan", "copy", "write", "sync", "verify", "publish", "total")
 """The keys of `SavingRank.seconds`, in the order of a save; "copy" is only in asynchronous ones, "total" all of it."""
 

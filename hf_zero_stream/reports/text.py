@@ -10,8 +10,6 @@ from math import prod
 from typing import Any
 
 
-__all__ = ["bytes_text", "count_text", "fold", "folded_names", "markdown_table", "printable"]
-
 _BREAKS = re.compile(r"(?<= )|(?<=[./])(?=[A-Za-z{])")
 _NUMBER = re.compile(r"(?:^|(?<=\.))(0|[1-9]\d*)(?=\.|$)")
 

@@ -15,8 +15,6 @@ from ..errors import ConfigError, UnsupportedError, UrlError
 from ..sources.urls import is_url
 
 
-__all__ = ["SIGNATURE", "dtype_of_argument", "refuse_unknown", "refuse_url", "refuse_values"]
-
 SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)
 
 _OF_EARLIER_VERSIONS = {"safe_serialization", "save_function"}

@@ -15,9 +15,6 @@ from .host_copy import HostCopy
 from .planned import Planned, Prepared
 
 
-__all__ = ["BackgroundSave"]
-
-
 @dataclass
 class BackgroundSave:
     """What one rank does in the background; no tensor of the training is touched, and no collective made."""

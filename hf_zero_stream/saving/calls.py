@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 from ..checkpoint.lazy import LazyTensor
 from ..destinations.deepspeed.marks import has_partition, is_gathered_whole
 from ..errors import SaveError, UnsupportedError
@@ -27,14 +29,11 @@ from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..scope import active_configs
-from ..seams import entrances
+from ..seams.dequantised import forget_quantizer
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
 from .arguments import SIGNATURE, refuse_unknown, refuse_url
 from .plan import CHUNK_BYTES
-
-
-__all__ = ["is_led", "led", "save_pretrained"]
 
 
 def save_pretrained(
@@ -101,7 +100,10 @@ def save_pretrained(
         return report
 
 
-def _save_pretrained(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+def of_model(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """``PreTrainedModel.save_pretrained``."""
+    if active_configs():
+        forget_quantizer(self)  # it may have been loaded outside
     bound = SIGNATURE.bind(self, *args, **kwargs)
     arguments = bound.arguments
     if not _is_ours(arguments):
@@ -162,9 +164,6 @@ def _refuse_packed(arguments: Mapping[str, Any]) -> None:
     )
 
 
-entrances.handle(save_pretrained=_save_pretrained)
-
-
 def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None = None) -> SaveReport | None:
     """Run `work` on rank 0, and every save that it calls for on all ranks (all ranks); the last report, if any.
 
@@ -183,7 +182,7 @@ def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None 
         leader = _Leader(whole, coordinator, settings)
         token = _leader.set(leader)
         try:
-            with suppress(_Failed), entrances.patches:
+            with suppress(_Failed), installed(Moment.BLOCK):
                 work()
         finally:
             _leader.reset(token)

@@ -12,8 +12,6 @@ from ..destinations.base import Holding
 from ..engine.workers import run_in_threads
 
 
-__all__ = ["digest", "digests_of"]
-
 _ROW = 128  # numbers in a row
 _BLOCK = 2**16  # numbers that are summed at once on a CPU: they stay in its cache from one step to the next
 _DEVICE_BLOCK = 2**19  # on an accelerator: each thread needs 12 MiB of its memory beside what it sums

@@ -26,18 +26,6 @@ from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance
 
 
-__all__ = [
-    "Comparison",
-    "Publication",
-    "ShardWriter",
-    "finish_interrupted",
-    "has_only_unfinished",
-    "is_plain_name",
-    "is_unfinished",
-    "reserve",
-    "sync_all",
-]
-
 PREFIX = ".hf_zero_stream-saving-"
 _LIST = "renames.json"
 _SHARD = re.compile(r"(.*?)-\d{5}-of-\d{5}")

@@ -24,27 +24,23 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.deepspeed.marks import is_gathered_whole
 from ..errors import UnsupportedError
-from ..patching import Patches, standing_in
+from ..patching import standing_in
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..scope import active_configs
 from ..seams.adapted import with_all_adapters
 from ..seams.wrappers import (
-    accelerator_replacements,
     is_of_a_trainer,
     is_of_accelerate,
     is_of_the_trainer,
     replaced_methods_of,
     saves_by_default,
     shares_its_model,
-    trainer_replacements,
     unwrapped,
 )
 from . import calls
 from .arguments import refuse_url
 
-
-__all__ = ["noted_saves", "noting_saves", "patches", "replace_trainer"]
 
 logger = logging.get_logger(__name__)
 
@@ -53,9 +49,8 @@ _asked_by: ContextVar[Sequence[str]] = ContextVar("hf_zero_stream_state_dict_ask
 """The methods in place of accelerate's that will read the values of a state dict, and not only save it."""
 
 
-def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    # If the Trainer calls, and was imported only now, rank 0 is going to save alone this once, and needs the values.
-    if not active_configs() or replace_trainer() or not shares_its_model(model):
+def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    if not active_configs() or not shares_its_model(model):
         return original(self, model, *args, **kwargs)
     inner = unwrapped(model)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
@@ -80,7 +75,7 @@ def _get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: 
     return state_dict_without_values(inner)
 
 
-def _save_model(
+def save_model(
     original: Callable[..., Any], self: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """As accelerate's function: save weights and no config, under the model's own names."""
@@ -152,7 +147,7 @@ def noted_saves() -> NotedSaves | None:
     return _noted.get()
 
 
-def _trainer_save_model(
+def trainer_save_model(
     original: Callable[..., Any], self: Any, output_dir: Any = None, _internal_call: bool = False
 ) -> Any:
     model: Any = getattr(self, "deepspeed", None) or self.model
@@ -197,11 +192,3 @@ def _saves_as_transformers(trainer: Any) -> bool:
         f"save_on_each_node=True: a model that is sharded is saved once, and {sum(savers)} ranks are to save it. "
         "Stock, too, gives the weights to rank 0 only. Leave it off, and copy the folder from the node of rank 0."
     )
-
-
-patches = Patches(accelerator_replacements(get_state_dict=_get_state_dict, save_model=_save_model))
-
-
-def replace_trainer() -> bool:
-    """Replace the Trainer's ``save_model`` too if the Trainer has been imported; whether that was done just now."""
-    return patches.add(trainer_replacements(save_model=_trainer_save_model))

@@ -15,8 +15,6 @@ from ..sources.local import IOV_MAX
 from .write import WRITE_BYTES, bytes_of
 
 
-__all__ = ["HostCopy", "HostMemory"]
-
 PutBytes = Callable[[int, int, Sequence[memoryview]], None]
 
 _memories: WeakKeyDictionary[nn.Module, HostMemory] = WeakKeyDictionary()

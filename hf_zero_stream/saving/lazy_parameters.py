@@ -21,8 +21,6 @@ from ..ranks.coordinator import Coordinator
 from .plan import in_dtype
 
 
-__all__ = ["Held", "LazyParameters", "holdings_of_model", "state_dict_without_values"]
-
 Held = Callable[[], Mapping[str, Holding]]
 """What this rank holds of something that a training has for parameters, by their own names."""
 

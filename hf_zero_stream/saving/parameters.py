@@ -28,8 +28,6 @@ from .lazy_parameters import Held, LazyParameters
 from .plan import Share, Sources
 
 
-__all__ = ["Layout", "NewParameters", "Parameters", "Values", "cover", "opened"]
-
 logger = logging.get_logger(__name__)
 
 

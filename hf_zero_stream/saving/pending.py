@@ -10,8 +10,6 @@ from transformers.utils import logging
 from ..reports.save import SaveReport
 
 
-__all__ = ["Finished", "PendingSave", "after_pending", "finish_pending"]
-
 logger = logging.get_logger(__name__)
 
 

@@ -28,8 +28,6 @@ from ..planning.boxes import Box, Region, regions_of_box, regions_of_range, with
 from ..planning.plan import materialise_reason
 
 
-__all__ = ["CHUNK_BYTES", "Part", "Round", "SavePlan", "Segment", "Share", "Sources", "in_dtype", "make_save_plan"]
-
 CHUNK_BYTES = 16 * 2**20
 """Default size of the largest segment that passes through a buffer."""
 

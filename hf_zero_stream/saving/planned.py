@@ -18,8 +18,6 @@ from .parameters import NewParameters, Parameters
 from .plan import SavePlan
 
 
-__all__ = ["Alike", "Content", "Ending", "LayOut", "Planned", "Prepared"]
-
 LayOut = Callable[[Path, NewParameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
 

@@ -24,9 +24,6 @@ from .plan import SavePlan, make_save_plan
 from .planned import Content, LayOut, Planned
 
 
-__all__ = ["Preparation", "quiet"]
-
-
 class _KeptPlan(NamedTuple):
     """A :class:`.planned.Planned` without what would keep a model or its optimizer alive."""
 

@@ -48,8 +48,6 @@ from .preparation import Preparation
 from .write import Task, bytes_of, execute_saves, write_alone, write_exchanged
 
 
-__all__ = ["Save", "occasion_to_save"]
-
 logger = logging.get_logger(__name__)
 
 ARRIVAL_S = 600.0  # how long the first rank waits for the last one to begin a save

@@ -19,8 +19,6 @@ from .parameters import Parameters, Values, opened
 from .plan import Part, Round, SavePlan, Segment
 
 
-__all__ = ["WRITE_BYTES", "Put", "Task", "bytes_of", "execute_saves", "write_alone", "write_exchanged"]
-
 WRITE_BYTES = 8 * 2**20
 """Largest single write, and the size of the buffer that casts and device copies go through."""
 

@@ -1,6 +1,6 @@
-"""transformers' seams; the only package that touches its private surface.
+"""What is called in place of transformers' functions; the only package that touches its private surface.
 
-``from_pretrained`` stays transformers' own. While a :class:`Session` is active in a thread, its seams differ there:
+``from_pretrained`` stays transformers' own. While a :class:`Session` is active in a thread, some functions differ:
 
 1. ``get_init_context``: the model is built on the meta device instead of inside ``zero.Init``;
 2. ``_load_pretrained_model``: the *stock* function runs, in its branch without ZeRO-3, on a state dict of lazy
@@ -11,7 +11,7 @@
    and the model dequantises in its forward pass;
 6. ``cached_files`` fetches small files from URLs, and gives the URLs of weights.
 
-All of them are in :mod:`.table`. Until a call needs them, only those of :mod:`.entrances` are there.
+All of them are rows of ``bindings/table.py``, in the order in which they are called.
 
 Tried with transformers 5.1.0, 5.17.0 and 5.23.0.
 """

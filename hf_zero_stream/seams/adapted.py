@@ -16,9 +16,6 @@ from ..destinations.deepspeed.marks import has_partition
 from ..destinations.own_names import adapter_names, named_parameters
 
 
-__all__ = ["is_adapted", "is_peft_model", "lay_out_adapters", "with_all_adapters"]
-
-
 def is_adapted(model: Any) -> bool:
     """Whether of `model` only adapters are saved: by ``peft.get_peft_model``, or transformers' ``add_adapter``."""
     return is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)

@@ -20,8 +20,6 @@ from ..packed.modules import is_packed, packed_weights
 from ..packed.replicas import keep_alike
 
 
-__all__ = ["put_adapters_on", "watch_adapters"]
-
 _STARTS_WITHOUT_VALUES = ("gaussian", "eva")
 """Values of ``init_lora_weights`` that are texts, and for which PEFT does not read the base model's weights."""
 

@@ -25,8 +25,6 @@ from ..checkpoint.nodes import HostTensor
 from ..errors import CheckpointError
 
 
-__all__ = ["STATE", "dequantised_4bit", "dequantised_8bit", "dequantising_quantizer", "linear_modules"]
-
 STATE = "quant_state.bitsandbytes__"
 _INT8_STEP = 7.874015718698502e-3  # bitsandbytes' 1 / 127
 

@@ -9,8 +9,6 @@ from transformers.utils import logging
 from ..launcher import announced_local_rank
 
 
-__all__ = ["computed_buffers"]
-
 logger = logging.get_logger(__name__)
 
 

@@ -15,9 +15,6 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from ..errors import UnsupportedError
 
 
-__all__ = ["dequantising", "forget_quantizer", "without_quantizer"]
-
-
 def dequantising(quantized: Mapping[str, Any], wished: Any) -> Any:
     """With which config to load a checkpoint, `quantized` by its own one, so that values come: the `wished`, if any.
 

@@ -16,14 +16,12 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import modeling_utils
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.integrations import deepspeed as transformers_deepspeed
 
-from ..patching import Patches
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 
-
-__all__ = ["ModelsConfig", "found_config", "zero3_hidden"]
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run a finaliser inside that takes it again
 
@@ -69,14 +67,9 @@ def _set_config(config: Any) -> None:
 _hidden: ContextVar[bool] = ContextVar("hf_zero_stream_hides_zero3", default=False)
 
 
-def _is_enabled(original: Callable[[], bool]) -> bool:
+def is_enabled(original: Callable[[], bool]) -> bool:
+    """``is_deepspeed_zero3_enabled``; axolotl puts functions in its place that look at no config, and say yes."""
     return not _hidden.get() and original()
-
-
-# axolotl puts functions in their place that look at no config, and say yes.
-_answers = Patches(
-    {(module, "is_deepspeed_zero3_enabled"): _is_enabled for module in (modeling_utils, transformers_deepspeed)}
-)
 
 
 @contextmanager
@@ -85,7 +78,7 @@ def zero3_hidden() -> Iterator[None]:
     token = _hidden.set(True)
     _change(hiding=1)
     try:
-        with _answers:
+        with installed(Moment.HIDING):
             yield
     finally:
         _hidden.reset(token)

@@ -16,10 +16,8 @@ from transformers import core_model_loading
 from transformers.core_model_loading import WeightTransform
 
 from ..checkpoint.lazy import LazyTensor
-from .session import Original, Session, seam
+from .session import Original, Session, in_session
 
-
-__all__ = ["RenamingChain"]
 
 _GROUP_NAME = re.compile(r"\?P<\w+>")
 _RANGE_OF_DIGITS = re.compile(r"\[[^\]]*\d")
@@ -118,13 +116,13 @@ def _template_table(transforms: Sequence[Any]) -> bytes | None:
     return bytes.maketrans(alike, alike[:1] * len(alike))
 
 
-@seam(core_model_loading, "apply_renamings", since="5.21")
-def _apply_renamings(session: Session, original: Original, source_key: str, transforms: list[Any]) -> str:
+@in_session
+def apply_renamings(session: Session, original: Original, source_key: str, transforms: list[Any]) -> str:
     return _chain(session, transforms).apply_all(source_key)
 
 
-@seam(core_model_loading, "apply_converters", since="5.21")
-def _apply_converters(session: Session, original: Original, source_key: str, transforms: list[Any]) -> Any:
+@in_session
+def apply_converters(session: Session, original: Original, source_key: str, transforms: list[Any]) -> Any:
     return _chain(session, transforms).apply_first(source_key)
 
 
@@ -135,8 +133,8 @@ def _chain(session: Session, transforms: list[Any]) -> RenamingChain:
     return session.chains[id(transforms)]
 
 
-@seam(core_model_loading, "dot_natural_key")
-def _dot_natural_key(session: Session, original: Original, key: str) -> Any:
+@in_session
+def dot_natural_key(session: Session, original: Original, key: str) -> Any:
     """Make the sort key part by part: there are far fewer different parts than keys."""
     return [_part_key(original, part) for part in key.split(".")]
 
@@ -147,16 +145,16 @@ def _part_key(original: Callable[[str], list[Any]], part: str) -> Any:
     return key
 
 
-@seam(core_model_loading, "get_device")
-def _get_device(session: Session, original: Original, device_map: Any, *args: Any, **kwargs: Any) -> Any:
+@in_session
+def get_device(session: Session, original: Original, device_map: Any, *args: Any, **kwargs: Any) -> Any:
     """All of a streamed model is on one device; to find that, transformers compiles a pattern for each parameter."""
     if device_map is None or list(device_map) != [""]:
         return original(device_map, *args, **kwargs)
     return device_map[""]
 
 
-@seam(core_model_loading, "deepcopy")
-def _deepcopy(session: Session, original: Original, value: Any, *args: Any) -> Any:
+@in_session
+def copy_converter(session: Session, original: Original, value: Any, *args: Any) -> Any:
     """transformers copies a converter for each checkpoint key, and throws away all copies but a target's first.
 
     So the same copy is returned until it has collected a tensor. For the 45,000 tensors of DeepSeek-V3, the copies
@@ -171,20 +169,20 @@ def _deepcopy(session: Session, original: Original, value: Any, *args: Any) -> A
     return spare
 
 
-@seam(core_model_loading, "spawn_materialize")
-def _spawn_materialize(session: Session, original: Original, thread_pool: Any, *args: Any, **kwargs: Any) -> Any:
+@in_session
+def spawn_materialize(session: Session, original: Original, thread_pool: Any, *args: Any, **kwargs: Any) -> Any:
     """Use no thread: a lazy tensor is made in microseconds."""
     return original(None, *args, **kwargs)
 
 
-@seam(core_model_loading, "tqdm", since="5.3")
-def _tqdm(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+@in_session
+def no_bar(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """Show no bar: this loop loads nothing, and our own bar counts bytes."""
     return args[0] if args else original(**kwargs)
 
 
-@seam(core_model_loading.WeightConverter, "convert")
-def _convert(session: Session, original: Original, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+@in_session
+def convert(session: Session, original: Original, self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
     """Run a converter again on real tensors if one of its ops (``numpy()``) cannot work on lazy ones."""
     collected = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
     try:

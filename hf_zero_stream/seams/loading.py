@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, modeling_utils
+from transformers import modeling_utils
 from transformers.utils import logging
 
 from ..checkpoint import distcp, torch_files
@@ -25,16 +25,14 @@ from .adapters import watch_adapters
 from .ds_config import zero3_hidden
 from .packing import pack_model
 from .quantised import dequantising, mapped_gguf_values, stays_quantised
-from .session import Original, Session, Stopped, replaces, seam
+from .session import Original, Session, Stopped, in_session
 
-
-__all__ = ["raise_if_misfit"]
 
 logger = logging.get_logger(__name__)
 
 
-@seam(PreTrainedModel, "get_init_context")
-def _get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
+@in_session
+def get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
     """The contexts in which transformers builds the model."""
     if session.building:
         return original(cls, *args)
@@ -59,8 +57,8 @@ def _building(session: Session) -> Iterator[None]:
         session.building = False
 
 
-@seam(PreTrainedModel, "_load_pretrained_model")
-def _load_pretrained_model(
+@in_session
+def load_pretrained_model(
     session: Session,
     original: Original,
     model: Any,
@@ -134,8 +132,8 @@ def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
         return type(model)._load_pretrained_model(model, *args, **kwargs)
 
 
-@seam(PreTrainedModel, "_load_and_finalize_distributed_pretrained_model", since="5.20")
-def _load_distributed_checkpoint(session: Session, original: Original, self: Any, folder: Any, *args: Any) -> Any:
+@in_session
+def load_distributed_checkpoint(session: Session, original: Original, self: Any, folder: Any, *args: Any) -> Any:
     """Leave to stock what ``save_pretrained(distributed_checkpoint=True)`` wrote, which it reads into shards.
 
     Under ZeRO-3 it cannot; and nobody can have a lazy model of it.
@@ -151,8 +149,8 @@ def _load_distributed_checkpoint(session: Session, original: Original, self: Any
     return original(self, folder, *args)
 
 
-@seam(modeling_utils, "get_checkpoint_shard_files")
-def _get_checkpoint_shard_files(
+@in_session
+def get_checkpoint_shard_files(
     session: Session, original: Original, name: Any, index_filename: str, *args: Any, **kwargs: Any
 ) -> Any:
     """Check the index before transformers parses it and looks for the files that it names."""
@@ -168,8 +166,7 @@ def _check_and_read_ahead(session: Session, files: Sequence[str]) -> None:
         session.load.checkpoint.read_ahead(files)
 
 
-@replaces(modeling_utils, "load_state_dict")
-def _load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) -> Any:
+def load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) -> Any:
     """Check what transformers reads: pickles, and the first shard where nothing else says the dtype.
 
     With ``weights_only``, transformers' default, no code in a pickle runs; torch raises its own error for such code.
@@ -190,8 +187,8 @@ def _load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) -
     return values
 
 
-@seam(modeling_utils, "_get_resolved_checkpoint_files")
-def _get_resolved_checkpoint_files(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+@in_session
+def get_resolved_checkpoint_files(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """A rank for which another one reads need not see the single file of a checkpoint without an index.
 
     transformers knows no folders of torch.distributed.checkpoint with that library's own files.
@@ -251,11 +248,11 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     return load.open_values(values)
 
 
-@seam(PreTrainedModel, "_finalize_model_loading")
-def _finalize_model_loading(
+@in_session
+def finalize_model_loading(
     session: Session, original: Original, model: Any, load_config: Any, loading_info: Any
 ) -> Any:
-    """transformers calls the seam that places the model's values, :func:`_move_missing_keys`, inside this function."""
+    """transformers calls the seam that places the model's values, :func:`move_missing_keys`, inside this function."""
     if session.model is None or session.model is not model:
         return original(model, load_config, loading_info)
     session.placing = partial(_place, session, model, load_config, loading_info)
@@ -324,8 +321,8 @@ def _misfits(model: Any, loading_info: Any) -> tuple[set[str], set[str], set[Any
     return final.missing_keys, final.unexpected_keys, final.mismatched_keys
 
 
-@seam(PreTrainedModel, "_move_missing_keys_from_meta_to_device")
-def _move_missing_keys(session: Session, original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
+@in_session
+def move_missing_keys(session: Session, original: Original, self: Any, *args: Any, **kwargs: Any) -> Any:
     if session.model is not self or session.placing is None:
         return original(self, *args, **kwargs)
     session.placing()
@@ -334,8 +331,8 @@ def _move_missing_keys(session: Session, original: Original, self: Any, *args: A
         original(self, *args, **kwargs)
 
 
-@seam(PreTrainedModel, "_initialize_weights")
-def _initialize_weights(
+@in_session
+def initialize_weights(
     session: Session, original: Original, self: Any, module: Any, *args: Any, **kwargs: Any
 ) -> None:
     if session.building:
@@ -344,14 +341,14 @@ def _initialize_weights(
         session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
 
 
-@seam(modeling_utils, "is_fsdp_enabled")
-def _is_fsdp_enabled(session: Session, original: Original) -> bool:
+@in_session
+def is_fsdp_enabled(session: Session, original: Original) -> bool:
     """Ignore the environment variable by which FSDP loads on rank 0 alone: this load streams."""
     return False
 
 
-@seam(modeling_utils, "check_and_set_device_map")
-def _check_and_set_device_map(session: Session, original: Original, device_map: Any) -> Any:
+@in_session
+def check_and_set_device_map(session: Session, original: Original, device_map: Any) -> Any:
     """Allow `from_pretrained` in an ``__init__`` under the meta device, which transformers takes for a mistake."""
     if session.inside is None:
         return original(device_map)
@@ -360,8 +357,7 @@ def _check_and_set_device_map(session: Session, original: Original, device_map: 
     return None
 
 
-@replaces(modeling_utils, "_tied_params_are_equal", since="5.23")
-def _tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
+def tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
     """Compare partitions; transformers also asks for loaded models, whose weights it ties anew."""
     if not has_partition(source) or not has_partition(target):
         return original(source, target)

@@ -6,7 +6,6 @@ merge is lost without a word. Inside ``streaming()`` each layer is gathered whil
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -14,14 +13,10 @@ from typing import Any
 from torch import nn
 
 from ..destinations.deepspeed.marks import has_partition
-from ..errors import refuse_unknown_version
-from ..patching import Replacement
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import Occasion
 from ..scope import active_configs
 
-
-__all__ = ["merge_replacements"]
 
 _MERGE = Occasion(
     "merge adapters",
@@ -39,7 +34,7 @@ def _changing(module: nn.Module) -> AbstractContextManager[None]:
     return changing(module)
 
 
-def _check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """PEFT begins a merge with it: all ranks must come."""
     if active_configs() and any(map(has_partition, self.model.parameters())):
         from ..destinations.deepspeed.gathered import gathered
@@ -51,7 +46,7 @@ def _check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **
 
 
 @contextmanager
-def _onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
+def onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
     """PEFT merges a layer inside this, and unmerges it."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
@@ -59,15 +54,3 @@ def _onload_layer(original: Callable[..., Any], layer: Any) -> Iterator[None]:
     holds_adapter = isinstance(layer, (BaseTunerLayer, AuxiliaryTrainingWrapper))
     with original(layer), _changing(layer) if holds_adapter else nullcontext():
         yield
-
-
-def merge_replacements() -> dict[tuple[Any, str], Replacement]:
-    """Those of functions of PEFT's; none until somebody has imported it."""
-    module = sys.modules.get("peft.tuners.tuners_utils")
-    if module is None or not hasattr(module, "BaseTuner"):
-        return {}
-    tuner = module.BaseTuner
-    missing = [] if hasattr(module, "onload_layer") else ["tuners_utils.onload_layer"]
-    missing += [] if hasattr(tuner, "_check_merge_allowed") else ["BaseTuner._check_merge_allowed"]
-    refuse_unknown_version("peft", missing)
-    return {(module, "onload_layer"): _onload_layer, (tuner, "_check_merge_allowed"): _check_merge_allowed}

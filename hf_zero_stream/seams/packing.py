@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, modeling_utils
+from transformers import PreTrainedModel
 from transformers.quantizers import base as quantizers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import View, entries_of
@@ -31,13 +33,10 @@ from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
 from .adapters import watch_adapters
 from .bitsandbytes import dequantising_quantizer
 from .dequantised import without_quantizer
-from .entrances import keep_watching_saves
 from .quantised import COMPRESSED_FORMATS, stays_quantised
 from .quantising import QuantisingQuantizer, is_quantisable, sources_of, wanted_config
-from .session import Original, Session, seam
+from .session import Original, Session, in_session
 
-
-__all__ = ["pack_model", "take_packed"]
 
 logger = logging.get_logger(__name__)
 
@@ -64,8 +63,8 @@ def _is_known(fields: Mapping[str, Any]) -> bool:
 _Candidates = list[tuple[str, nn.Module, dict[str, tuple[PackedWeight, LazyTensor]]]]
 
 
-@seam(modeling_utils, "get_hf_quantizer")
-def _get_hf_quantizer(
+@in_session
+def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Have transformers dequantise what will be kept quantised, unless the user wants it dequantised."""
@@ -161,8 +160,8 @@ def take_packed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, tuple
     return {name: (entry, LazyTensor.of(view, reader)) for name, (entry, view) in sources(found).items()}
 
 
-@seam(quantizers.HfQuantizer, "remove_quantization_config")
-def _remove_quantization_config(session: Session, original: Original, self: Any, model: Any) -> None:
+@in_session
+def remove_quantization_config(session: Session, original: Original, self: Any, model: Any) -> None:
     """A packed model's config goes on saying how its weights are quantised: that is how it is saved."""
     original(self, model)
     if session.kept_config is not None and is_packed(model):
@@ -214,7 +213,7 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     if not candidates:
         return
     watch_adapters()
-    keep_watching_saves()
+    _keep_watching_saves()
     model._hf_zero_stream_dequantised = sorted(refused)
     # Else transformers would quantise embeddings and the like when it reverses its conversions, to save them.
     model._weight_conversions = list(without_quantizer(getattr(model, "_weight_conversions", None) or []))
@@ -264,6 +263,12 @@ def _refuse_unmade(made: Mapping[str, Any], packed: Set[str], refused: Mapping[s
         raise UnsupportedError(
             f"{unmade[0]} cannot be quantised while it is loaded: {why}. Name its module in llm_int8_skip_modules."
         )
+
+
+@functools.cache  # once
+def _keep_watching_saves() -> None:
+    """There are models now that transformers alone would save wrongly, also outside of ``streaming()``."""
+    installed(Moment.SAVES).__enter__()
 
 
 def _report(session: Session, candidates: _Candidates, refused: Mapping[str, str]) -> None:

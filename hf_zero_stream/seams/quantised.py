@@ -16,15 +16,12 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers.integrations import mxfp4
 
 from .. import patching
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
-from .session import Original, Session, replaces, seam
+from .session import Original, Session, in_session
 
-
-__all__ = ["COMPRESSED_FORMATS", "dequantising", "mapped_gguf_values", "stays_quantised"]
 
 Part = dict[int, tuple[int, Fraction | int]]
 """Where an input holds each dimension of the result; see :class:`..checkpoint.nodes.Blockwise`."""
@@ -47,8 +44,7 @@ def _optional(module: str, name: str) -> Any:
 # -------------------------------------------------------------------------------------------------- gpt-oss's MXFP4
 
 
-@replaces(mxfp4, "convert_moe_packed_tensors")
-def _convert_moe_packed_tensors(original: Original, blocks: Any, scales: Any, **kwargs: Any) -> Any:
+def convert_moe_packed_tensors(original: Original, blocks: Any, scales: Any, **kwargs: Any) -> Any:
     """Blocks of shape [experts, rows, groups, bytes] and scales of [experts, rows, groups] give
     [experts, groups * 2 * bytes, rows]: the result is transposed, and each byte holds two values.
     """
@@ -71,8 +67,7 @@ def _convert_moe_packed_tensors(original: Original, blocks: Any, scales: Any, **
 # ------------------------------------------------------------------------------------------------ FP8 and FP4 blocks
 
 
-@replaces(_optional("finegrained_fp8", "Fp8Dequantize"), "_dequantize_one", since="5.8")
-def _dequantize_one(original: Original, self: Any, quantized: Any, scales: Any, output_dtype: Any) -> Any:
+def dequantize_one(original: Original, self: Any, quantized: Any, scales: Any, output_dtype: Any) -> Any:
     """A matrix of float8 values, or of pairs of float4 values in a byte, times a grid of scales.
 
     transformers 5.23 refuses blocks that do not divide the matrix, such as those of 128 for the 576 rows of
@@ -143,8 +138,8 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
         yield
 
 
-@seam(_optional("compressed_tensors", "CompressedTensorsDequantize"), "convert", since="5.21")
-def _merge_dequantised_experts(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
+@in_session
+def merge_dequantised_experts(session: Session, original: Original, *args: Any, **kwargs: Any) -> Any:
     """The op copies each expert into a fused tensor that it allocates; a :class:`_Stack` replaces that tensor."""
     with _PreallocatedStacks():
         result = original(*args, **kwargs)
@@ -235,8 +230,7 @@ def mapped_gguf_values(state_dict: Any) -> dict[str, torch.Tensor]:
     return values
 
 
-@replaces(_optional("gguf", "gguf_conversion_mapping"), "dequantize_blocks", since="5.17")
-def _dequantize_blocks(original: Original, raw: Any, kind: Any, rows: int, columns: int, dtype: Any) -> Any:
+def dequantize_blocks(original: Original, raw: Any, kind: Any, rows: int, columns: int, dtype: Any) -> Any:
     """Rows of blocks; the kind says how many bytes and values a block has."""
     if not isinstance(raw, LazyTensor):
         return original(raw, kind, rows, columns, dtype)

@@ -28,8 +28,6 @@ from ..packed.together import Quantisation
 from .bitsandbytes import STATE, dequantised_4bit, dequantised_8bit, linear_modules
 
 
-__all__ = ["QuantisingQuantizer", "is_quantisable", "sources_of", "wanted_config"]
-
 _LONG = -2.2250738585072014e-308
 """A number with as many digits as any has in a text."""
 

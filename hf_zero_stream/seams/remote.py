@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import dynamic_module_utils, modeling_utils, processing_utils, tokenization_utils_base
+from transformers import dynamic_module_utils
 from transformers.utils import logging
 
 from .. import scope
@@ -23,11 +23,9 @@ from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token
 from ..sources.small_files import SmallFiles
 from ..sources.urls import checkpoint_url, is_url, joined, repository_of, scheme_of
-from .entrances import WEIGHTS, handle
-from .session import Original, Session, replaces
+from .file_names import WEIGHTS
+from .session import Original, Session
 
-
-__all__ = ["asked_at_once", "url_of"]
 
 logger = logging.get_logger(__name__)
 
@@ -80,7 +78,7 @@ def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) ->
         yield
 
 
-def _cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
+def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args: Any, **kwargs: Any) -> Any:
     """As stock's: the paths of all files, or None or an OSError if one is not there."""
     is_model = kwargs.get("repo_type") in (None, "model")
     url = is_model and url_of(path_or_repo_id, kwargs.get("revision"), kwargs.get("token"))
@@ -135,25 +133,21 @@ def _reads_headers() -> bool:
     return session is not None and (session.load.coordinator.is_main or session.load.coordinator.is_alone)
 
 
-@replaces(tokenization_utils_base, "list_repo_templates")
-@replaces(processing_utils, "list_repo_templates")
-def _list_repo_templates(original: Original, repo_id: Any, **kwargs: Any) -> Any:
+def list_repo_templates(original: Original, repo_id: Any, **kwargs: Any) -> Any:
     """The names of a repository's further chat templates; behind a URL nothing is listed, so there are none."""
     if url_of(repo_id, kwargs.get("revision"), kwargs.get("token")):
         return []
     return original(repo_id, **kwargs)
 
 
-@replaces(modeling_utils, "has_file")
-def _has_file(original: Original, path_or_repo: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
+def has_file(original: Original, path_or_repo: Any, filename: str, *args: Any, **kwargs: Any) -> Any:
     """Asked of safetensors beside ``.bin`` files, to convert these on the Hub; or to improve an error message."""
     if url_of(path_or_repo):
         return True
     return original(path_or_repo, filename, *args, **kwargs)
 
 
-@replaces(dynamic_module_utils, "get_cached_module_file")
-def _get_cached_module_file(original: Original, path: Any, module_file: str, *args: Any, **kwargs: Any) -> Any:
+def get_cached_module_file(original: Original, path: Any, module_file: str, *args: Any, **kwargs: Any) -> Any:
     """Fetch a module and those that it imports into a folder, from which transformers takes them."""
     url = url_of(path, kwargs.get("revision"), kwargs.get("token"))
     if not url:
@@ -172,6 +166,3 @@ def _get_cached_module_file(original: Original, path: Any, module_file: str, *ar
             raise ReadError(f"{joined(url, name)}: {error}") from error
         pending += [f"{needed}.py" for needed in dynamic_module_utils.get_relative_imports(module)]
     return original(str(folder), module_file)
-
-
-handle(cached_files=_cached_files, asked_at_once=asked_at_once)

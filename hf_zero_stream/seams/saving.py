@@ -20,14 +20,13 @@ from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from .. import patching
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
 from .dequantised import forget_quantizer
 from .packing import take_packed
-
-
-__all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype", "reverse_all_conversions", "stored_names"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class _Noted:
 _noted: ContextVar[_Noted | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
 
 
-def _save_file(original: Callable[..., Any], tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
+def save_file(original: Callable[..., Any], tensors: Any, filename: Any, metadata: Any = None, **kwargs: Any) -> Any:
     if (noted := _noted.get()) is None:
         return original(tensors, filename, metadata=metadata, **kwargs)
     packed = {name: noted.packed[name][0] for name in tensors if name in noted.packed}
@@ -49,7 +48,7 @@ def _save_file(original: Callable[..., Any], tensors: Any, filename: Any, metada
     return None
 
 
-def _split(original: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+def split(original: Callable[..., Any], state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
     """Add what packed weights hold, under the names of the checkpoint, which transformers is done converting."""
     if (noted := _noted.get()) is not None:
         state_dict.update({name: lazy for name, (_, lazy) in noted.packed.items()})
@@ -61,18 +60,9 @@ def is_noting() -> bool:
     return _noted.get() is not None
 
 
-def _unwrap_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def unwrap_model(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """A PreTrainedModel is no wrapper; to find that out, accelerate would import DeepSpeed, which takes seconds."""
     return model if is_noting() and isinstance(model, PreTrainedModel) else original(model, *args, **kwargs)
-
-
-_patches = patching.Patches(
-    {
-        (modeling_utils, "safe_save_file"): _save_file,
-        (modeling_utils, "split_torch_state_dict_into_shards"): _split,
-        (modeling_utils, "unwrap_model"): _unwrap_model,
-    }
-)
 
 
 def lay_out_pretrained(
@@ -109,7 +99,7 @@ def lay_out_pretrained(
     }
     token = _noted.set(noted)
     try:
-        with patching.standing_in(model, **methods), _patches:
+        with patching.standing_in(model, **methods), installed(Moment.LAYOUT):
             save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
             save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     finally:

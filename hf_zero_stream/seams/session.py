@@ -6,86 +6,35 @@ import functools
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel
 
+from ..bindings.rows import Moment
+from ..bindings.table import TABLE
 from ..engine.load import Load
-from ..errors import PACKAGE, VersionError, refuse_unknown_version
+from ..errors import PACKAGE, VersionError
 from ..patching import Replacement
 from .quantising import QuantisingQuantizer
 
 
-__all__ = [
-    "REPLACEMENTS",
-    "LazyModel",
-    "Original",
-    "Session",
-    "Stopped",
-    "missing_names",
-    "refuse_gone",
-    "replaces",
-    "seam",
-]
-
 Original = Callable[..., Any]
 """The function of transformers that a seam is called in place of."""
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 
-REPLACEMENTS: dict[tuple[Any, str], Replacement] = {}
-"""(owner, attribute) of transformers -> what is called in its place inside ``streaming()``."""
+def in_session(function: Callable[..., Any]) -> Replacement:
+    """Have `function` called while this thread streams a load, with its session first; else the original."""
 
-missing_names: list[str] = []
-"""Attributes that every supported version of transformers has, and the installed one lacks."""
+    @functools.wraps(function)
+    def inside(original: Original, /, *args: Any, **kwargs: Any) -> Any:
+        session = _session.get()
+        if session is None or session.stock_reason:
+            return original(*args, **kwargs)
+        session.called.add(function.__name__)
+        return function(session, original, *args, **kwargs)
 
-_gone: dict[str, list[str]] = {}
-"""Attributes that earlier versions have, and the installed one lacks, by the module of what would replace them."""
-
-
-def refuse_gone(module: str, purpose: str) -> None:
-    """Raise a VersionError if anything is gone that seams in `module` rely on; `purpose`: what they are for."""
-    refuse_unknown_version("transformers", _gone.get(module, []), purpose)
-
-
-def replaces(owner: Any, name: str, *, since: str = "") -> Callable[[Function], Function]:
-    """Call the decorated function in place of ``owner.name`` inside ``streaming()``, with the original first.
-
-    `since` is the first version of transformers that has `name`, if not every supported one does.
-    """
-    return _registering(owner, name, since, lambda replacement: replacement)
-
-
-def seam(owner: Any, name: str, *, since: str = "") -> Callable[[Function], Function]:
-    """As :func:`replaces`, but only while this thread streams a load, whose session is the first argument."""
-    return _registering(owner, name, since, lambda function: functools.partial(_if_streaming, name, function))
-
-
-def _registering(
-    owner: Any, name: str, since: str, wrapped: Callable[[Callable[..., Any]], Replacement]
-) -> Callable[[Function], Function]:
-    def register(function: Function) -> Function:
-        places = owner.__mro__ if isinstance(owner, type) else [owner]
-        place = next((place for place in places if name in getattr(place, "__dict__", ())), None)
-        if place is not None:
-            REPLACEMENTS[place, name] = wrapped(function)
-        elif not since:
-            missing_names.append(f"{owner.__name__}.{name}")
-        elif Version(transformers.__version__) >= Version(since):
-            _gone.setdefault(function.__module__, []).append(f"{getattr(owner, '__name__', owner)}.{name}")
-        return function
-
-    return register
-
-
-def _if_streaming(name: str, replacement: Callable[..., Any], original: Original, /, *args: Any, **kwargs: Any) -> Any:
-    session = _session.get()
-    if session is None or session.stock_reason:
-        return original(*args, **kwargs)
-    session.called.add(name)
-    return replacement(session, original, *args, **kwargs)
+    return inside
 
 
 LazyModel = tuple[PreTrainedModel, set[str], set[str]]
@@ -111,7 +60,7 @@ class Session:
         quantiser: quantises them while they are loaded; None: they are quantised in the checkpoint.
         model: the lazy model, once transformers loads its weights.
         placing: places the lazy model's values, once transformers knows which of them are missing.
-        called: the names of the seams that transformers has called.
+        called: the names of the functions of ours that transformers has called, each in place of its own.
         lacks: whether its checkpoint lacks parameters or buffers, which transformers initialises.
         spares, chains: caches of :mod:`.keys`.
     """
@@ -145,9 +94,10 @@ class Session:
 
     def refuse_uncalled(self) -> None:
         """Raise a VersionError if transformers has left out a function without which values would be others."""
-        needed = ["_load_pretrained_model", "_finalize_model_loading", "_move_missing_keys_from_meta_to_device"]
-        needed += ["_initialize_weights"] if self.lacks else []
-        uncalled = [f"PreTrainedModel.{name}" for name in needed if name not in self.called]
+        needed = ["load_pretrained_model", "finalize_model_loading", "move_missing_keys"]
+        needed += ["initialize_weights"] if self.lacks else []
+        rows = {row.leads_to.partition(":")[2]: row for row in TABLE[Moment.LOAD]}
+        uncalled = [rows[name].name for name in needed if name not in self.called]
         if uncalled:
             raise VersionError(
                 f"transformers {transformers.__version__} has loaded a model without calling {', '.join(uncalled)}, "

@@ -13,15 +13,13 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.distributed import DistributedConfig
 
 from .. import accelerators
+from ..bindings.install import refuse_lacking
 from ..launcher import announced_local_rank
-from .session import Original, Session, refuse_gone, seam
+from .session import Original, Session, in_session
 
-
-__all__ = ["SIZES", "cuts_matrices", "device_type", "distributed_config_of", "init_distributed", "is_known"]
 
 _SINCE = "5.17"
 
@@ -48,7 +46,7 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
         config = DistributedConfig.from_dict(dict(config))
     if config is None or not any(getattr(config, size, None) not in (None, 1) for size in SIZES):
         return None
-    refuse_gone(__name__, "distributed_config")
+    refuse_lacking("distributed_config")
     return config
 
 
@@ -74,14 +72,14 @@ def device_type() -> str:
     return accelerators.kind() or "cpu"
 
 
-@seam(core_model_loading, "is_dtensor", since=_SINCE)
-def _is_dtensor(session: Session, original: Original, tensor: Any) -> bool:
+@in_session
+def is_dtensor(session: Session, original: Original, tensor: Any) -> bool:
     """Have whole tensors converted, and put in place of sharded parameters."""
     return session.stock_values is not None and original(tensor)
 
 
-@seam(core_model_loading, "set_param_for_module", since=_SINCE)
-def _set_param_for_module(
+@in_session
+def set_param_for_module(
     session: Session, original: Original, model: Any, name: str, value: Any, *args: Any, **kwargs: Any
 ) -> None:
     if session.stock_values is None:
@@ -90,8 +88,8 @@ def _set_param_for_module(
         session.stock_values[name] = value
 
 
-@seam(PreTrainedModel, "is_custom_code", since=_SINCE)
-def _is_custom_code(session: Session, original: Original, cls: Any) -> Any:
+@in_session
+def is_custom_code(session: Session, original: Original, cls: Any) -> Any:
     """Ask the model's own class, not the one of torch's that ``fully_shard`` has put in its place.
 
     transformers skips initialisation code of custom models, and with it buffers that only the code of a whole model
@@ -100,6 +98,6 @@ def _is_custom_code(session: Session, original: Original, cls: Any) -> Any:
     return original(next(base for base in cls.__mro__ if not base.__module__.startswith("torch.")))
 
 
-@seam(modeling_utils, "caching_allocator_warmup")
-def _caching_allocator_warmup(session: Session, original: Original, *args: Any, **kwargs: Any) -> None:
+@in_session
+def caching_allocator_warmup(session: Session, original: Original, *args: Any, **kwargs: Any) -> None:
     """Leave the device's memory to the shards."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
@@ -20,41 +19,9 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ..errors import refuse_unknown_version
+from ..bindings.install import refuse_lacking
 from ..launcher import announces_fsdp2
-from ..patching import Replacement, is_defined_by, replaced_methods
-
-
-__all__ = [
-    "accelerate_config_file",
-    "accelerator_replacements",
-    "batch_size_of",
-    "checkpoint_number",
-    "checkpoint_replacements",
-    "fsdp2_replacements",
-    "fsdp_state_replacements",
-    "ignored_by_fsdp2",
-    "is_accelerator_there",
-    "is_fsdp2",
-    "is_of_a_trainer",
-    "is_of_accelerate",
-    "is_of_the_trainer",
-    "keeping_schedulers",
-    "optimizers_of",
-    "replaced_methods_of",
-    "saves_by_default",
-    "scheduler_of",
-    "schedulers_of",
-    "shards_by_fsdp2",
-    "shares_its_model",
-    "steps_per_step",
-    "trainer_function_replacements",
-    "trainer_replacements",
-    "trainer_state_in",
-    "unwrapped",
-    "unwrapped_optimizer",
-    "unwrapped_scheduler",
-]
+from ..patching import is_defined_by, replaced_methods
 
 
 def accelerate_config_file() -> str:
@@ -196,11 +163,6 @@ def is_of_the_trainer(method: Any) -> bool:
     return is_defined_by(sys.modules["transformers.trainer"].Trainer, method)
 
 
-def accelerator_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
-    """Replacements of the methods of ``Accelerator`` with these names."""
-    return {(Accelerator, name): function for name, function in functions.items()}
-
-
 def is_accelerator_there() -> bool:
     """Whether an ``Accelerator`` has been made."""
     return bool(AcceleratorState._shared_state)
@@ -213,32 +175,8 @@ def shards_by_fsdp2() -> bool:
     """
     shards = getattr(AcceleratorState(), "is_fsdp2", False) if is_accelerator_there() else announces_fsdp2()
     if shards:
-        lacking = [] if hasattr(fsdp_utils, "fsdp2_prepare_model") else ["utils.fsdp_utils.fsdp2_prepare_model"]
-        refuse_unknown_version("accelerate", lacking, "FSDP2")
+        refuse_lacking("FSDP2 by accelerate")
     return bool(shards)
-
-
-def fsdp2_replacements(prepare: Replacement, load: Replacement) -> dict[tuple[Any, str], Replacement]:
-    """Replacements of what shards a model by FSDP2, and of what then loads rank 0's values into its shards."""
-    importers = [accelerate.accelerator, accelerate.utils, fsdp_utils]
-    found: dict[tuple[Any, str], Replacement] = {(module, "fsdp2_prepare_model"): prepare for module in importers}
-    return found | {(fsdp_utils, "fsdp2_load_full_state_dict"): load}
-
-
-def fsdp_state_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
-    """Replacements of the functions that save and load trainings under FSDP, where accelerate calls them."""
-    missing = [name for name in functions if not hasattr(accelerate.accelerator, name)]
-    refuse_unknown_version("accelerate", missing)
-    return {(accelerate.accelerator, name): function for name, function in functions.items()}
-
-
-def trainer_function_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
-    """Replacements of functions where the Trainer calls them; none until somebody has imported the Trainer."""
-    trainer = sys.modules.get("transformers.trainer")
-    if trainer is None:
-        return {}
-    refuse_unknown_version("transformers", [f"trainer.{name}" for name in functions if not hasattr(trainer, name)])
-    return {(trainer, name): function for name, function in functions.items()}
 
 
 def ignored_by_fsdp2(accelerator: Accelerator, model: nn.Module) -> set[torch.Tensor]:
@@ -260,34 +198,3 @@ def trainer_state_in(checkpoint: Path) -> Path:
     from transformers.trainer import TRAINER_STATE_NAME
 
     return checkpoint / TRAINER_STATE_NAME
-
-
-def checkpoint_replacements(
-    rotate: Replacement, sort: Replacement, last: Replacement
-) -> dict[tuple[Any, str], Replacement]:
-    """Those of what the Trainer removes older checkpoints with, lists them with, and finds the last one with.
-
-    Earlier versions have methods for it, later ones functions.
-    """
-    trainer = sys.modules.get("transformers.trainer")
-    if trainer is None:
-        return {}
-    functions = {
-        "rotate_checkpoints": rotate,
-        "_rotate_checkpoints": rotate,
-        "sort_checkpoints": sort,
-        "_sorted_checkpoints": sort,
-        "get_last_checkpoint": last,
-    }
-    owners = (trainer, trainer.Trainer)
-    return {(owner, name): each for owner in owners for name, each in functions.items() if hasattr(owner, name)}
-
-
-def trainer_replacements(**functions: Replacement) -> dict[tuple[Any, str], Replacement]:
-    """The same of the Trainer's methods; none until somebody has imported the Trainer, which takes seconds."""
-    trainer = sys.modules.get("transformers.trainer")
-    if trainer is None:
-        return {}
-    missing = [name for name in ("_save", *functions) if not hasattr(trainer.Trainer, name)]
-    refuse_unknown_version("transformers", [f"Trainer.{name}" for name in missing])
-    return {(trainer.Trainer, name): function for name, function in functions.items()}

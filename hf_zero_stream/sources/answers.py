@@ -16,8 +16,6 @@ from typing import Any, TypeVar
 from .failed import RequestFailed
 
 
-__all__ = ["Answers", "answers_once"]
-
 T = TypeVar("T")
 
 AT_ONCE = 64

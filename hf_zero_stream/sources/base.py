@@ -11,8 +11,6 @@ from typing import Protocol, TypeVar
 import tenacity
 
 
-__all__ = ["ByteSource", "Hints", "ReadableFile", "Retries", "SourceFile"]
-
 T = TypeVar("T")
 
 _DOUBLING = tenacity.wait_exponential(multiplier=0.1, max=5.0)

@@ -11,9 +11,6 @@ from .remote import RemoteFiles
 from .urls import is_url
 
 
-__all__ = ["FilesByPath"]
-
-
 class FilesByPath:
     """Files of this host and objects by URL (see :class:`.base.ByteSource`); most loads have only one of the kinds."""
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 
-__all__ = ["PASSING_STATUS", "RequestFailed"]
-
 PASSING_STATUS = frozenset({408, 425, 429})
 """Besides 5xx: what a server answers that may do so a moment later."""
 

@@ -14,8 +14,6 @@ from .failed import PASSING_STATUS, RequestFailed
 from .urls import repository_of, scheme_of
 
 
-__all__ = ["HubFile", "HubFiles", "remember_token", "resolved_file"]
-
 EXPIRES_S = 600.0
 """An address is asked for anew after this time: the Hub's are valid for an hour."""
 

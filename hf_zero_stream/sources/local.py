@@ -20,16 +20,6 @@ from .base import Hints, Retries, SourceFile
 from .madvise import HUGE_PAGE_BYTES
 
 
-__all__ = [
-    "IOV_MAX",
-    "LocalFiles",
-    "advance",
-    "is_on_network",
-    "kind_of_file_system",
-    "open_nonblocking",
-    "status_of_regular",
-]
-
 IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
 

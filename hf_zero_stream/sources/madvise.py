@@ -7,16 +7,6 @@ import mmap
 from functools import cache
 
 
-__all__ = [
-    "HUGE_PAGE_BYTES",
-    "MADV_HUGEPAGE",
-    "MADV_NOHUGEPAGE",
-    "MADV_POPULATE_READ",
-    "MADV_POPULATE_WRITE",
-    "advise",
-    "is_resident",
-]
-
 HUGE_PAGE_BYTES = 2 * 2**20
 
 # From <linux/mman.h>; the last two since Linux 5.14.

@@ -16,8 +16,6 @@ from .local import open_nonblocking
 from .madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise, is_resident
 
 
-__all__ = ["ReadAhead"]
-
 WINDOW_BYTES = 16 * 2**20
 LEAD_BYTES = 4 * 2**30
 """Most that is brought in before it is read; less where free memory is short and might drop it before its use."""

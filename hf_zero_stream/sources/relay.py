@@ -20,8 +20,6 @@ from ..ranks.coordinator import Coordinator
 from .base import ByteSource, SourceFile
 
 
-__all__ = ["RelayedFiles", "Server", "reader_and_clients"]
-
 CLOSING_S = 10.0
 """How long the reader waits, after an error, for its clients to say that they are done."""
 

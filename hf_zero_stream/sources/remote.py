@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from obstore import GetResult
     from obstore.store import ClientConfig, RetryConfig
 
-__all__ = ["REQUEST_BYTES", "RemoteFiles"]
-
 REQUEST_BYTES = 2 * 2**20
 """So small that the default of 64 MiB of staging buffers gives 32 requests in flight: at 400 MB/s and 50 ms they use
 all of a link, of which 16 of 4 MiB used 82 %."""

@@ -14,8 +14,6 @@ from .base import ByteSource, Retries, SourceFile
 from .remote import RemoteFiles
 
 
-__all__ = ["SmallFiles"]
-
 MOST_BYTES = 200_000_000
 """Of one file: the index of a large checkpoint has 8 MB, a tokenizer 30 MB."""
 

@@ -19,8 +19,6 @@ from urllib.parse import quote, unquote
 from ..errors import UrlError
 
 
-__all__ = ["Location", "Repository", "checkpoint_url", "is_url", "joined", "located", "repository_of", "scheme_of"]
-
 _ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://|(s3|gs|az|https?|hf):/", re.IGNORECASE)
 """How a URL of any scheme begins. The second form is what is left of one of ours in a ``Path``."""
 

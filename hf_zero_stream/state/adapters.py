@@ -23,9 +23,6 @@ from ..seams.adapted import is_adapted, lay_out_adapters
 from .layout import persistent_buffers
 
 
-__all__ = ["buffers_of", "keys_of", "refuse_unreachable", "weights"]
-
-
 def keys_of(keys: list[str]) -> list[str]:
     """The states `keys`, and the values that are trained: no file of weights has them under the model's names."""
     return [*(key for key in keys if key != MASTER), MASTER]

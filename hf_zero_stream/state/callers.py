@@ -25,20 +25,6 @@ from .record import FILE, LATEST, write_latest
 from .zero_tools import SCRIPT, write_scripts
 
 
-__all__ = [
-    "Caller",
-    "current",
-    "entered",
-    "forget_signs",
-    "forget_state",
-    "in_background",
-    "is_on",
-    "name_state",
-    "other_zero_in",
-    "state_in",
-]
-
-
 @dataclass(eq=False)
 class Caller:
     """One save or load of a whole training.

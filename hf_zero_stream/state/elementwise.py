@@ -21,9 +21,6 @@ from .layout import opened, opened_from_hub_layout
 from .record import StateRecord, shard_of_key
 
 
-__all__ = ["load_states"]
-
-
 @collector_paused()
 def load_states(
     training: Training,

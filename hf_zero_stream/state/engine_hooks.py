@@ -23,8 +23,6 @@ from .save import save_state
 from .zero_source import CLIENT
 
 
-__all__ = ["REPLACEMENTS", "say_refused"]
-
 logger = logging.get_logger(__name__)
 
 
@@ -34,7 +32,7 @@ def say_refused(error: Exception, whose: str) -> None:
         logger.warning_once(f"This training is saved by {whose}, in its own format: {error}")
 
 
-def _save_checkpoint(
+def save_checkpoint(
     original: Callable[..., Any],
     self: Any,
     save_dir: Any,
@@ -72,7 +70,7 @@ def _save_checkpoint(
     return original(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
 
-def _load_checkpoint(
+def load_checkpoint(
     original: Callable[..., Any],
     self: Any,
     load_dir: Any,
@@ -131,7 +129,7 @@ def _is_node_local(engine: Any) -> bool:
 def _is_replaced(engine: Any, save_checkpoint: Callable[..., Any]) -> bool:
     """Whether somebody has put a method of theirs in place of those by which the engine saves; says so."""
     own = sys.modules["deepspeed.runtime.engine"].DeepSpeedEngine
-    others = replaced_methods(own, engine, "module_state_dict", "_save_checkpoint", "_save_zero_checkpoint")
+    others = replaced_methods(own, engine, "module_state_dict", "save_checkpoint", "_save_zero_checkpoint")
     others += [] if is_defined_by(own, save_checkpoint) else ["save_checkpoint"]
     if others:
         say_refused(UnsupportedError(f"the engine's {' and '.join(others)} is not DeepSpeed's own"), "DeepSpeed")
@@ -153,7 +151,3 @@ def _is_other_zero(engine: Any, load_dir: Path, tag: Any) -> bool:
         return False
     shards_parameters = engine.zero_optimization_partition_weights()
     return other_zero_in(load_dir, tag, engine.seq_dp_world_size, shards_parameters)
-
-
-REPLACEMENTS: dict[str, Any] = {"save_checkpoint": _save_checkpoint, "load_checkpoint": _load_checkpoint}
-"""By the names of the engine's methods."""

@@ -21,10 +21,7 @@ from .load import load_state
 from .save import save_state
 
 
-__all__ = ["REPLACEMENTS"]
-
-
-def _save_model(
+def save_fsdp_model(
     original: Callable[..., Any],
     plugin: Any,
     accelerator: Any,
@@ -42,7 +39,7 @@ def _save_model(
     return None
 
 
-def _save_optimizer(
+def save_fsdp_optimizer(
     original: Callable[..., Any],
     plugin: Any,
     accelerator: Any,
@@ -83,7 +80,7 @@ def _save_optimizer(
     return saved
 
 
-def _load_model(
+def load_fsdp_model(
     original: Callable[..., Any],
     plugin: Any,
     accelerator: Any,
@@ -117,7 +114,7 @@ def _load_model(
     return None
 
 
-def _load_optimizer(
+def load_fsdp_optimizer(
     original: Callable[..., Any],
     plugin: Any,
     accelerator: Any,
@@ -141,12 +138,3 @@ def _found(accelerator: Any, folder: Any, number: int) -> tuple[tuple[Path, str]
         return None, Caller()
     place = caller.place(Path(folder), number)
     return state_in(place.parent, place.name), caller
-
-
-REPLACEMENTS: dict[str, Any] = {
-    "save_fsdp_model": _save_model,
-    "save_fsdp_optimizer": _save_optimizer,
-    "load_fsdp_model": _load_model,
-    "load_fsdp_optimizer": _load_optimizer,
-}
-"""By the names of accelerate's functions."""

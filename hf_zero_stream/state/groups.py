@@ -14,17 +14,6 @@ from .plain import plain, restored
 from .record import GroupRecord, StateRecord
 
 
-__all__ = [
-    "ADAMS",
-    "OF_SOME_ADAMS",
-    "drop_entries",
-    "kinds_of",
-    "options_of",
-    "recorded_options",
-    "set_group",
-    "set_option",
-]
-
 ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
 """They keep the same."""
 

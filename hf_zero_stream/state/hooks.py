@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,43 +19,32 @@ from transformers.utils import logging
 
 from ..launcher import announced_local_rank
 from ..loading.into import load_into
-from ..patching import Patches
 from ..saving.arguments import refuse_url
 from ..saving.files import is_unfinished
-from ..saving.hooks import noted_saves, noting_saves, replace_trainer
+from ..saving.hooks import noted_saves, noting_saves
 from ..saving.pending import after_pending, finish_pending
 from ..scope import active_configs
 from ..seams.adapted import is_adapted
-from ..seams.merging import merge_replacements
 from ..seams.wrappers import (
-    accelerator_replacements,
     batch_size_of,
     checkpoint_number,
-    checkpoint_replacements,
-    fsdp_state_replacements,
     is_fsdp2,
     keeping_schedulers,
     saves_by_default,
     scheduler_of,
     schedulers_of,
-    trainer_function_replacements,
-    trainer_replacements,
     trainer_state_in,
     unwrapped,
 )
-from . import engine_hooks, fsdp_hooks, zero_tools
 from .callers import Caller, entered, is_on, state_in
 from .load import load_state
 from .record import LATEST
 
 
-__all__ = ["patches", "replace_imported"]
-
 logger = logging.get_logger(__name__)
 
 
-def _prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    replace_imported()  # the Trainer, DeepSpeed's engine: they may have been imported only now
+def prepare(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     finish_pending(raises=False)  # the Trainer is going to look for a checkpoint to go on from
     return original(self, *args, **kwargs)
 
@@ -73,8 +61,7 @@ def _of_accelerator(accelerator: Any) -> Caller:
     return Caller(mine, place, batch_size=batch_size_of(accelerator), is_between_steps=is_between_steps)
 
 
-def _save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    replace_imported()
+def save_state_of_accelerator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not active_configs():
         return original(self, *args, **kwargs)
     refuse_url(args[0] if args else kwargs.get("output_dir"))
@@ -83,8 +70,7 @@ def _save_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
         return original(self, *args, **kwargs)
 
 
-def _load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    replace_imported()
+def load_state_of_accelerator(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if not active_configs():
         return original(self, *args, **kwargs)
     finish_pending(raises=False)
@@ -95,7 +81,7 @@ def _load_state(original: Callable[..., Any], self: Any, *args: Any, **kwargs: A
 # ------------------------------------------------------------------------------------------------------ the Trainer
 
 
-def _trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer._save_checkpoint``, which saves the model, and then the rest, into one folder."""
     if not is_on():
         return original(self, *args, **kwargs)
@@ -110,7 +96,7 @@ def _forget_state(folder: Path) -> None:
     (folder / LATEST).unlink(missing_ok=True)
 
 
-def _trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) -> Any:
+def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) -> Any:
     """``Trainer._save_optimizer_and_scheduler``."""
     if not is_on():
         return original(self, output_dir)
@@ -133,15 +119,13 @@ def _of_trainer(trainer: Any) -> Caller:
     return Caller(scheduler_of=lambda optimizer: own, batch_size=batch_size)
 
 
-def _trainer_load_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def trainer_load_engine(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``deepspeed_load_checkpoint``; a scheduler that is not the engine's is loaded by the Trainer."""
     with entered(Caller(loads_schedulers=True)):
         return original(*args, **kwargs)
 
 
-def _trainer_load_model(
-    original: Callable[..., Any], self: Any, resume_from_checkpoint: Any, model: Any = None
-) -> Any:
+def trainer_load_model(original: Callable[..., Any], self: Any, resume_from_checkpoint: Any, model: Any = None) -> Any:
     """``Trainer._load_from_checkpoint``; under FSDP2 the optimizer is there by now, and is loaded with the model."""
     if model is None or not is_fsdp2(self.accelerator) or _found(resume_from_checkpoint) is None:
         return original(self, resume_from_checkpoint, model)
@@ -150,7 +134,7 @@ def _trainer_load_model(
     return None
 
 
-def _trainer_load_rest(original: Callable[..., Any], self: Any, checkpoint: Any) -> Any:
+def trainer_load_rest(original: Callable[..., Any], self: Any, checkpoint: Any) -> Any:
     """``Trainer._load_optimizer_and_scheduler``, which the Trainer calls next."""
     resumed = vars(self).pop("_hf_zero_stream_resumed", None)
     if self.is_deepspeed_enabled or _found(checkpoint) is None:
@@ -176,7 +160,7 @@ def _load_all(trainer: Any, model: Any, checkpoint: Any) -> None:
     )
 
 
-def _trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
+def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     """``Trainer._load_best_model``; under DeepSpeed it ends in the engine's function."""
     finish_pending(raises=False)  # also before the Trainer looks what is in the folder
     found = _found(self.state.best_model_checkpoint) if is_fsdp2(self.accelerator) else None
@@ -189,24 +173,24 @@ def _trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
     return None
 
 
-def _trainer_push(original: Callable[..., Any], self: Any, output_dir: Any) -> Any:
+def trainer_push(original: Callable[..., Any], self: Any, output_dir: Any) -> Any:
     """``Trainer._push_from_checkpoint``, which uploads the folder."""
     finish_pending()
     return original(self, output_dir)
 
 
-def _rotate(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+def rotate_checkpoints(original: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
     """Older checkpoints go when the newest one is complete, and stay if it fails."""
     after_pending(partial(original, *args, **kwargs))
 
 
-def _sort(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def sort_checkpoints(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Looks which checkpoints there are, of which the Trainer then removes some."""
     finish_pending(raises=False)
     return original(*args, **kwargs)
 
 
-def _last(original: Callable[..., Any], folder: Any) -> Any:
+def last_checkpoint(original: Callable[..., Any], folder: Any) -> Any:
     """``get_last_checkpoint``, without those whose save has died."""
     finish_pending(raises=False)
     found = original(folder)
@@ -231,32 +215,3 @@ def _is_complete(checkpoint: Path) -> bool:
 
 def _found(checkpoint: Any) -> tuple[Path, str] | None:
     return state_in(Path(checkpoint)) if checkpoint is not None and active_configs() else None
-
-
-# ---------------------------------------------------------------------------------------------------- replacements
-
-patches = Patches(
-    accelerator_replacements(prepare=_prepare, save_state=_save_state, load_state=_load_state)
-    | fsdp_state_replacements(**fsdp_hooks.REPLACEMENTS)
-)
-
-
-def replace_imported() -> None:
-    """Replace the functions of DeepSpeed's engine and of the Trainer too if they have been imported."""
-    replace_trainer()
-    of_trainer = trainer_replacements(
-        _save_checkpoint=_trainer_save,
-        _save_optimizer_and_scheduler=_trainer_save_rest,
-        _load_from_checkpoint=_trainer_load_model,
-        _load_optimizer_and_scheduler=_trainer_load_rest,
-        _load_best_model=_trainer_load_best,
-        _push_from_checkpoint=_trainer_push,
-    ) | checkpoint_replacements(rotate=_rotate, sort=_sort, last=_last)
-    functions = trainer_function_replacements(
-        deepspeed_load_checkpoint=_trainer_load_engine, **fsdp_hooks.REPLACEMENTS
-    )
-    patches.add(of_trainer | functions | zero_tools.replacements() | merge_replacements())
-    engine = sys.modules.get("deepspeed.runtime.engine")
-    if engine is not None and hasattr(engine, "DeepSpeedEngine"):
-        of_engine = engine_hooks.REPLACEMENTS.items()
-        patches.add({(engine.DeepSpeedEngine, name): function for name, function in of_engine})

@@ -31,17 +31,6 @@ from ..seams.saving import index_name
 from ..seams.session import LazyModel
 
 
-__all__ = [
-    "BUFFERS",
-    "StandIn",
-    "files_of",
-    "lay_out",
-    "lay_out_buffers",
-    "opened",
-    "opened_from_hub_layout",
-    "persistent_buffers",
-]
-
 BUFFERS = "persistent_buffers"
 """What stands for the key of a state in the name of the file with :attr:`.record.StateRecord.buffers`."""
 

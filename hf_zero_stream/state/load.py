@@ -45,8 +45,6 @@ from .values import has_more, load_values, load_values_alone, values_in
 from .zero_source import load_zero, record_of, swapped_masters
 
 
-__all__ = ["Resumed", "load_state", "load_without_optimizer"]
-
 logger = logging.get_logger(__name__)
 
 

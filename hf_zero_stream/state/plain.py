@@ -15,8 +15,6 @@ import torch
 from ..errors import UnsupportedError
 
 
-__all__ = ["plain", "restored"]
-
 _PAIRS, _TUPLE = "(key, value)", "(tuple)"  # JSON has only strings as keys, and no tuples
 _MOST_BYTES = 1 << 20
 """Of a tensor. What is larger belongs into files of its own, and not into text that one rank writes for all."""

@@ -19,19 +19,6 @@ from ..saving.files import is_plain_name
 from .plain import plain, restored
 
 
-__all__ = [
-    "FILE",
-    "LATEST",
-    "GroupRecord",
-    "StateRecord",
-    "dtype_of",
-    "is_tag",
-    "lacking_in",
-    "numbers_of",
-    "shard_of_key",
-    "write_latest",
-]
-
 FILE = "training_state.json"
 LATEST = "latest"
 """The file in the folder of a checkpoint that names the folder of its training state, as DeepSpeed's does."""

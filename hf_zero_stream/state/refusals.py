@@ -21,17 +21,6 @@ from .record import LATEST, GroupRecord, StateRecord
 from .weights import fingerprint
 
 
-__all__ = [
-    "Digests",
-    "digests_of",
-    "has_its_weights",
-    "refuse_missing_files",
-    "refuse_optimizer",
-    "refuse_other_training",
-    "refuse_other_weights",
-    "refuse_ranks_apart",
-]
-
 logger = logging.get_logger(__name__)
 
 Digests = Mapping[tuple[int, str], bytes]

@@ -24,8 +24,6 @@ from ..saving.preparation import quiet
 from .layout import persistent_buffers
 
 
-__all__ = ["refuse_unloadable"]
-
 _seen: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 """The names of models that have been seen to be loadable: each training is looked at once."""
 

@@ -15,8 +15,6 @@ from .. import accelerators
 from ..errors import CheckpointError
 
 
-__all__ = ["FILE", "Arrays", "of_this_rank", "restore_rank", "write_ranks"]
-
 FILE = "rng.safetensors"
 
 Arrays = dict[str, torch.Tensor]

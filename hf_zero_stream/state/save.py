@@ -59,9 +59,6 @@ from .trained import training_of
 from .weights import fingerprint, fingerprint_of_new
 
 
-__all__ = ["save_state"]
-
-
 @overload
 def save_state(
     trained: Any, folder: str | os.PathLike[str], *, asynchronous: Literal[False] = False, **kwargs: Any

@@ -18,8 +18,6 @@ from ..seams.wrappers import steps_per_step, unwrapped_scheduler
 from .plain import plain, restored
 
 
-__all__ = ["class_of", "recorded", "refuse_other", "restore"]
-
 _PER_STEP = "steps_per_step"
 
 _CLOSED_FORMS = (LambdaLR, OneCycleLR)

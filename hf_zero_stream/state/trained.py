@@ -14,9 +14,6 @@ from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 
 
-__all__ = ["training_of"]
-
-
 def training_of(
     trained: Any, optimizer: Any, scheduler: Any, scaler: Any, batch_size: int | None, coordinator: Coordinator
 ) -> Training:

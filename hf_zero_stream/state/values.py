@@ -25,9 +25,6 @@ from .record import StateRecord
 from .zero_source import swapped_masters
 
 
-__all__ = ["has_more", "load_values", "load_values_alone", "values_in"]
-
-
 def values_in(record: StateRecord) -> set[str]:
     """The parameters whose values are in the state, and not only in the weights beside it."""
     return {name for group in record.groups for name in group.parameters} if MASTER in record.keys else set()

@@ -16,8 +16,6 @@ from ..errors import CheckpointError, ReadError
 from ..seams.saving import index_name
 
 
-__all__ = ["fingerprint", "fingerprint_of_new"]
-
 _MOST_TENSORS = 1024
 _SAMPLE_BYTES = 64
 

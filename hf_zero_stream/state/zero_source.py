@@ -32,8 +32,6 @@ from .record import GroupRecord, StateRecord
 from .schedules import class_of
 
 
-__all__ = ["CLIENT", "load_zero", "record_of", "swapped_masters"]
-
 logger = logging.get_logger(__name__)
 
 CLIENT = "client_state"

@@ -21,16 +21,6 @@ import torch
 from safetensors import safe_open
 
 
-__all__ = [
-    "NAMES",
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "convert_zero_checkpoint_to_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
-    "load_state_dict_from_zero_checkpoint",
-    "state_dict_of",
-    "state_in",
-]
-
 NAMES = "zero_to_fp32.json"
 """The file in a state's folder that says what there is beside what is trained, and where."""
 

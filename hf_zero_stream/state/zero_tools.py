@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -24,9 +23,8 @@ from ..destinations.own_names import named_buffers, named_parameters, own_names
 from ..destinations.skeleton import whole_shape
 from ..destinations.slots import MASTER
 from ..destinations.training import Training
-from ..errors import CheckpointError, refuse_unknown_version
+from ..errors import CheckpointError
 from ..loading.dry_load import lazily_loaded, load_of_layouts
-from ..patching import Replacement
 from ..saving.pending import finish_pending
 from ..scope import active_configs
 from ..seams.adapted import is_adapted
@@ -34,8 +32,6 @@ from ..seams.saving import stored_names
 from . import zero_to_fp32
 from .layout import persistent_buffers
 
-
-__all__ = ["SCRIPT", "names_of", "replacements", "tensors_of_model", "write_scripts", "write_tools"]
 
 _INNER, _OUTER = "_get_fp32_state_dict_from_zero_checkpoint", "get_fp32_state_dict_from_zero_checkpoint"
 
@@ -120,7 +116,7 @@ def tensors_of_model(folder: str, names: Sequence[str]) -> dict[str, torch.Tenso
         return {name: lazy[name].materialise() for name in names}
 
 
-def _state_dict(original: Callable[..., Any], folder: Any, exclude_frozen_parameters: Any, *args: Any) -> Any:
+def state_dict(original: Callable[..., Any], folder: Any, exclude_frozen_parameters: Any, *args: Any) -> Any:
     """What the public functions of DeepSpeed's module all call, wherever they have been imported."""
     state = None if not active_configs() or entries_of_deepspeed(folder) else zero_to_fp32.state_in(os.fspath(folder))
     if state is None:
@@ -128,16 +124,7 @@ def _state_dict(original: Callable[..., Any], folder: Any, exclude_frozen_parame
     return zero_to_fp32.state_dict_of(state, bool(exclude_frozen_parameters), tensors_of_model)
 
 
-def _get_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def get_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if active_configs():
         finish_pending(raises=False)  # the state that is asked for may not be complete
     return original(*args, **kwargs)
-
-
-def replacements() -> dict[tuple[Any, str], Replacement]:
-    """Those of functions of DeepSpeed's module; none until somebody has imported it."""
-    module = sys.modules.get("deepspeed.utils.zero_to_fp32")
-    if module is None:
-        return {}
-    refuse_unknown_version("deepspeed", [f"zero_to_fp32.{_INNER}"] if not hasattr(module, _INNER) else [])
-    return {(module, _INNER): _state_dict, (module, _OUTER): _get_state_dict}

@@ -20,8 +20,6 @@ from ..own_names import own_names
 from . import nvme, zero3
 
 
-__all__ = ["model_footprint"]
-
 # The package has a function of the same name.
 leaf_flags = importlib.import_module("deepspeed.utils.z3_leaf_module")
 

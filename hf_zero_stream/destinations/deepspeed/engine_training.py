@@ -23,8 +23,6 @@ from .masters import ZENFLOW, fragments_of
 from .original_experts import converted_layers
 
 
-__all__ = ["is_engine", "training_of_engine", "validate_tag"]
-
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 

@@ -20,7 +20,8 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import nn
 
-from ... import patching
+from ...bindings.install import installed
+from ...bindings.rows import Moment
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import Cut, ParameterBox
 from .original_experts import MARK, Origin, converted_layers
@@ -47,9 +48,6 @@ try:
 except ImportError as error:
     _missing = [str(error)]
 refuse_unknown_version("deepspeed", _missing, "expert_parallel (AutoEP, from 0.19.8 on)")
-
-
-__all__ = ["convert", "convert_like"]
 
 
 def convert(
@@ -79,14 +77,14 @@ def convert(
         blocks = [model.get_submodule(spec.moe_module_name) for spec in specs]
         shapes = [{name: value.shape for name, value in block.state_dict().items()} for block in blocks]
         values = [_take_values(block, spec, place) for block, spec in zip(blocks, specs, strict=True)]
-        with torch.device("meta"), _RECORDERS:
+        with torch.device("meta"), installed(Moment.RECORDERS):
             auto_ep.replace_moe_layers(specs, ep_size=place.parts, ep_rank=place.part)
         for spec, taken, of_block, block in zip(specs, values, shapes, blocks, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
             _give_values(layer, taken, place)
             vars(layer)[MARK] = Origin(spec, of_block, block)
     if make_groups:
-        _PREEMPTION.__enter__()  # for good: nobody says when the model is initialised, or how often
+        installed(Moment.EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
 
 
 def convert_like(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
@@ -234,7 +232,7 @@ def _give_values(layer: AutoEPMoELayer, values: Mapping[str, torch.Tensor], plac
             layer._buffers[key] = torch.zeros(buffer.shape, dtype=buffer.dtype)
 
 
-def _find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
+def find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
     """The layers that ``deepspeed.initialize`` is to convert: none, if they were converted when loading."""
     sizes = {auto_ep.model.get_submodule(name).ep_size for name in converted_layers(auto_ep.model)}
     if not sizes:
@@ -247,10 +245,7 @@ def _find_layers(original: Any, auto_ep: AutoEP) -> list[MoELayerSpec]:
     return []
 
 
-_PREEMPTION = patching.Patches({(AutoEP, "ep_parser"): _find_layers})
-
-
-def _install_by_name(original: Any, model: Any, entries: Any, output_capturing: Any, *args: Any) -> bool:
+def install_by_name(original: Any, model: Any, entries: Any, output_capturing: Any, *args: Any) -> bool:
     """Give DeepSpeed a plain copy of transformers' table of what models record, by the names of their classes.
 
     From transformers 5.23 on the table's own methods take models, and not the names with which DeepSpeed calls them.
@@ -269,6 +264,3 @@ def _install_by_name(original: Any, model: Any, entries: Any, output_capturing: 
         for name in entries.keys() - before.keys():
             dict.pop(registry, name, None)
         dict.update(registry, before)
-
-
-_RECORDERS = patching.Patches({(presets, "_install_instance_transformers_output_recorders"): _install_by_name})

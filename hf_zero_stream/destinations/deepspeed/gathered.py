@@ -20,8 +20,6 @@ from ..initialise import run_with_what_is_touched
 from .zero3 import own_range
 
 
-__all__ = ["changing", "gathered", "is_changed", "not_in_full", "run_gathering_what_is_touched"]
-
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
 

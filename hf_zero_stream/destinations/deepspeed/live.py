@@ -27,8 +27,6 @@ from .masters import ZENFLOW, Master, masters_of
 from .original_experts import converted_layers
 
 
-__all__ = ["LiveModel", "is_trained_apart"]
-
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
 _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_Stage3, name)]
 refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for name in _missing])

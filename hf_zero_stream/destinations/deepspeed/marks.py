@@ -10,9 +10,6 @@ from typing import Any
 from torch import nn
 
 
-__all__ = ["has_gathered", "has_partition", "is_gathered_whole", "is_inside_zero_init", "keeping_groups"]
-
-
 def has_partition(param: Any) -> bool:
     """Whether `param` is one of ZeRO-3's."""
     return hasattr(param, "ds_tensor")

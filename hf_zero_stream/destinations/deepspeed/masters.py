@@ -27,8 +27,6 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from ...errors import UnsupportedError, refuse_unknown_version
 
 
-__all__ = ["ZENFLOW", "Master", "fragments_of", "masters_of"]
-
 ZENFLOW = (
     "ZenFlow keeps copies of the values that it trains, which cannot be reached. Load before deepspeed.initialize, or "
     "use DeepSpeed's own checkpoints."

@@ -23,17 +23,6 @@ from ...planning.plan import Target
 from ..base import Batch, Item
 
 
-__all__ = [
-    "Swap",
-    "free_buffers",
-    "refuse_wrong_settings",
-    "share_swapper",
-    "shared_swapper",
-    "swap_batches",
-    "swap_from_bytes",
-    "uses_nvme",
-]
-
 _RELIED_ON = "get_buffer swappable_tensor swap_out_and_release synchronize_writes remove_partition_and_release_buffers"
 _missing = [name for name in _RELIED_ON.split() if not hasattr(AsyncPartitionedParameterSwapper, name)]
 refuse_unknown_version("deepspeed", [f"AsyncPartitionedParameterSwapper.{name}" for name in _missing])

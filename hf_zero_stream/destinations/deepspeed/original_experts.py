@@ -11,8 +11,6 @@ from torch import nn
 from ...errors import UnsupportedError
 
 
-__all__ = ["MARK", "Origin", "converted_layers", "origin_of", "with_original_experts"]
-
 MARK = "_hf_zero_stream_origin"
 """The attribute of a converted layer that says what it was."""
 

@@ -25,8 +25,6 @@ from .gathered import gathered, is_changed, run_gathering_what_is_touched
 from .live import is_trained_apart
 
 
-__all__ = ["Partitioned"]
-
 logger = logging.getLogger(__name__)
 
 

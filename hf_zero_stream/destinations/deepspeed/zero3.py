@@ -32,27 +32,6 @@ from ..base import allocating
 from . import nvme
 
 
-__all__ = [
-    "PartitionedInit",
-    "box_of",
-    "compatible_ops",
-    "enabled_dtypes",
-    "get_accelerator",
-    "init_distributed",
-    "is_placeholder",
-    "local_device",
-    "open_partition",
-    "own_range",
-    "partition_digest",
-    "partition_dtype",
-    "partitions_equal",
-    "place_in_group",
-    "placeholder",
-    "refuse_packed",
-    "refuse_unsupported",
-    "undecided",
-]
-
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}  # by section of a config
 _TRUE = ("true", "1", "on", "t", "y", "yes")  # to pydantic, with which DeepSpeed parses its config
 

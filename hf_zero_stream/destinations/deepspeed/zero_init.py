@@ -16,8 +16,6 @@ from ...errors import UnsupportedError
 from . import nvme
 
 
-__all__ = ["config_of", "open_init", "outside_zero_init"]
-
 _CONSTRUCTORS = ("tensor", "empty", "zeros", "ones", "full", "arange", "eye", "randn")
 """The functions of torch that ``zero.Init`` replaces."""
 

@@ -30,12 +30,11 @@ from deepspeed.utils import logger
 from torch import Tensor, nn
 
 from .... import accelerators
+from ....bindings.install import installed
+from ....bindings.rows import Moment
 from ....errors import refuse_unknown_version
-from ....patching import Patches
 from .layout import WAITING, FlatLayout, Group, find_buffer, lay_out, zero_padding
 
-
-__all__ = ["buffer_group", "free_device_bytes", "watch"]
 
 _SIGNATURES = {
     "__init__": ("init_optimizer", "param_names", "dp_process_group", "round_robin_gradients", "has_moe_layers"),
@@ -61,8 +60,8 @@ _taking_over: ContextVar[bool] = ContextVar("hf_zero_stream_taking_over", defaul
 def watch(buffer: Tensor, layout: FlatLayout) -> None:
     """Let DeepSpeed's flatten recognise parameters that lie in `buffer` as `layout` says."""
     waiting = WAITING.add(buffer, layout)
-    _patches.__enter__()
-    weakref.finalize(waiting, _patches.__exit__)  # once it is taken over, or found to be freed
+    installed(Moment.FLAT).__enter__()
+    weakref.finalize(waiting, installed(Moment.FLAT).__exit__)  # once it is taken over, or found to be freed
 
 
 def buffer_group(params: Sequence[Tensor], world_size: int, settings: Mapping[str, Any]) -> Group:
@@ -85,7 +84,7 @@ def free_device_bytes() -> int:
     return accelerator.available_memory()
 
 
-def _construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     arguments = _INIT.bind(self, *args, **kwargs).arguments
     param_groups = [group["params"] for group in arguments["init_optimizer"].param_groups]
     optimized = [param for params in param_groups for param in params]
@@ -141,7 +140,7 @@ def _stock_reason(self: Any, arguments: Mapping[str, Any], flattened: Iterable[S
     return ""
 
 
-def _flatten(
+def flatten(
     original: Any, self: Any, tensor_list: Sequence[Tensor], alignment: int, use_cpu_data: bool = False, **kwargs: Any
 ) -> Tensor:
     if _taking_over.get() and not use_cpu_data:
@@ -157,14 +156,5 @@ def _flatten(
     return original(self, tensor_list, alignment, use_cpu_data, **kwargs)
 
 
-def _available_memory(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+def available_memory(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
     return sys.maxsize if _taking_over.get() else original(*args, **kwargs)
-
-
-_patches = Patches(
-    {
-        (DeepSpeedZeroOptimizer, "__init__"): _construct,
-        (DeepSpeedZeroOptimizer, "flatten_dense_tensors_aligned"): _flatten,
-        (type(get_accelerator()), "available_memory"): _available_memory,
-    }
-)

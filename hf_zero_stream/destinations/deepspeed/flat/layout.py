@@ -34,8 +34,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ....ranks.coordinator import all_gather
 
 
-__all__ = ["WAITING", "FlatLayout", "Group", "find_buffer", "lay_out", "zero_padding"]
-
 # DeepSpeed's nccl_start_alignment_factor: every rank's part of the buffer begins at a multiple of 4 bytes.
 _PART_ALIGNMENT = 2
 

@@ -25,8 +25,6 @@ from .. import zero3
 from .flatten_hook import buffer_group, watch
 
 
-__all__ = ["FlatReplicas", "allocate_flat", "separate_reason"]
-
 _FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 
 

@@ -1,0 +1,131 @@
+"""One row of the table of what is bent, and how its function is found in an installed version."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from ..errors import installed_version
+
+
+class Moment(enum.Enum):
+    """For how long rows are installed."""
+
+    SAVES = "while packed models live, or a thread is inside streaming()"
+    BLOCK = "while a thread is inside streaming()"
+    LOAD = "during a load"
+    HIDING = "while ZeRO-3 is hidden from transformers"
+    DEFERRED = "while models live that accelerate will shard"
+    LAYOUT = "while a save lays out its files"
+    FLAT = "while DeepSpeed may take over flat buffers"
+    EXPERTS = "from the first load of converted experts on"
+    RECORDERS = "while DeepSpeed converts experts"
+
+
+class Weight(enum.Enum):
+    """What it means that an installed version lacks a function."""
+
+    ESSENTIAL = "values would be wrong: a VersionError"
+    FEATURE = "the row's feature is left to stock, with a warning"
+    SPEED = "what follows is slower"
+
+
+class Row(NamedTuple):
+    """A function of another library, and what is called in its place, with the original first.
+
+    Attributes:
+        of: ``module:function`` or ``module:Class.method``. ``name()`` is the class of what the call returns, and
+            ``*`` stands for the module's own public classes, as far as they define the method.
+        leads_to: ``module:function``, below ``hf_zero_stream``; empty if the original is only called.
+        relies_on: the parameters of the original that the function of ours knows by name, separated by spaces.
+        feature: what is lost without the row.
+        since: the first version of the package that has it, if not all that are supported do.
+        until: the first version that has it no more.
+    """
+
+    of: str
+    leads_to: str
+    relies_on: str = ""
+    weight: Weight = Weight.FEATURE
+    feature: str = ""
+    since: str = ""
+    until: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.of.partition(":")[0]
+
+    @property
+    def package(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def name(self) -> str:
+        """How messages name it: without the package."""
+        _, _, module = self.module.partition(".")
+        return ".".join(filter(None, (module, self.of.partition(":")[2])))
+
+    def is_imported(self) -> bool:
+        """Whether its module has been imported, whole, and is of a version that should have the function."""
+        module = sys.modules.get(self.module)
+        if module is None or (getattr(module.__spec__, "_initializing", False) and not list(self._in(module))):
+            return False
+        return not (self.since or self.until) or self.is_of(installed_version(self.package))
+
+    def is_of(self, version: str) -> bool:
+        """Whether `version` of the package should have the function."""
+        from packaging.version import Version  # an import that most calls can do without
+
+        found = Version(version)
+        return (not self.since or found >= Version(self.since)) and (not self.until or found < Version(self.until))
+
+    def places(self) -> Iterator[tuple[Any, str]]:
+        """Owner and attribute, once the module has been imported: none if it lacks it, several for ``*``."""
+        if self.is_imported():
+            yield from self._in(sys.modules[self.module])
+
+    def _in(self, module: Any) -> Iterator[tuple[Any, str]]:
+        *path, name = self.of.partition(":")[2].split(".")
+        owners: list[Any] = [module]
+        for step in path:
+            owners = [inner for owner in owners for inner in _inside(owner, step)]
+        for owner in owners:
+            mro = owner.__mro__ if isinstance(owner, type) else [owner]
+            yield from [(place, name) for place in mro if name in vars(place)][:1]
+
+    def lacking(self) -> str:
+        """What the imported module lacks of what the row relies on; empty if it has it all, or is not there yet."""
+        if not self.is_imported():
+            return ""
+        found = list(self.places())
+        if not found and "*" not in self.of:
+            return self.name
+        for owner, name in found:
+            known = _parameters(inspect.getattr_static(owner, name))
+            unknown = [each for each in self.relies_on.split() if known is not None and each not in known]
+            if unknown:
+                return f"{self.name}({', '.join(unknown)})"
+        return ""
+
+
+def _inside(owner: Any, step: str) -> list[Any]:
+    if step == "*":
+        own = [each for each in vars(owner).values() if isinstance(each, type) and each.__module__ == owner.__name__]
+        return [each for each in own if not each.__name__.startswith("_")]
+    if step.endswith("()"):
+        return [type(getattr(owner, step[:-2])())]
+    return [getattr(owner, step)] if hasattr(owner, step) else []
+
+
+def _parameters(function: Any) -> set[str] | None:
+    """The names of the parameters of a function; None if it takes any, or nobody knows."""
+    function = inspect.unwrap(getattr(function, "__func__", function))
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return None
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        return None
+    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])

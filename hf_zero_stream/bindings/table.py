@@ -1,0 +1,280 @@
+"""The table of all that is bent of other libraries; nothing is bent outside it.
+
+Within a moment rows stand in the order in which they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .rows import Moment, Row, Weight
+
+
+_ESSENTIAL, _SPEED = Weight.ESSENTIAL, Weight.SPEED
+_MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
+_MODEL = f"{_MODELING}:PreTrainedModel"
+_TRAINER, _ENGINE = "transformers.trainer", "deepspeed.runtime.engine:DeepSpeedEngine"
+_ACCELERATOR = "accelerate.accelerator"
+
+_STATES, _SAVES = "training states of accelerate", "saves by accelerate"
+_OF_FSDP2 = "FSDP2 by accelerate"
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
+_STATES_OF_FSDP2 = [
+    (name, f"state.fsdp_hooks:{name}")
+    for name in ("save_fsdp_model", "save_fsdp_optimizer", "load_fsdp_model", "load_fsdp_optimizer")
+]
+
+
+def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", until: str = "") -> Row:
+    saves = "saves and training states of the Trainer"
+    return Row(f"{_TRAINER}:{name}", leads_to, relies_on, feature=saves, since=since, until=until)
+
+
+TABLE: Mapping[Moment, Sequence[Row]] = {
+    Moment.SAVES: [
+        Row(f"{_MODEL}.save_pretrained", "saving.calls:of_model", "save_directory state_dict", _ESSENTIAL),
+    ],
+    Moment.BLOCK: [
+        # Ranks make contact as soon as there is a process group.
+        Row("torch.distributed.distributed_c10d:_update_default_pg", "ranks.presence:set_default_group"),
+        # A load: an Auto class, the model's class, and the small files of both.
+        Row("transformers.models.auto.modeling_auto:*.from_pretrained", "loading.entrance:of_auto_model"),
+        Row("transformers.models.auto.tokenization_auto:*.from_pretrained", "loading.entrance:of_tokenizer"),
+        Row("transformers.tokenization_utils_base:*.from_pretrained", "loading.entrance:of_tokenizer"),
+        Row("transformers.models.auto.processing_auto:*.from_pretrained", "loading.entrance:of_processor"),
+        Row(f"{_MODEL}.from_pretrained", "loading.entrance:of_model", "pretrained_model_name_or_path", _ESSENTIAL),
+        *[
+            Row(f"transformers.{module}:{name}", f"loading.entrance:{leads_to}", feature="loads from URLs")
+            for module, name, leads_to in (
+                ("utils.hub", "cached_files", "cached_files"),
+                ("tokenization_utils_base", "list_repo_templates", "list_repo_templates"),
+                ("processing_utils", "list_repo_templates", "list_repo_templates"),
+                ("modeling_utils", "has_file", "has_file"),
+                ("dynamic_module_utils", "get_cached_module_file", "get_cached_module_file"),
+            )
+        ],
+        # accelerate: what it prepares, saves and resumes.
+        Row(f"{_ACCELERATOR}:Accelerator.prepare", "state.hooks:prepare", feature=_STATES),
+        Row(
+            f"{_ACCELERATOR}:Accelerator.get_state_dict",
+            "saving.hooks:get_state_dict",
+            "model",
+            feature=_SAVES,
+        ),
+        Row(
+            f"{_ACCELERATOR}:Accelerator.save_model",
+            "saving.hooks:save_model",
+            "model save_directory max_shard_size safe_serialization",
+            feature=_SAVES,
+        ),
+        *[
+            Row(
+                f"{_ACCELERATOR}:Accelerator.{name}",
+                f"state.hooks:{name}_of_accelerator",
+                feature=_STATES,
+            )
+            for name in ("save_state", "load_state")
+        ],
+        *[Row(f"{_ACCELERATOR}:{name}", leads_to, feature=_STATES) for name, leads_to in _STATES_OF_FSDP2],
+        # The Trainer: when it begins, saves, removes older checkpoints, ends, and goes on.
+        _trainer("get_last_checkpoint", "state.hooks:last_checkpoint"),
+        _trainer("Trainer._load_from_checkpoint", "state.hooks:trainer_load_model", "resume_from_checkpoint model"),
+        _trainer("deepspeed_load_checkpoint", "state.hooks:trainer_load_engine"),
+        _trainer("Trainer._load_optimizer_and_scheduler", "state.hooks:trainer_load_rest", "checkpoint"),
+        _trainer("Trainer._save_checkpoint", "state.hooks:trainer_save"),
+        _trainer("Trainer.save_model", "saving.hooks:trainer_save_model", "output_dir _internal_call"),
+        _trainer("Trainer._save_optimizer_and_scheduler", "state.hooks:trainer_save_rest", "output_dir"),
+        *[_trainer(name, leads_to) for name, leads_to in _STATES_OF_FSDP2],
+        _trainer("rotate_checkpoints", "state.hooks:rotate_checkpoints", since="5.2"),
+        _trainer("sort_checkpoints", "state.hooks:sort_checkpoints", since="5.2"),
+        _trainer("Trainer._rotate_checkpoints", "state.hooks:rotate_checkpoints", until="5.2"),
+        _trainer("Trainer._sorted_checkpoints", "state.hooks:sort_checkpoints", until="5.2"),
+        _trainer("Trainer._save", ""),
+        _trainer("Trainer._push_from_checkpoint", "state.hooks:trainer_push"),
+        _trainer("Trainer._load_best_model", "state.hooks:trainer_load_best"),
+        # DeepSpeed's engine, and its tools.
+        *[
+            Row(
+                f"{_ENGINE}.{name}",
+                f"state.engine_hooks:{name}",
+                relies_on,
+                feature="training states of DeepSpeed's engine",
+            )
+            for name, relies_on in (
+                ("save_checkpoint", "save_dir tag client_state save_latest exclude_frozen_parameters"),
+                (
+                    "load_checkpoint",
+                    "load_dir tag load_module_strict load_optimizer_states load_lr_scheduler_states load_module_only "
+                    "custom_load_fn",
+                ),
+            )
+        ],
+        *[
+            Row(f"deepspeed.utils.zero_to_fp32:{name}", f"state.zero_tools:{leads_to}", feature="DeepSpeed's tools")
+            for name, leads_to in (
+                ("get_fp32_state_dict_from_zero_checkpoint", "get_state_dict"),
+                ("_get_fp32_state_dict_from_zero_checkpoint", "state_dict"),
+            )
+        ],
+        # PEFT: a merge of adapters, and of each layer.
+        Row("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "seams.merging:check_merge_allowed"),
+        Row("peft.tuners.tuners_utils:onload_layer", "seams.merging:onload_layer"),
+    ],
+    Moment.LOAD: [
+        Row(f"{_MODELING}:get_hf_quantizer", "seams.packing:get_hf_quantizer", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:check_and_set_device_map", "seams.loading:check_and_set_device_map", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:is_fsdp_enabled", "seams.loading:is_fsdp_enabled", weight=_ESSENTIAL),
+        Row(
+            f"{_MODELING}:_get_resolved_checkpoint_files",
+            "seams.loading:get_resolved_checkpoint_files",
+            weight=_ESSENTIAL,
+        ),
+        Row(f"{_MODELING}:get_checkpoint_shard_files", "seams.loading:get_checkpoint_shard_files", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:load_state_dict", "seams.loading:load_state_dict", weight=_ESSENTIAL),
+        Row(f"{_MODEL}.get_init_context", "seams.loading:get_init_context", weight=_ESSENTIAL),
+        Row(f"{_MODEL}.is_custom_code", "seams.sharding:is_custom_code", feature="distributed_config", since="5.17"),
+        Row(f"{_MODEL}._load_pretrained_model", "seams.loading:load_pretrained_model", "load_config", _ESSENTIAL),
+        Row(
+            f"{_MODEL}._load_and_finalize_distributed_pretrained_model",
+            "seams.loading:load_distributed_checkpoint",
+            feature="folders of save_pretrained(distributed_checkpoint=True)",
+            since="5.20",
+        ),
+        Row(f"{_MODELING}:caching_allocator_warmup", "seams.sharding:caching_allocator_warmup", weight=_ESSENTIAL),
+        # For each tensor of the checkpoint: its name, its converter, its values.
+        Row(f"{_LOADING}:dot_natural_key", "seams.keys:dot_natural_key", weight=_SPEED),
+        Row(f"{_LOADING}:apply_renamings", "seams.keys:apply_renamings", weight=_SPEED, since="5.21"),
+        Row(f"{_LOADING}:apply_converters", "seams.keys:apply_converters", weight=_SPEED, since="5.21"),
+        Row(f"{_LOADING}:is_dtensor", "seams.sharding:is_dtensor", feature="distributed_config", since="5.17"),
+        Row(f"{_LOADING}:get_device", "seams.keys:get_device", weight=_ESSENTIAL),
+        Row(f"{_LOADING}:deepcopy", "seams.keys:copy_converter", weight=_SPEED),
+        Row(f"{_LOADING}:spawn_materialize", "seams.keys:spawn_materialize", weight=_SPEED),
+        Row(f"{_LOADING}:tqdm", "seams.keys:no_bar", weight=_SPEED, since="5.3"),
+        Row(f"{_LOADING}:WeightConverter.convert", "seams.keys:convert", weight=_ESSENTIAL),
+        *[
+            Row(f"transformers.integrations.{of}", f"seams.quantised:{leads_to}", feature="dequantising", since=since)
+            for of, leads_to, since in (
+                ("mxfp4:convert_moe_packed_tensors", "convert_moe_packed_tensors", ""),
+                ("finegrained_fp8:Fp8Dequantize._dequantize_one", "dequantize_one", "5.8"),
+                ("compressed_tensors:CompressedTensorsDequantize.convert", "merge_dequantised_experts", "5.21"),
+                ("gguf.gguf_conversion_mapping:dequantize_blocks", "dequantize_blocks", "5.17"),
+            )
+        ],
+        Row(
+            f"{_LOADING}:set_param_for_module",
+            "seams.sharding:set_param_for_module",
+            feature="distributed_config",
+            since="5.17",
+        ),
+        # What the checkpoint lacks: from here on the lazy tensors have become the destination's.
+        Row(f"{_MODEL}._finalize_model_loading", "seams.loading:finalize_model_loading", weight=_ESSENTIAL),
+        Row(f"{_MODEL}._move_missing_keys_from_meta_to_device", "seams.loading:move_missing_keys", weight=_ESSENTIAL),
+        Row(f"{_MODEL}._initialize_weights", "seams.loading:initialize_weights", weight=_ESSENTIAL),
+        Row(
+            f"{_MODELING}:_tied_params_are_equal",
+            "seams.loading:tied_params_are_equal",
+            feature="tying anew",
+            since="5.23",
+        ),
+        Row(
+            "transformers.quantizers.base:HfQuantizer.remove_quantization_config",
+            "seams.packing:remove_quantization_config",
+            feature="weights that stay quantised",
+        ),
+        # Of these some are set, some called, for a load or a save.
+        *[
+            Row(of, "", weight=_ESSENTIAL)
+            for of in (
+                f"{_MODEL}._adjust_missing_and_unexpected_keys",
+                f"{_LOADING}:convert_and_load_state_dict_in_model",
+                "transformers.dynamic_module_utils:get_relative_imports",
+                f"{_MODELING}:_add_variant",
+                f"{_MODELING}:set_zero3_state",
+                "transformers.integrations.deepspeed:_hf_deepspeed_config_weak_ref",
+                "transformers.integrations.deepspeed:set_hf_deepspeed_config",
+            )
+        ],
+    ],
+    Moment.HIDING: [
+        Row(f"{module}:is_deepspeed_zero3_enabled", "seams.ds_config:is_enabled", weight=_ESSENTIAL)
+        for module in (_MODELING, "transformers.integrations.deepspeed")
+    ],
+    Moment.LAYOUT: [
+        Row(f"{_MODELING}:unwrap_model", "seams.saving:unwrap_model", weight=_SPEED),
+        Row(f"{_MODELING}:split_torch_state_dict_into_shards", "seams.saving:split", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:safe_save_file", "seams.saving:save_file", weight=_ESSENTIAL),
+    ],
+    Moment.DEFERRED: [
+        Row(
+            f"{_ACCELERATOR}:Accelerator.prepare_model",
+            "loading.deferral:prepare_model",
+            weight=_ESSENTIAL,
+            feature=_OF_FSDP2,
+        ),
+        *[
+            Row(
+                f"{module}:fsdp2_prepare_model",
+                "loading.deferral:prepare_fsdp2",
+                weight=_ESSENTIAL,
+                feature=_OF_FSDP2,
+                since="1.6",
+            )
+            for module in (_ACCELERATOR, "accelerate.utils", "accelerate.utils.fsdp_utils")
+        ],
+        Row(
+            "accelerate.utils.fsdp_utils:fsdp2_load_full_state_dict",
+            "loading.deferral:load_full_state_dict",
+            weight=_ESSENTIAL,
+            feature=_OF_FSDP2,
+            since="1.6",
+        ),
+        Row(
+            f"{_PARAM}.__init__",
+            "loading.deferral:make_record",
+            weight=_ESSENTIAL,
+            feature=_OF_FSDP2,
+        ),
+        Row(
+            f"{_MODEL}.resize_token_embeddings",
+            "loading.deferral:resize_token_embeddings",
+            weight=_ESSENTIAL,
+            feature=_OF_FSDP2,
+        ),
+        *[
+            Row(f"{_PARAM}.{name}", "", weight=_ESSENTIAL, feature="FSDP2")
+            for name in ("init_dtype_attrs", "reset_sharded_param", "to_sharded_dtensor", "_init_sharded_param")
+        ],
+        Row("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "", weight=_ESSENTIAL, feature="FSDP2"),
+    ],
+    Moment.FLAT: [
+        Row(
+            f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}",
+            f"destinations.deepspeed.flat.flatten_hook:{leads_to}",
+            weight=_ESSENTIAL,
+        )
+        for name, leads_to in (("__init__", "construct"), ("flatten_dense_tensors_aligned", "flatten"))
+    ]
+    + [
+        Row(
+            "deepspeed.accelerator:get_accelerator().available_memory",
+            "destinations.deepspeed.flat.flatten_hook:available_memory",
+            weight=_ESSENTIAL,
+        )
+    ],
+    Moment.EXPERTS: [
+        Row(
+            "deepspeed.module_inject.auto_ep:AutoEP.ep_parser",
+            "destinations.deepspeed.experts:find_layers",
+            weight=_ESSENTIAL,
+            since="0.19.1",
+        ),
+    ],
+    Moment.RECORDERS: [
+        Row(
+            "deepspeed.module_inject.auto_ep_presets.base:_install_instance_transformers_output_recorders",
+            "destinations.deepspeed.experts:install_by_name",
+            weight=_ESSENTIAL,
+            since="0.19.1",
+        ),
+    ],
+}

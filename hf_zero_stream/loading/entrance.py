@@ -1,0 +1,130 @@
+"""Where calls of ``from_pretrained`` come to us, and what is left to transformers with nothing but light imports.
+
+Most blocks on one rank, outside ZeRO-3, only load models as transformers loads them. They must not wait for the import
+of what streams, which takes longer than such a load.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from .. import scope
+from ..config import StreamingConfig
+from ..launcher import announces_zero3
+from ..seams.dequantised import forget_quantizer
+from ..seams.ds_config import found_config
+from ..seams.file_names import MODEL_FILES, PROCESSOR_FILES, TOKENIZER_FILES
+from ..seams.wrappers import is_accelerator_there, shards_by_fsdp2
+from ..sources.urls import is_url
+
+
+Original = Callable[..., Any]
+
+_OURS = frozenset({"ds_config", "strict", "distributed_config", "tp_plan", "tp_size", "device_mesh"})
+"""Arguments of ``from_pretrained`` that stock does not know, or by which models are sharded."""
+
+_LOADS = f"{__package__}.integration"
+"""What streams. Once it is there, a load may be inside another one."""
+
+
+def of_model(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """``PreTrainedModel.from_pretrained``."""
+    if not scope.active_configs():
+        return original(cls, *args, **kwargs)
+    if _LOADS not in sys.modules and _is_stocks(*args, **kwargs):
+        result = original(cls, *args, **kwargs)
+    else:
+        from .integration import from_pretrained
+
+        result = from_pretrained(original, cls, *args, **kwargs)
+    forget_quantizer(result[0] if isinstance(result, tuple) else result)
+    return result
+
+
+def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
+    """Whether a load is left to transformers whatever comes: of one rank, of a whole model, with no wish for us.
+
+    Raises a ConfigError, as every load, if settings are wrong.
+    """
+    settings = StreamingConfig.resolve(scope.current_config(), {})
+    path = kwargs.get("pretrained_model_name_or_path", path)
+    asks = settings.strict or not _OURS.isdisjoint(kwargs) or _may_be_at_url(path)
+    return not (asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or found_config()[0])
+
+
+def _may_stream() -> bool:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return several or "deepspeed.runtime.engine" in sys.modules or is_accelerator_there()
+
+
+def _may_be_at_url(path: Any) -> bool:
+    """Whether `path` may name a checkpoint that is read from a URL."""
+    if not scope.active_configs():
+        return False
+    if is_url(path):
+        return True
+    looks_like_a_name = isinstance(path, str) and path.count("/") == 1
+    return looks_like_a_name and StreamingConfig.resolve(scope.current_config()).hub != "cache"
+
+
+def of_auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:
+    """``from_pretrained`` of an Auto class for models."""
+    if scope.active_configs() and (_LOADS in sys.modules or _may_stream()):
+        from .integration import auto_model
+
+        original = partial(auto_model, original)
+    return _asking_at_once(MODEL_FILES, original, *args, **kwargs)
+
+
+def of_tokenizer(original: Original, *args: Any, **kwargs: Any) -> Any:
+    return _asking_at_once(TOKENIZER_FILES, original, *args, **kwargs)
+
+
+def of_processor(original: Original, *args: Any, **kwargs: Any) -> Any:
+    return _asking_at_once(PROCESSOR_FILES, original, *args, **kwargs)
+
+
+def _asking_at_once(names: Sequence[str], original: Original, *args: Any, **kwargs: Any) -> Any:
+    path = args[1] if len(args) > 1 else kwargs.get("pretrained_model_name_or_path")  # the first one is the class
+    with asked_at_once(path, kwargs, names):
+        return original(*args, **kwargs)
+
+
+def asked_at_once(path: Any, kwargs: Any, names: Sequence[str]) -> Any:
+    """A context around a load; of a checkpoint at a URL, files with these `names` are asked for at once."""
+    if not _may_be_at_url(path):
+        return nullcontext()
+    from ..seams import remote
+
+    return remote.asked_at_once(path, kwargs, names)
+
+
+def cached_files(original: Original, path_or_repo_id: Any, *args: Any, **kwargs: Any) -> Any:
+    """What transformers finds any file of a checkpoint with."""
+    return _at_url("cached_files", original, path_or_repo_id, *args, **kwargs)
+
+
+def list_repo_templates(original: Original, repo_id: Any, *args: Any, **kwargs: Any) -> Any:
+    return _at_url("list_repo_templates", original, repo_id, *args, **kwargs)
+
+
+def has_file(original: Original, path_or_repo: Any, *args: Any, **kwargs: Any) -> Any:
+    return _at_url("has_file", original, path_or_repo, *args, **kwargs)
+
+
+def get_cached_module_file(original: Original, path: Any, *args: Any, **kwargs: Any) -> Any:
+    return _at_url("get_cached_module_file", original, path, *args, **kwargs)
+
+
+def _at_url(name: str, original: Original, path: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _may_be_at_url(path):
+        return original(path, *args, **kwargs)
+    from ..seams import remote
+
+    return getattr(remote, name)(original, path, *args, **kwargs)

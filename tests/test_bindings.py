@@ -1,0 +1,87 @@
+"""The table of what is bent: each row is there in the installed versions, and leads to a function of ours."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from hf_zero_stream.bindings import install
+from hf_zero_stream.bindings.install import Installation, installed
+from hf_zero_stream.bindings.rows import Moment, Row, Weight
+from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.context import streaming
+from hf_zero_stream.errors import PACKAGE, VersionError
+
+
+ROWS = [pytest.param(row, id=f"{moment.name}-{row.of}") for moment, rows in TABLE.items() for row in rows]
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_it_is_there_and_leads_to_a_function(row: Row) -> None:
+    importlib.import_module(row.module)
+    assert row.lacking() == ""
+    if row.is_imported():
+        assert list(row.places())
+    if row.leads_to:
+        module, _, name = row.leads_to.partition(":")
+        assert callable(getattr(importlib.import_module(f"{PACKAGE}.{module}"), name))
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    """A module of another library, with a function and a class."""
+    module: Any = ModuleType("of_tests")
+    exec("def act(first, second=2): return first, second\nclass Own:\n    def act(self): return 'stock'", vars(module))
+    module.Own.__module__ = module.__spec__ = None
+    module.__version__ = "3.1"
+    sys.modules["of_tests"] = module
+    yield module
+    del sys.modules["of_tests"]
+
+
+ESSENTIAL = Row("of_tests:act", "errors:PACKAGE", "first second", Weight.ESSENTIAL)
+FEATURES = [
+    Row("of_tests:Own.act", "errors:PACKAGE", feature="acts"),
+    Row("of_tests:gone", "errors:PACKAGE", feature="acts"),
+]
+
+
+def test_what_a_version_may_lack(library: Any) -> None:
+    assert ESSENTIAL.lacking() == FEATURES[0].lacking() == ""
+    assert ESSENTIAL._replace(relies_on="first third").lacking() == "act(third)"
+    assert FEATURES[1].lacking() == "gone"
+    assert FEATURES[1]._replace(since="3.2").lacking() == FEATURES[1]._replace(until="3.0").lacking() == ""
+    assert FEATURES[1]._replace(since="3.1", until="4").lacking() == "gone"
+    assert ESSENTIAL._replace(of="of_tests.absent:act").lacking() == ""  # nobody has imported it
+
+
+def test_a_feature_goes_as_a_whole_and_with_a_word(
+    library: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(TABLE, Moment.LAYOUT, [ESSENTIAL, *FEATURES])  # type: ignore[arg-type]
+    act = library.Own.act
+    with Installation(Moment.LAYOUT) as installation:
+        assert installation and library.Own.act is act and library.act is not None
+    assert "of_tests 3.1 has no gone: acts are left to it" in caplog.text and not installation
+
+
+def test_an_essential_function_that_is_gone_is_an_error(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLE, Moment.LAYOUT, [FEATURES[0], ESSENTIAL._replace(of="of_tests:gone")])  # type: ignore[arg-type]
+    act = library.Own.act
+    with pytest.raises(VersionError, match=r"of_tests .* has no gone"), Installation(Moment.LAYOUT):
+        pass
+    assert library.Own.act is act
+
+
+def test_nothing_of_ours_is_called_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may be inside: what this one calls is stock's, and imports nothing."""
+    lead = install._Lead(Row("os:getcwd", "absent.room:function"), Moment.BLOCK)
+    assert lead(lambda: "stock") == "stock"
+    with streaming(), pytest.raises(ModuleNotFoundError):
+        lead(lambda: "stock")
+    assert not installed(Moment.BLOCK)
