@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 
-from hf_zero_stream.saving.files import PREFIX, finish_interrupted
+from hf_zero_stream.saving.files import UNFINISHED, finish_interrupted
 from tests.cluster import run_ranks_expecting_errors, warm_up
 from tests.loading import load_with
 from tests.parity import ds_config
@@ -97,7 +97,7 @@ def check(folder: Path, old: dict[str, bytes], new: dict[str, bytes]) -> str:
 
 
 def _files(folder: Path) -> dict[str, bytes]:
-    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if not entry.name.startswith(PREFIX)}
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if not entry.name.startswith(UNFINISHED)}
 
 
 def trials_of_one_rank(

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from hf_zero_stream.saving.files import PREFIX, finish_interrupted
+from hf_zero_stream.checkpoint.kinds import UNFINISHED
+from hf_zero_stream.saving.files import finish_interrupted
 from tests.cluster import run_ranks, run_ranks_expecting_errors, warm_up
 from tests.crash import FAULTS, at_each_step, strike
 from tests.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
@@ -36,7 +37,7 @@ Tree = dict[str, bytes]
 def tree(folder: Path) -> Tree:
     """Every file below a folder, by its path there, but for those of a save that is not complete."""
     paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
-    return {str(path): (folder / path).read_bytes() for path in paths if not path.parts[0].startswith(PREFIX)}
+    return {str(path): (folder / path).read_bytes() for path in paths if not path.parts[0].startswith(UNFINISHED)}
 
 
 def check(folder: Path, old: Tree, new: Tree) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import nn
 import hf_zero_stream
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.destinations import kinds
-from hf_zero_stream.destinations.base import Batch, Destination, Holding, Item, item_of, narrowed, replace_lazy
+from hf_zero_stream.destinations.base import Batch, Destination, Item, item_of, narrowed, replace_lazy
+from hf_zero_stream.destinations.holder import Holding, open_flat
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.loading.dry_load import lazily_loaded
 from hf_zero_stream.planning.parameter_box import ParameterBox
@@ -54,12 +56,12 @@ class Columns(Destination):
         first, end = (shape[-1] * rank // self.world_size for rank in (self.rank, self.rank + 1))
         return ParameterBox(shape, (*ParameterBox.whole(shape[:-1]).intervals, ((first, end),)))
 
-    @classmethod
-    def holdings(cls, model: Any, params: Mapping[str, Any], **ranks: Any) -> dict[str, Holding]:
-        def holding(mine: Any) -> Holding:
-            return Holding(mine.box, mine.dtype, 0, mine.numel(), lambda: nullcontext(mine.detach().view(-1)))
 
-        return {name: holding(param) for name, param in params.items() if hasattr(param, "box")}
+def held_columns(model: Any, params: Mapping[str, Any], **ranks: Any) -> dict[str, Holding]:
+    def holding(mine: Any) -> Holding:
+        return Holding(mine.box, mine.dtype, 0, mine.numel(), partial(open_flat, mine))
+
+    return {name: holding(param) for name, param in params.items() if hasattr(param, "box")}
 
 
 def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
@@ -87,7 +89,7 @@ def test_loading(zoo_checkpoint: Callable[..., Path], name: str) -> None:
 
 
 def save(folder: Path, target: Path, write_from: str) -> None:
-    kinds.KINDS.insert(0, Columns)
+    kinds.HOLDERS.insert(0, held_columns)
     model, _ = loaded(folder, dist.get_rank(), dist.get_world_size())
     hf_zero_stream.save_pretrained(model, target, max_shard_size=SHARD_SIZE, write_from=write_from)
 

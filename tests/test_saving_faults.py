@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.saving.files import PREFIX, Publication, finish_interrupted
+from hf_zero_stream.saving.files import UNFINISHED, Publication, finish_interrupted
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.loading import load_with
 from tests.parity import ds_config
@@ -133,7 +133,7 @@ def test_a_rank_is_killed(cluster: None, zoo_checkpoint: Callable[..., Path], tm
         assert survivor.error_type == "PeerError" and "rank 1" in survivor.error_message
     tensors = [load_file(path) for path in folder.glob("*.safetensors")]
     assert {value.dtype for shard in tensors for value in shard.values()} == {torch.bfloat16}
-    assert not any(name.startswith(PREFIX) for name in os.listdir(folder)), "the survivors should have cleaned up"
+    assert not any(name.startswith(UNFINISHED) for name in os.listdir(folder)), "the survivors should have cleaned up"
 
 
 def save_to(checkpoint: Path, folder: Path) -> str:

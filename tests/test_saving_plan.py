@@ -14,7 +14,7 @@ from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
 from hf_zero_stream.checkpoint.safetensors import ShardToWrite
 from hf_zero_stream.destinations import kinds
-from hf_zero_stream.destinations.base import Holding
+from hf_zero_stream.destinations.holder import Holding
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.planning.boxes import Box
 from hf_zero_stream.planning.parameter_box import Cut, ParameterBox

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.checkpoint.kinds import UNFINISHED
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving import pending, preparation
-from hf_zero_stream.saving.files import PREFIX
 from hf_zero_stream.saving.host_copy import HostMemory
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.test_upstream_training import losses_of, make_trainer
@@ -97,7 +97,7 @@ def test_files_are_those_of_a_synchronous_save(cluster: None, zoo_checkpoint: Ch
         waited, background = tmp_path / name / "waited", tmp_path / name / "background"
         assert sorted(path.name for path in waited.glob("global_step*")) == ["global_step2", "global_step3"]
         assert tree(waited) == tree(background), name
-        assert not list(background.glob(f"{PREFIX}*"))
+        assert not list(background.glob(f"{UNFINISHED}*"))
     for of_rank in found:
         assert of_rank["planned"] == [name for name in CONFIGS for _ in ("weights", "states")], "the plan is kept"
         assert all(len(set(pointers)) == 1 for pointers in of_rank["memories"].values()), "the copies' memory, too"
@@ -235,5 +235,5 @@ def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> N
     assert waited.keys() == background.keys() and len(compared) > 4
     assert all(waited[name] == background[name] for name in compared)
     dead = output / "checkpoint-9"  # as a save that has died leaves it
-    (dead / f"{PREFIX}dead").mkdir(parents=True)
+    (dead / f"{UNFINISHED}dead").mkdir(parents=True)
     assert run_ranks(2, resume_by_trainer, zoo_checkpoint("llama"), output)[0][:3] == found[True]["losses"]

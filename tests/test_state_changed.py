@@ -16,8 +16,8 @@ import transformers
 from torch.optim import lr_scheduler
 
 import hf_zero_stream
+from hf_zero_stream.checkpoint.kinds import UNFINISHED
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
-from hf_zero_stream.saving.files import PREFIX
 from hf_zero_stream.state import load as loading
 from hf_zero_stream.state import refusals
 from hf_zero_stream.state.record import StateRecord
@@ -157,7 +157,7 @@ def test_a_list_of_renames_reaches_nothing_elsewhere(zoo_checkpoint: Checkpoint,
     save(model, tmp_path / "state", optimizer)
     kept = tmp_path / "kept"
     kept.write_text("mine")
-    left = tmp_path / "state" / f"{PREFIX}0"
+    left = tmp_path / "state" / f"{UNFINISHED}0"
     left.mkdir()
     for order in (
         {"renames": [], "removes": ["../kept"]},

@@ -15,9 +15,9 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.checkpoint.kinds import UNFINISHED
 from hf_zero_stream.checkpoint.zero_folder import entries_of_deepspeed, world_size_of
 from hf_zero_stream.errors import CheckpointError, ConfigError
-from hf_zero_stream.saving.files import PREFIX
 from hf_zero_stream.state.callers import state_in
 from tests.cluster import run_ranks
 from tests.parity import ds_config
@@ -152,7 +152,7 @@ def test_accelerate(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -
 
 def test_a_folder_with_nothing_but_a_dead_save(tmp_path: Path) -> None:
     """DeepSpeed takes it for one without a checkpoint, and accelerate would go on as if it had loaded one."""
-    (tmp_path / "pytorch_model" / f"{PREFIX}x").mkdir(parents=True)
+    (tmp_path / "pytorch_model" / f"{UNFINISHED}x").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="pytorch_model: its save was interrupted, and nothing else is there"):
         state_in(tmp_path, "pytorch_model")
     (tmp_path / "pytorch_model" / "mp_rank_00_model_states.pt").write_bytes(b"")
@@ -162,7 +162,7 @@ def test_a_folder_with_nothing_but_a_dead_save(tmp_path: Path) -> None:
 
 def test_a_save_that_died_while_files_got_their_names(tmp_path: Path) -> None:
     """It has happened, and is finished before anybody looks for it."""
-    place = tmp_path / "pytorch_model" / f"{PREFIX}x"
+    place = tmp_path / "pytorch_model" / f"{UNFINISHED}x"
     (place / "global_step3").mkdir(parents=True)
     (place / "global_step3" / "training_state.json").write_text("{}")
     (place / "latest").write_text("global_step3")

@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.saving.files import PREFIX
+from hf_zero_stream.checkpoint.kinds import UNFINISHED
 from hf_zero_stream.state import hooks
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.test_state_fsdp2_hooks import trainer_of
@@ -130,11 +130,11 @@ def test_the_newest_complete_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (folder / "model.safetensors").write_bytes(b"")
         if content is not None:
             (folder / "trainer_state.json").write_text(content)
-    (tmp_path / "checkpoint-50" / f"{PREFIX}x").mkdir()
+    (tmp_path / "checkpoint-50" / f"{UNFINISHED}x").mkdir()
     with hf_zero_stream.streaming():
         assert trainers.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")
         assert len(said) == 1 and "checkpoint-50: its save was interrupted" in said[0]
-        (tmp_path / "checkpoint-50" / f"{PREFIX}x").rmdir()
+        (tmp_path / "checkpoint-50" / f"{UNFINISHED}x").rmdir()
         assert trainers.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-50")
         hooks._forget_state(tmp_path / "checkpoint-50")  # its weights are going to be replaced
         assert trainers.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-10")

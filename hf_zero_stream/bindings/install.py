@@ -94,8 +94,14 @@ class Installation:
 @functools.cache
 def installed(moment: Moment) -> Installation:
     """The one installation of the rows of a moment."""
-    below = {Moment.BLOCK: Moment.SAVES, Moment.LOAD: Moment.BLOCK}.get(moment)
+    below = {Moment.BLOCK: Moment.MODELS, Moment.LOAD: Moment.BLOCK}.get(moment)
     return Installation(moment, on_top_of=None if below is None else installed(below))
+
+
+@functools.cache  # once
+def keep_watching() -> None:
+    """There are models now that transformers and PEFT alone would save, adapt or merge wrongly, everywhere."""
+    installed(Moment.MODELS).__enter__()
 
 
 def refuse_lacking(feature: str) -> None:

@@ -14,7 +14,7 @@ from ..errors import installed_version
 class Moment(enum.Enum):
     """For how long rows are installed."""
 
-    SAVES = "while packed models live, or a thread is inside streaming()"
+    MODELS = "from the first packed or sharded model on, and while a thread is inside streaming()"
     BLOCK = "while a thread is inside streaming()"
     LOAD = "during a load"
     HIDING = "while ZeRO-3 is hidden from transformers"

@@ -14,7 +14,7 @@ _ESSENTIAL, _SPEED = Weight.ESSENTIAL, Weight.SPEED
 _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 _MODEL = f"{_MODELING}:PreTrainedModel"
 _TRAINER, _ENGINE = "transformers.trainer", "deepspeed.runtime.engine:DeepSpeedEngine"
-_ACCELERATOR = "accelerate.accelerator"
+_ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
 _OF_FSDP2 = "FSDP2 by accelerate"
@@ -31,8 +31,18 @@ def _trainer(name: str, leads_to: str, relies_on: str = "", *, since: str = "", 
 
 
 TABLE: Mapping[Moment, Sequence[Row]] = {
-    Moment.SAVES: [
+    Moment.MODELS: [
         Row(f"{_MODEL}.save_pretrained", "saving.calls:of_model", "save_directory state_dict", _ESSENTIAL),
+        # PEFT: adapters are put on a model, and on a parameter of it; they are merged, and each layer is.
+        *[
+            Row(f"{_PEFT}:{name}", f"seams.{leads_to}", relies_on, feature="adapters on models of ours", since=since)
+            for name, leads_to, relies_on, since in (
+                ("BaseTuner.inject_adapter", "adapters:inject_adapter", "model adapter_name", ""),
+                ("BaseTuner._inject_parameters", "adapters:inject_parameters", "peft_config model", "0.17"),
+                ("BaseTuner._check_merge_allowed", "merging:check_merge_allowed", "", ""),
+                ("onload_layer", "merging:onload_layer", "layer", ""),
+            )
+        ],
     ],
     Moment.BLOCK: [
         # Ranks make contact as soon as there is a process group.
@@ -116,12 +126,9 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
                 ("_get_fp32_state_dict_from_zero_checkpoint", "state_dict"),
             )
         ],
-        # PEFT: a merge of adapters, and of each layer.
-        Row("peft.tuners.tuners_utils:BaseTuner._check_merge_allowed", "seams.merging:check_merge_allowed"),
-        Row("peft.tuners.tuners_utils:onload_layer", "seams.merging:onload_layer"),
     ],
     Moment.LOAD: [
-        Row(f"{_MODELING}:get_hf_quantizer", "seams.packing:get_hf_quantizer", weight=_ESSENTIAL),
+        Row(f"{_MODELING}:get_hf_quantizer", "seams.loading:get_hf_quantizer", weight=_ESSENTIAL),
         Row(f"{_MODELING}:check_and_set_device_map", "seams.loading:check_and_set_device_map", weight=_ESSENTIAL),
         Row(f"{_MODELING}:is_fsdp_enabled", "seams.loading:is_fsdp_enabled", weight=_ESSENTIAL),
         Row(

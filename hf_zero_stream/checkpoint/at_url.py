@@ -20,7 +20,8 @@ from ..sources.urls import joined
 from . import safetensors
 from .index import CheckpointIndex
 from .index_file import read_index_file
-from .soundness import INDEX, SINGLE, Soundness, check_tensors, read_weight_map
+from .kinds import INDEX, SINGLE
+from .soundness import Soundness, check_tensors, read_weight_map
 
 
 _AT_ONCE = 32

@@ -15,8 +15,9 @@ from ..sources.local import LocalFiles
 from . import distcp
 from .format import Shard
 from .index import CheckpointIndex, view_of
+from .kinds import has_weights, is_distributed
 from .nodes import View
-from .soundness import WEIGHTS, Soundness, check_soundness, check_sums, shards_of
+from .soundness import Soundness, check_soundness, check_sums, shards_of
 from .state_folder import is_state, read_state
 from .torch_files import NotAMap
 from .untrusted_json import excerpt
@@ -108,7 +109,7 @@ def _format_of_files(files: Sequence[str]) -> str:
 
 def zero_folder_of(path: Path) -> Path | None:
     """The folder of the ZeRO checkpoint in `path`, or `path` itself; None if it is or holds another kind."""
-    if not path.is_dir() or _has_weights(path):
+    if not path.is_dir() or has_weights(path):
         return None
     if is_zero_folder(path):
         return path
@@ -128,15 +129,6 @@ def _contents_of_zero(folder: Path) -> Contents:
     views = {**zero.buffers(), **zero.frozen(), **zero.views()}
     views |= {alias: views[name] for alias, name in zero.shared.items()}
     return Contents("ZeRO", zero.shards, views, (), {"format": "pt"})
-
-
-def is_distributed(folder: str | os.PathLike[str]) -> bool:
-    """Whether what a folder holds is a distributed checkpoint; files that transformers would load go first."""
-    return distcp.is_folder(folder) and not _has_weights(Path(folder))
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(os.path.lexists(folder / name) for names in WEIGHTS for name in names)
 
 
 def soundness_of(

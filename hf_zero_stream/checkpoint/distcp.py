@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from ..sources.base import ByteSource, ReadableFile
 from .format import Shard
 from .index import view_of
 from .index_file import fault_of_name
+from .kinds import METADATA
 from .nodes import HostTensor, View
 from .pickles import MOST_BYTES, read_pickle
 from .safetensors import DTYPES, dtype_name
@@ -32,7 +32,6 @@ from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
 from .untrusted_json import excerpt, parse_object
 
 
-METADATA = ".metadata"
 _EDGE_BYTES = 4096
 """Of the beginning and of the end of an archive, each read at once: all of it but the elements, mostly."""
 _THREADS = 16
@@ -54,11 +53,6 @@ class DistributedMap(NamedTuple):
             return ()
         some = ", ".join(excerpt(name) for name in self.skipped[:8])
         return (f"Left out, since they are no tensors of the model: {some} ({len(self.skipped)} in all).",)
-
-
-def is_folder(folder: str | os.PathLike[str]) -> bool:
-    """Whether torch.distributed.checkpoint has written this folder with its own files."""
-    return os.path.lexists(Path(folder) / METADATA)
 
 
 def read_map(source: ByteSource, folder: str) -> bytes:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..sources.base import ByteSource
-from . import safetensors, torch_files
+from . import safetensors
 from .format import Format, Shard, ShardHeader, TensorEntry
 
 
 def _format_of(path: str) -> Format:
-    return torch_files if path.endswith((".bin", ".pt", ".pth")) else safetensors
+    if not path.endswith((".bin", ".pt", ".pth")):
+        return safetensors
+    from . import torch_files  # few checkpoints have such files
+
+    return torch_files
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:

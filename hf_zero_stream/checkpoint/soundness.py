@@ -17,17 +17,12 @@ from ..errors import CheckpointError, ReadError
 from ..sources.local import open_nonblocking
 from .index import CheckpointIndex
 from .index_file import check_files, fault_of_name, faults_of_index, read_index_text
+from .kinds import INDEX, SINGLE, WEIGHTS
 from .torch_files import NotAMap
 from .untrusted_json import excerpt, parse_object
 
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
-TORCH_SINGLE = "pytorch_model.bin"
-TORCH_INDEX = "pytorch_model.bin.index.json"
-WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
-"""Where the weights are, or what names their files; transformers takes the first that is there."""
 
 _CHUNK_BYTES = 8 << 20
 _JSON_SPACE = b" \t\r\n"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -13,9 +13,12 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor, View
 from ..errors import LoadError
-from ..footprint.memory import MemoryFootprint
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target
+
+
+if TYPE_CHECKING:
+    from ..footprint.memory import MemoryFootprint
 
 
 Sourced = tuple[Any, View]
@@ -55,39 +58,8 @@ class Batch:
     completes: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Holding:
-    """What this rank holds of a parameter that is being saved: elements of one box of it, counted in row-major order.
-
-    The boxes that ranks hold of one parameter are equal or disjoint, and together they are all of it.
-
-    Attributes:
-        box: may be empty. That of a ZeRO partition is the whole parameter.
-        start: first element of the box that this rank gives.
-        stop: one past the last; equal to `start` where it gives none.
-        open: a context with the flat values that are held, from element :attr:`first` on.
-        is_whole: this rank holds all elements of the box, as other ranks do; their values are compared.
-        is_swapped: the values come out of a swap file each time they are opened.
-        is_gathered: a ``GatheredParameters`` around the save holds them, and they may be new on one rank only.
-    """
-
-    box: ParameterBox
-    dtype: torch.dtype
-    start: int
-    stop: int
-    open: Callable[[], AbstractContextManager[torch.Tensor]]
-    is_whole: bool = False
-    is_swapped: bool = False
-    is_gathered: bool = False
-
-    @property
-    def first(self) -> int:
-        """The number of the first element that is held."""
-        return 0 if self.is_whole else self.start
-
-
 class Destination(Protocol):
-    """The memory that one load fills, and this rank's part of it; on the way back, what a save finds there.
+    """The memory that one load fills, and this rank's part of it.
 
     A load calls, in this order:
 
@@ -103,9 +75,6 @@ class Destination(Protocol):
     8. :meth:`complete`, when transformers has tied what is to be tied.
 
     ``plan()`` calls :meth:`observe`, :meth:`dtype`, :meth:`batches` and :meth:`footprint`, on one rank.
-
-    A save calls :meth:`holdings` of each class in ``destinations/kinds.py``, and nothing else: the model may have been
-    loaded in another way.
 
     An error in any of them is raised on all ranks, at the next agreement. What has a body here need not be written by
     a class that inherits from this one.
@@ -198,23 +167,6 @@ class Destination(Protocol):
     def complete(self, model: nn.Module) -> None:
         """Called with the model that the user gets."""
         return
-
-    @classmethod
-    def holdings(
-        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-    ) -> Mapping[str, Holding]:
-        """What this rank holds of those of `params` that lie in memory of this kind, by name.
-
-        The same names on all ranks, also where a rank holds no element. Parameters of other kinds are left out.
-
-        Args:
-            params: parameters of `model`, each once.
-            masters: the fp32 values that an optimizer trains, where there are any, in place of the model's own.
-
-        Raises:
-            UnsupportedError: the values cannot be reached; the message says what to do.
-        """
-        return {}
 
 
 def narrowed(view: View, box: ParameterBox) -> View:

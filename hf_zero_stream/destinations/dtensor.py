@@ -26,11 +26,11 @@ from ..planning.parameter_box import ParameterBox
 from ..planning.plan import partition_range
 from ..ranks.coordinator import Coordinator
 from . import fsdp
-from .base import Batch, Destination, Holding, Item, allocating, flat_items, item_of, narrowed, replace_lazy
+from .base import Batch, Destination, Item, allocating, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
+from .holder import Holding, open_flat
 from .own_names import named_parameters
 from .quantising import ToQuantise, quantising_batches
-from .replicated import open_flat
 from .shards import Shard, cuts_of, local_of, shard_of
 from .whole import WholeParameters
 
@@ -174,21 +174,22 @@ class DTensors(Destination):
             if (packed := packed_weights(model.get_submodule(prefix)).get(key)) is not None:
                 packed.computes_in = fsdp.computes_in(managed)
 
-    @classmethod
-    def holdings(
-        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-    ) -> dict[str, Holding]:
-        managed = fsdp.managed_params(model)
 
-        def holding(name: str, param: Any) -> Holding:
-            record = managed.get(name)
-            # FSDP2 may have put gathered parameters in place of its own.
-            mine = record if record is not None and record.sharded_param is param else None
-            box, copy, copies, _ = shard_of(name, param, mine)
-            _, start, stop = partition_range(box.numel, copy, copies)
-            return Holding(box, param.dtype, start, stop, partial(open_flat, local_of(param)), is_whole=copies > 1)
+def held_shards(
+    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+) -> dict[str, Holding]:
+    """A :class:`.holder.Holder`: the shards of DTensors."""
+    managed = fsdp.managed_params(model)
 
-        return {name: holding(name, param) for name, param in params.items() if isinstance(param, DTensor)}
+    def holding(name: str, param: Any) -> Holding:
+        record = managed.get(name)
+        # FSDP2 may have put gathered parameters in place of its own.
+        mine = record if record is not None and record.sharded_param is param else None
+        box, copy, copies, _ = shard_of(name, param, mine)
+        _, start, stop = partition_range(box.numel, copy, copies)
+        return Holding(box, param.dtype, start, stop, partial(open_flat, local_of(param)), is_whole=copies > 1)
+
+    return {name: holding(name, param) for name, param in params.items() if isinstance(param, DTensor)}
 
 
 def _take_own(local: torch.Tensor, box: ParameterBox, row: torch.Tensor) -> None:

@@ -6,7 +6,6 @@ From disk that is 1/N of what plain loading reads on every rank; over the interc
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -18,7 +17,8 @@ from ..checkpoint.lazy import LazyTensor
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target, partition_range
 from ..ranks.coordinator import Coordinator, all_gather
-from .base import Batch, Destination, Holding, Item, Sourced, allocating, flat_items, replace_lazy
+from .base import Batch, Destination, Item, Sourced, allocating, flat_items, replace_lazy
+from .holder import Holding, open_flat
 
 
 _HOST = torch.device("cpu")
@@ -163,20 +163,15 @@ class Replicated(Destination):
         """Memory of a subclass's own for lazy parameters, by their ``id``."""
         return {}
 
-    @classmethod
-    def holdings(
-        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-    ) -> dict[str, Holding]:
-        """All of each parameter, of which each rank gives 1/N."""
 
-        def holding(param: nn.Parameter) -> Holding:
-            _, start, stop = partition_range(param.numel(), rank, world_size)
-            box = ParameterBox.whole(param.shape)
-            return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
+def held_replicas(
+    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+) -> dict[str, Holding]:
+    """A :class:`.holder.Holder`: all of each parameter, of which each rank gives 1/N."""
 
-        return {name: holding(param) for name, param in params.items()}
+    def holding(param: nn.Parameter) -> Holding:
+        _, start, stop = partition_range(param.numel(), rank, world_size)
+        box = ParameterBox.whole(param.shape)
+        return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
 
-
-def open_flat(param: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-    """A context with the flat values that a parameter has by then."""
-    return nullcontext(param.detach().contiguous().view(-1))
+    return {name: holding(param) for name, param in params.items()}

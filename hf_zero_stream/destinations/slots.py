@@ -22,7 +22,8 @@ from ..errors import LoadError, UnsupportedError
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target, partition_range
 from . import fsdp
-from .base import Batch, Destination, Holding, Item, narrowed, source_of
+from .base import Batch, Destination, Item, narrowed, source_of
+from .holder import Holding
 from .own_names import named_parameters
 from .shards import local_of, shard_of
 

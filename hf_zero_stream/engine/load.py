@@ -8,27 +8,25 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, islice, repeat
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..accelerators import peak_bytes, used_bytes
-from ..checkpoint import distcp
-from ..checkpoint.contents import is_distributed
 from ..checkpoint.format import ShardHeader, TensorEntry
 from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
+from ..checkpoint.kinds import METADATA, is_distributed
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Leaf, View
 from ..checkpoint.without_values import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
 from ..errors import CheckpointError, DisagreementError, HfZeroStreamError, LoadError, ReadError
-from ..footprint.memory import MemoryFootprint
-from ..packed.modules import refuse_training
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, PhaseClock, RankReport
@@ -36,6 +34,11 @@ from ..reports.memory import AnonymousMemory
 from .opened import OpenCheckpoint
 from .reader import Reader
 from .sameness import Copy, description, refuse_differences, refuse_other_shards
+
+
+if TYPE_CHECKING:
+    from ..checkpoint.distcp import DistributedMap
+    from ..footprint.memory import MemoryFootprint
 
 
 logger = logging.getLogger(__name__)
@@ -177,9 +180,11 @@ class Load:
 
     def open_distributed(self, folder: str) -> dict[str, CheckpointSlice | torch.Tensor]:
         """As :meth:`open`, of a folder of torch.distributed.checkpoint; raises an UnsupportedError too (all ranks)."""
-        metadata = os.path.join(folder, distcp.METADATA)
+        from ..checkpoint import distcp
 
-        def checked_map() -> distcp.DistributedMap:
+        metadata = os.path.join(folder, METADATA)
+
+        def checked_map() -> DistributedMap:
             is_copy = there_are_copies and self._reads_copy(folders) and self.checkpoint.reads_itself
             if is_copy and self._read_map(folder) != text:
                 raise CheckpointError(
@@ -199,12 +204,16 @@ class Load:
         return {name: CheckpointSlice(view, self.checkpoint.materialise) for name, view in found.views.items()}
 
     def _read_map(self, folder: str) -> bytes:
+        from ..checkpoint import distcp
+
         source = self.checkpoint.source
         read = partial(distcp.read_map, source, folder)
         return self.checkpoint.retries.call(read, lambda error: source.is_transient(error.__cause__))
 
-    def look_into_distributed(self, folder: str) -> distcp.DistributedMap:
+    def look_into_distributed(self, folder: str) -> DistributedMap:
         """As :meth:`look_into`, of a folder of torch.distributed.checkpoint."""
+        from ..checkpoint import distcp
+
         read = partial(self._read_map, folder)
         return distcp.parse_map(folder, self.coordinator.broadcast(read) if self.checkpoint.relays else read())
 
@@ -222,7 +231,7 @@ class Load:
         if not files or not self._has_copies(folders) or self.checkpoint.source.hints(files).is_everywhere:
             return
         folder = os.path.dirname(files[0])
-        paths = [os.path.join(folder, distcp.METADATA)] if is_distributed(folder) else files
+        paths = [os.path.join(folder, METADATA)] if is_distributed(folder) else files
 
         def look() -> list[Copy]:
             if paths is files:
@@ -339,7 +348,10 @@ class Load:
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures, log them on the main process and return the report (all ranks)."""
         self.destination.complete(model)
-        refuse_training(model)
+        if "hf_zero_stream.packed" in sys.modules:
+            from ..packed.modules import refuse_training
+
+            refuse_training(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         if self.destination.leaves_lazy:
             tensors = [named for named in tensors if not isinstance(named[1], LazyTensor)]

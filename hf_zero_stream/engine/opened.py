@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -23,11 +24,14 @@ from ..sources.base import ByteSource, Hints, Retries
 from ..sources.by_path import FilesByPath
 from ..sources.local import LocalFiles
 from ..sources.read_ahead import ReadAhead
-from ..sources.relay import RelayedFiles, Server, reader_and_clients
-from ..sources.remote import RemoteFiles
 from .compute import Evaluator
 from .lanes import Lane, SideLane
 from .workers import run_in_threads
+
+
+if TYPE_CHECKING:
+    from ..sources.relay import Server
+    from ..sources.remote import RemoteFiles
 
 
 SAMPLES, SAMPLE_BYTES = 8, 4096
@@ -64,9 +68,14 @@ class OpenCheckpoint:
         self.shards: tuple[Shard, ...] = ()
         self.retries = Retries(config.read_retries)
         local = partial(LocalFiles, direct_io=config.direct_io, cache_bytes=psutil.virtual_memory().total)
-        self.source = source or FilesByPath(local(retries=self.retries), partial(RemoteFiles, self.retries))
+        self.source = source or FilesByPath(local(retries=self.retries), self._remote_files)
         """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
+
+    def _remote_files(self) -> RemoteFiles:
+        from ..sources.remote import RemoteFiles  # only URLs need it
+
+        return RemoteFiles(self.retries)
 
     def again(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
         """The same files, for another load of them; one that has changed since is an error (all ranks)."""
@@ -151,6 +160,12 @@ class OpenCheckpoint:
         except OSError as error:
             raise ReadError(f"{path}: cannot read: {error.strerror or error}. Check the file system.") from error
 
+    def _reader_and_clients(self) -> list[int]:
+        """The rank that reads for this one, followed by all others that it reads for."""
+        if self.config.read_from == "local_rank0":
+            return list(self.coordinator.topology.ranks_of_host)
+        return list(range(self.coordinator.world_size))
+
     def add(self, shards: tuple[Shard, ...]) -> int:
         """Append to :attr:`shards`, and return the number of the first of them (all ranks, if one reads for others).
 
@@ -159,7 +174,9 @@ class OpenCheckpoint:
         first = len(self.shards)
         self.shards = (*self.shards, *shards)
         if self.relays and shards and not self._is_relayed:
-            reader, *clients = reader_and_clients(self.config, self.coordinator)
+            from ..sources.relay import RelayedFiles, Server
+
+            reader, *clients = self._reader_and_clients()
             with self.coordinator.naming_dead_rank():
                 group = dist.new_group(backend="gloo")
             if self.coordinator.rank == reader:
@@ -204,7 +221,7 @@ class OpenCheckpoint:
     @property
     def reads_itself(self) -> bool:
         """Whether this rank reads the shards, and no other rank for it."""
-        return not self.relays or self.coordinator.rank == reader_and_clients(self.config, self.coordinator)[0]
+        return not self.relays or self.coordinator.rank == self._reader_and_clients()[0]
 
     def open(self, numbers: Iterable[int]) -> None:
         """Open these shards if this rank reads them, so that a missing or changed one is found early."""

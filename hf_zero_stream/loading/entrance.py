@@ -7,7 +7,7 @@ of what streams, which takes longer than such a load.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -103,6 +103,15 @@ def asked_at_once(path: Any, kwargs: Any, names: Sequence[str]) -> Any:
     from ..seams import remote
 
     return remote.asked_at_once(path, kwargs, names)
+
+
+def is_at_url(path: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether the checkpoint that these arguments of a ``from_pretrained`` name is read from a URL."""
+    if not _may_be_at_url(path):
+        return False
+    from ..seams.remote import url_of
+
+    return bool(url_of(path, kwargs.get("revision"), kwargs.get("token")))
 
 
 def cached_files(original: Original, path_or_repo_id: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
@@ -15,22 +15,20 @@ from transformers.utils import logging
 from .. import scope
 from ..bindings.install import installed
 from ..bindings.rows import Moment
+from ..checkpoint.kinds import has_unfinished
 from ..config import buildable
 from ..destinations.deepspeed.marks import is_inside_zero_init
 from ..engine.load import Load
-from ..errors import DisagreementError
+from ..errors import PACKAGE, DisagreementError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
-from ..saving.files import finish_interrupted
-from ..saving.pending import finish_pending
 from ..seams.ds_config import ModelsConfig, found_config
 from ..seams.file_names import MODEL_FILES
 from ..seams.loading import raise_if_misfit
-from ..seams.remote import url_of
 from ..seams.session import Original, Session
 from .choice import choose, choose_alone, settings_for
-from .entrance import asked_at_once
+from .entrance import asked_at_once, is_at_url
 
 
 logger = logging.get_logger(__name__)
@@ -133,7 +131,7 @@ def _load(
                 )
     if choice is not None and choice.works_alone:
         return _streamed(choice.make_load, Coordinator.of_this_rank(), stock, path, kwargs)
-    if url_of(path, kwargs.get("revision"), kwargs.get("token")):
+    if is_at_url(path, kwargs):
         make_load = choose_alone(path, kwargs, found, strict)
         return _streamed(make_load, Coordinator.of_this_rank(), stock, path, kwargs)
     return _stock_from_pretrained(stock, kwargs, settings_for(found, strict).strict)
@@ -189,11 +187,16 @@ def finish_saves_into(path: Any, read_from: str, coordinator: Coordinator) -> No
     This is the first time that the ranks of a load agree. So it also compares `read_from`, on which the later ones
     depend, and raises a DisagreementError on all ranks if one has another.
     """
-    finish_pending(raises=False)
+    if f"{PACKAGE}.saving.pending" in sys.modules:
+        from ..saving.pending import finish_pending
+
+        finish_pending(raises=False)
     error: BaseException | None = None
     finished: list[str] = []
     try:
-        if (coordinator.is_main or coordinator.is_alone) and path is not None and os.path.isdir(path):
+        if (coordinator.is_main or coordinator.is_alone) and path is not None and has_unfinished(Path(path)):
+            from ..saving.files import finish_interrupted
+
             finished = finish_interrupted(Path(path))
     except Exception as caught:
         error = caught

@@ -11,10 +11,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..footprint.memory import MemoryFootprint
 from .text import bytes_text, fold, folded_names, markdown_table
+
+
+if TYPE_CHECKING:
+    from ..footprint.memory import MemoryFootprint
 
 
 PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from ..destinations.base import Holding
+from ..destinations.holder import Holding
 from ..engine.workers import run_in_threads
 
 

@@ -21,12 +21,12 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.kinds import UNFINISHED
 from ..checkpoint.safetensors import ShardToWrite
 from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance
 
 
-PREFIX = ".hf_zero_stream-saving-"
 _LIST = "renames.json"
 _SHARD = re.compile(r"(.*?)-\d{5}-of-\d{5}")
 
@@ -152,9 +152,9 @@ class Publication:
                 raise SaveError(f"{folder}: expected a folder to save into, found a file.")
             folder.mkdir(parents=True, exist_ok=True)
             finish_interrupted(folder)
-            for left in folder.glob(f"{PREFIX}*"):
+            for left in folder.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(left)
-            temporary = folder / f"{PREFIX}{uuid.uuid4().hex[:12]}"
+            temporary = folder / f"{UNFINISHED}{uuid.uuid4().hex[:12]}"
             temporary.mkdir()
         except OSError as error:
             if isinstance(error, SaveError):
@@ -215,18 +215,18 @@ class Publication:
 
 def is_unfinished(folder: Path) -> bool:
     """Whether a save into `folder` has died, or goes on, so that not everything is there that was to be saved."""
-    return any(not (temporary / _LIST).exists() for temporary in folder.glob(f"{PREFIX}*"))
+    return any(not (temporary / _LIST).exists() for temporary in folder.glob(f"{UNFINISHED}*"))
 
 
 def has_only_unfinished(folder: Path) -> bool:
     """Whether nothing is in `folder` but saves that have died."""
-    return is_unfinished(folder) and all(path.name.startswith(PREFIX) for path in folder.iterdir())
+    return is_unfinished(folder) and all(path.name.startswith(UNFINISHED) for path in folder.iterdir())
 
 
 def finish_interrupted(folder: Path) -> list[str]:
     """Finish saves into `folder` that died while files got their final names; returns the names that were missing."""
     finished: list[str] = []
-    for temporary in sorted(folder.glob(f"{PREFIX}*")):
+    for temporary in sorted(folder.glob(f"{UNFINISHED}*")):
         if (temporary / _LIST).exists():
             with _locked(temporary):  # ranks that load alone may come here at the same time
                 if (temporary / _LIST).exists():

@@ -11,9 +11,9 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import HostTensor, Stored, View
 from ..destinations import kinds
-from ..destinations.base import Holding
 from ..destinations.deepspeed.marks import has_partition
 from ..destinations.deepspeed.original_experts import with_original_experts
+from ..destinations.holder import Holding
 from ..destinations.own_names import named_parameters, own_names, own_or_clean
 from ..destinations.shards import whole_of
 from ..errors import UnsupportedError

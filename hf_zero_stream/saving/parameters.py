@@ -17,7 +17,8 @@ from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
-from ..destinations.base import Holding, narrowed
+from ..destinations.base import narrowed
+from ..destinations.holder import Holding
 from ..engine.compute import Evaluator
 from ..errors import SaveError
 from ..planning.parameter_box import Interval, ParameterBox

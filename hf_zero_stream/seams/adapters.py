@@ -1,21 +1,19 @@
 """PEFT's adapters: put on a model that is only planned, and refused by name where packed weights cannot have them.
 
-From the first packed or sharded model on some of PEFT's methods stay replaced: they are called outside of
-``streaming()`` too.
+From the first packed or sharded model on PEFT's methods stay replaced: they are called outside of ``streaming()`` too.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ConfigError, UnsupportedError, refuse_unknown_version
+from ..errors import ConfigError, UnsupportedError
 from ..packed.modules import is_packed, packed_weights
 from ..packed.replicas import keep_alike
 
@@ -43,55 +41,30 @@ def put_adapters_on(model: nn.Module, lora: Any) -> None:
             param.data = param.data.float()  # as get_peft_model does, and DeepSpeed leaves it
 
 
-@functools.cache
-def watch_adapters() -> None:
-    """Have PEFT refuse what packed weights cannot have, and treat them as weights of their values' dtype otherwise.
+def inject_adapter(
+    original: Callable[..., Any], self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """``BaseTuner.inject_adapter``: refuse what packed weights cannot have, and treat them as their values otherwise.
 
     Adapters on models that FSDP2 has sharded already are kept alike on all ranks, if we have loaded the model.
     """
-    if importlib.util.find_spec("peft") is None:
-        return
-    from peft.tuners.tuners_utils import BaseTuner
+    if not is_packed(model) and not hasattr(model, "streaming_report"):  # not ours
+        return original(self, model, adapter_name, *args, **kwargs)
+    if is_packed(model):
+        _refuse_reading(self.peft_config[adapter_name])
+    _refuse_replicas(model)
+    result = original(self, model, adapter_name, *args, **kwargs)
+    _cast_adapters(model, adapter_name)
+    _keep_alike(model, adapter_name)
+    return result
 
-    names = ("_check_merge_allowed", "inject_adapter")
-    refuse_unknown_version("peft", [f"BaseTuner.{name}" for name in names if not hasattr(BaseTuner, name)])
-    check_merge, inject = BaseTuner._check_merge_allowed, BaseTuner.inject_adapter
-    inject_into_parameters = getattr(BaseTuner, "_inject_parameters", None)  # PEFT has it from 0.17 on
 
-    @functools.wraps(check_merge)
-    def check_merge_allowed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_packed(self.model):
-            raise UnsupportedError(
-                "The base model's weights are quantised and packed (hf_zero_stream's keep_quantized): adapters cannot "
-                "be merged into them. Save the adapters, load the base model dequantised in one process, outside "
-                "streaming() (a quantization_config with dequantize=True; with bitsandbytes, model.dequantize()), put "
-                "the adapters on it (PeftModel.from_pretrained) and merge there."
-            )
-        return check_merge(self, *args, **kwargs)
-
-    @functools.wraps(inject)
-    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> Any:
-        if not is_packed(model) and not hasattr(model, "streaming_report"):  # not ours
-            return inject(self, model, adapter_name, *args, **kwargs)
-        if is_packed(model):
-            _refuse_reading(self.peft_config[adapter_name])
-        _refuse_replicas(model)
-        result = inject(self, model, adapter_name, *args, **kwargs)
-        _cast_adapters(model, adapter_name)
-        _keep_alike(model, adapter_name)
-        return result
-
-    BaseTuner._check_merge_allowed, BaseTuner.inject_adapter = check_merge_allowed, inject_adapter
-    if inject_into_parameters is None:
-        return
-
-    @functools.wraps(inject_into_parameters)
-    def inject_parameters(self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # Only now: PEFT has just made target_parameters of the target_modules that are matrices of experts.
-        _refuse_packed_targets(model, peft_config.target_parameters or ())
-        return inject_into_parameters(self, peft_config, model, *args, **kwargs)
-
-    BaseTuner._inject_parameters = inject_parameters
+def inject_parameters(
+    original: Callable[..., Any], self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
+    """``BaseTuner._inject_parameters``. PEFT has just made target_parameters of target_modules that are experts'."""
+    _refuse_packed_targets(model, peft_config.target_parameters or ())
+    return original(self, peft_config, model, *args, **kwargs)
 
 
 def _refuse_reading(config: Any) -> None:

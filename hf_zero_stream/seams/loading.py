@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,21 +14,32 @@ from torch.distributed.tensor import DTensor
 from transformers import modeling_utils
 from transformers.utils import logging
 
-from ..checkpoint import distcp, torch_files
-from ..checkpoint.contents import is_distributed
+from ..bindings.install import keep_watching
 from ..checkpoint.index_file import check_files, read_index_file
+from ..checkpoint.kinds import METADATA, is_distributed
 from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..sources.urls import is_url
-from .adapters import watch_adapters
 from .ds_config import zero3_hidden
-from .packing import pack_model
-from .quantised import dequantising, mapped_gguf_values, stays_quantised
 from .session import Original, Session, Stopped, in_session
 
 
 logger = logging.get_logger(__name__)
+
+
+@in_session
+def get_hf_quantizer(
+    session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """What stays quantised, or is quantised now, is a matter of :mod:`.packing`."""
+    configs = [config, config.get_text_config(decoder=True)]
+    if quantization_config is None and all(getattr(each, "quantization_config", None) is None for each in configs):
+        session.kept_config = session.quantiser = None
+        return original(config, quantization_config, *args, **kwargs)
+    from . import packing
+
+    return packing.get_hf_quantizer(session, original, config, quantization_config, *args, **kwargs)
 
 
 @in_session
@@ -105,7 +116,7 @@ def load_pretrained_model(
     slices = _open(session, state_dict, checkpoint_files, load_config)
     if session.rename is not None:
         slices = {session.rename(name): piece for name, piece in slices.items()}
-    with load.clock("plan"), zero3_hidden(), dequantising(load_config.hf_quantizer), keeping_groups(model):
+    with load.clock("plan"), zero3_hidden(), _dequantising(load_config.hf_quantizer), keeping_groups(model):
         # Of a model inside another the dtype does not count: that of the outer one does.
         dtype = load.destination.dtype(None if is_part else load_config.dtype)
         if dtype is not None:
@@ -124,6 +135,21 @@ def load_pretrained_model(
         load.refuse_absent()
         result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
         return result
+
+
+def stays_quantised(hf_quantizer: Any) -> bool:
+    """Whether the model keeps a quantised form, which ZeRO-3 cannot partition."""
+    return hf_quantizer is not None and not (
+        hf_quantizer.pre_quantized and getattr(hf_quantizer.quantization_config, "dequantize", False)
+    )
+
+
+def _dequantising(hf_quantizer: Any) -> AbstractContextManager[None]:
+    if hf_quantizer is None:
+        return nullcontext()
+    from .quantised import dequantising
+
+    return dequantising(hf_quantizer)
 
 
 def _load_adapter(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -174,7 +200,7 @@ def load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) ->
     session = Session.current()  # also of a load that was left to stock
     if session is None:
         return original(file, *args, **kwargs)
-    if os.path.basename(file) == distcp.METADATA:
+    if os.path.basename(file) == METADATA:
         views = session.load.look_into_distributed(os.path.dirname(file)).views
         return {name: torch.empty(view.sizes, dtype=view.node.dtype, device="meta") for name, view in views.items()}
     if str(file).endswith(".safetensors"):
@@ -194,7 +220,7 @@ def get_resolved_checkpoint_files(session: Session, original: Original, *args: A
     transformers knows no folders of torch.distributed.checkpoint with that library's own files.
     """
     if (distributed := _distributed_folder(**kwargs)) is not None:
-        return [os.path.join(distributed, distcp.METADATA)], None
+        return [os.path.join(distributed, METADATA)], None
     try:
         return original(*args, **kwargs)
     except OSError:
@@ -224,16 +250,20 @@ def _distributed_folder(
 def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Mapping[str, Any]:
     load = session.load
     if state_dict is not None:
+        from .quantised import mapped_gguf_values
+
         return load.open_values(mapped_gguf_values(state_dict))
     if not files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
-    if os.path.basename(files[0]) == distcp.METADATA:
+    if os.path.basename(files[0]) == METADATA:
         return load.open_distributed(os.path.dirname(files[0]))
     if load_config.sharded_metadata is None:
         _check_and_read_ahead(session, files)  # of an index, this was done when it was read
     weight_map = (load_config.sharded_metadata or {}).get("weight_map")
     if files[0].endswith(".safetensors"):
         return load.open(files, weight_map)
+    from ..checkpoint import torch_files
+
     load.compare_files(files)
     reason = load.coordinator.broadcast(partial(torch_files.why_not, load.checkpoint.source, files))
     if not reason:
@@ -258,6 +288,8 @@ def finalize_model_loading(
     session.placing = partial(_place, session, model, load_config, loading_info)
     dtype = session.load.destination.dtype(load_config.dtype)
     if session.kept_config is not None and not session.has_nested:  # else files are numbered in another way
+        from .packing import pack_model
+
         with session.load.clock("plan"):
             pack_model(session, model, dtype, loading_info)
     clock, inside = session.load.clock, ("plan", "read", "convert", "copy")
@@ -266,7 +298,7 @@ def finalize_model_loading(
         result = original(model, load_config, loading_info)
         clock.add("finalise", before - sum(clock.seconds[phase] for phase in inside))  # they count as themselves
         if any(isinstance(param, DTensor) for param in session.model.parameters()):
-            watch_adapters()
+            keep_watching()
         return result
 
 

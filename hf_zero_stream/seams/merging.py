@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from ..destinations.deepspeed.marks import has_partition
+from ..errors import UnsupportedError
+from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import Occasion
 from ..scope import active_configs
@@ -35,7 +37,14 @@ def _changing(module: nn.Module) -> AbstractContextManager[None]:
 
 
 def check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """PEFT begins a merge with it: all ranks must come."""
+    """PEFT begins a merge with it: all ranks must come; packed weights cannot take it."""
+    if is_packed(self.model):
+        raise UnsupportedError(
+            "The base model's weights are quantised and packed (hf_zero_stream's keep_quantized): adapters cannot be "
+            "merged into them. Save the adapters, load the base model dequantised in one process, outside streaming() "
+            "(a quantization_config with dequantize=True; with bitsandbytes, model.dequantize()), put the adapters on "
+            "it (PeftModel.from_pretrained) and merge there."
+        )
     if active_configs() and any(map(has_partition, self.model.parameters())):
         from ..destinations.deepspeed.gathered import gathered
 

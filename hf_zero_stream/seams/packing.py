@@ -20,8 +20,7 @@ from transformers.quantizers import base as quantizers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
-from ..bindings.install import installed
-from ..bindings.rows import Moment
+from ..bindings.install import keep_watching
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import View, entries_of
@@ -30,10 +29,10 @@ from ..packed.modules import PackedLinear, grouped_product, is_packed, packed_we
 from ..packed.programs import NotPackable, NotQuantised, is_computed
 from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
-from .adapters import watch_adapters
 from .bitsandbytes import dequantising_quantizer
 from .dequantised import without_quantizer
-from .quantised import COMPRESSED_FORMATS, stays_quantised
+from .loading import stays_quantised
+from .quantised import COMPRESSED_FORMATS
 from .quantising import QuantisingQuantizer, is_quantisable, sources_of, wanted_config
 from .session import Original, Session, in_session
 
@@ -63,7 +62,6 @@ def _is_known(fields: Mapping[str, Any]) -> bool:
 _Candidates = list[tuple[str, nn.Module, dict[str, tuple[PackedWeight, LazyTensor]]]]
 
 
-@in_session
 def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -212,8 +210,7 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     _report(session, candidates, refused)
     if not candidates:
         return
-    watch_adapters()
-    _keep_watching_saves()
+    keep_watching()
     model._hf_zero_stream_dequantised = sorted(refused)
     # Else transformers would quantise embeddings and the like when it reverses its conversions, to save them.
     model._weight_conversions = list(without_quantizer(getattr(model, "_weight_conversions", None) or []))
@@ -263,12 +260,6 @@ def _refuse_unmade(made: Mapping[str, Any], packed: Set[str], refused: Mapping[s
         raise UnsupportedError(
             f"{unmade[0]} cannot be quantised while it is loaded: {why}. Name its module in llm_int8_skip_modules."
         )
-
-
-@functools.cache  # once
-def _keep_watching_saves() -> None:
-    """There are models now that transformers alone would save wrongly, also outside of ``streaming()``."""
-    installed(Moment.SAVES).__enter__()
 
 
 def _report(session: Session, candidates: _Candidates, refused: Mapping[str, str]) -> None:

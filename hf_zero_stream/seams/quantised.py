@@ -27,13 +27,6 @@ Part = dict[int, tuple[int, Fraction | int]]
 """Where an input holds each dimension of the result; see :class:`..checkpoint.nodes.Blockwise`."""
 
 
-def stays_quantised(hf_quantizer: Any) -> bool:
-    """Whether the model keeps a quantised form, which ZeRO-3 cannot partition."""
-    return hf_quantizer is not None and not (
-        hf_quantizer.pre_quantized and getattr(hf_quantizer.quantization_config, "dequantize", False)
-    )
-
-
 def _optional(module: str, name: str) -> Any:
     """An attribute of one of transformers' integrations; None if the installed version lacks it."""
     with suppress(ImportError):

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Collection
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 from transformers import PreTrainedModel
@@ -16,7 +16,10 @@ from ..bindings.table import TABLE
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
 from ..patching import Replacement
-from .quantising import QuantisingQuantizer
+
+
+if TYPE_CHECKING:
+    from .quantising import QuantisingQuantizer
 
 
 Original = Callable[..., Any]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from .base import ByteSource, Hints, ReadableFile, SourceFile
 from .local import LocalFiles
-from .remote import RemoteFiles
 from .urls import is_url
+
+
+if TYPE_CHECKING:
+    from .remote import RemoteFiles
 
 
 class FilesByPath:

@@ -14,9 +14,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from ..config import StreamingConfig
 from ..errors import ReadError
-from ..ranks.coordinator import Coordinator
 from .base import ByteSource, SourceFile
 
 
@@ -25,13 +23,6 @@ CLOSING_S = 10.0
 
 _DONE = -1
 """In place of a file's number in a request: the client is done."""
-
-
-def reader_and_clients(config: StreamingConfig, coordinator: Coordinator) -> list[int]:
-    """The rank that reads for this one, followed by all others that it reads for."""
-    if config.read_from == "local_rank0":
-        return list(coordinator.topology.ranks_of_host)
-    return list(range(coordinator.world_size))
 
 
 class RelayedFiles:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..checkpoint.safetensors import NotedShard
 from ..destinations import kinds
-from ..destinations.base import Holding
+from ..destinations.holder import Holding
 from ..destinations.own_names import adapter_names, named_parameters
 from ..destinations.slots import MASTER
 from ..destinations.training import Training

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, is_zero_param
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from ...checkpoint.nodes import Computed, View
 from ...errors import LoadError, UnsupportedError, refuse_unknown_version
-from ...planning.parameter_box import ParameterBox
-from ...planning.plan import Target, partition_range
+from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
-from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_of
+from ..base import Batch, Destination, Item, Sourced, flat_items, item_of
 from ..live_sources import live_sources
 from ..replicated import exchange_batches
 from . import nvme, zero3
-from .gathered import gathered, is_changed
-from .masters import ZENFLOW, Master, masters_of
+from .gathered import gathered
+from .held import is_trained_apart
+from .masters import ZENFLOW, masters_of
 from .original_experts import converted_layers
 
 
@@ -128,60 +125,6 @@ class LiveModel(Destination):
         if self._in_context:  # what a GatheredParameters around the load holds
             self._in_context[0].all_gather(param_list=self._in_context)
 
-    @classmethod
-    def holdings(
-        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-    ) -> dict[str, Holding]:
-        """What optimizers train in place of parameters, if that is what is wanted."""
-        if not masters:
-            return {}
-        in_context = set(map(id, gathered(params.values())))
-        replaced = masters_of(param for param in params.values() if not is_zero_param(param))
-        found: dict[str, Holding] = {}
-        for name, param in params.items():
-            if param.dtype == torch.float32:
-                continue
-            if id(param) in replaced:
-                found[name] = _holding_of_masters(param, replaced[id(param)], rank, world_size)
-            elif is_zero_param(param) and is_trained_apart(param):
-                if id(param) in in_context:
-                    raise UnsupportedError(
-                        f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in "
-                        f"{param.dtype}, and the fp32 values that the optimizer trains may be others. Save after the "
-                        "context, or without dtype."
-                    )
-                if is_changed(param):
-                    raise UnsupportedError(
-                        f"dtype=torch.float32: code has changed {name} in place, outside of GatheredParameters, and "
-                        "the fp32 values that the optimizer trains are still the old ones. Change it inside a "
-                        "GatheredParameters, with deepspeed.utils.safe_set_full_fp32_param too, or save without dtype."
-                    )
-                _, start, stop = zero3.own_range(param)
-                values = partial(_open_master_partition, param)
-                found[name] = Holding(zero3.box_of(param), torch.float32, start, stop, values, is_swapped=True)
-        return found
-
-
-def _holding_of_masters(param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int) -> Holding:
-    nothing = Master(torch.empty(0, dtype=torch.float32), 0, 0, is_whole=False)  # all of it is trained by other ranks
-    values, start, stop, is_whole = masters[0] if masters else nothing
-    if is_whole:
-        _, start, stop = partition_range(param.numel(), rank, world_size)
-    box = ParameterBox.whole(param.shape)
-    return Holding(box, values.dtype, start, stop, lambda: nullcontext(values), is_whole=is_whole)
-
-
-@contextmanager
-def _open_master_partition(param: Any) -> Iterator[torch.Tensor]:
-    _, start, stop = zero3.own_range(param)
-    requires_grad = param.requires_grad
-    param.requires_grad = True  # DeepSpeed gives nothing for a parameter that was frozen since
-    try:
-        values = safe_get_local_fp32_param(param)
-    finally:
-        param.requires_grad = requires_grad
-    yield values.detach().view(-1)[: stop - start]
-
 
 def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
     """Whether a tensor of `dtype` holds what `view` has without rounding: the files' own values, of no wider dtype."""
@@ -195,12 +138,6 @@ def _holds_exactly(dtype: torch.dtype, view: View) -> bool:
         return node.dtype == dtype
     mine, theirs = torch.finfo(dtype), torch.finfo(node.dtype)
     return mine.eps <= theirs.eps and mine.max >= theirs.max
-
-
-def is_trained_apart(param: Any) -> bool:
-    """Whether the engine trains an fp32 partition in place of this ZeRO-3 parameter: not if it began frozen."""
-    optimizer = getattr(param, "_z3_optimizer", None)  # all parameters of the model have it
-    return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position
 
 
 def _master_partition(param: Any) -> torch.Tensor | None:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.runtime.zero.partition_parameters import Init, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import Init
 from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
-from ...footprint.memory import MemoryFootprint
-from ...footprint.optimizers import AdamW
-from ...packed.together import Quantised
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ..base import Batch, Destination, Holding, Item, flat_items, replace_lazy
-from ..quantising import ToQuantise, quantising_batches
-from ..replicated import open_flat
-from . import engine_memory, nvme, zero3
-from .gathered import gathered, is_changed, run_gathering_what_is_touched
-from .live import is_trained_apart
+from ..base import Batch, Destination, Item, flat_items, replace_lazy
+from . import nvme, zero3
 
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from ...footprint.memory import MemoryFootprint
+    from ...footprint.optimizers import AdamW
 
 
 class Partitioned(Destination):
@@ -77,10 +71,10 @@ class Partitioned(Destination):
             model, missing, tied, parameter=self._parameter, buffer=self._buffer
         )
         items: dict[int, Item] = {}
-        to_quantise = []
+        together: list[tuple[str, Any, Callable[[torch.Tensor], None]]] = []
         for name, (param, view) in parameters.items():
-            if isinstance(view.node, Quantised):
-                to_quantise.append(ToQuantise(name, view.node, partial(_take_own, param)))
+            if view.node.is_made_together:
+                together.append((name, view.node, partial(_take_own, param)))
                 continue
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
@@ -97,7 +91,7 @@ class Partitioned(Destination):
         buffers_free = nvme.free_buffers(self._ds_config) if swaps else 0
         return [
             Batch([*items.values(), *flat_items(buffers)]),
-            *quantising_batches(to_quantise, self._coordinator, self.device),
+            *_batches_made_together(together, self._coordinator, self.device),
             *nvme.swap_batches(swaps, buffers_free),
         ]
 
@@ -116,6 +110,8 @@ class Partitioned(Destination):
         return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
+        from . import engine_memory
+
         world_size = self._coordinator.world_size
         return engine_memory.model_footprint(
             model, self._ds_config, tied, world_size, staging_bytes, self._trains_on, self._adamw
@@ -130,36 +126,19 @@ class Partitioned(Destination):
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
+        from .gathered import run_gathering_what_is_touched
+
         run_gathering_what_is_touched(initialise, module)
 
-    @classmethod
-    def holdings(
-        cls, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-    ) -> dict[str, Holding]:
-        """Partitions, or the full values of parameters that a ``GatheredParameters`` holds or code has changed."""
-        in_context = set(map(id, gathered(params.values())))
-        undone = []
 
-        def holding(name: str, param: Any) -> Holding:
-            box, (_, start, stop) = zero3.box_of(param), zero3.own_range(param)
-            if id(param) in in_context:
-                values = partial(open_flat, param)
-                return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
-            if is_changed(param):  # perhaps on some ranks only: each gives at least the elements of its partition
-                if is_trained_apart(param):
-                    undone.append(name)
-                return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
-            is_swapped = param.ds_tensor.final_location == "nvme"
-            return Holding(box, param.dtype, start, stop, partial(zero3.open_partition, param), is_swapped=is_swapped)
+def _batches_made_together(
+    weights: Sequence[tuple[str, Any, Callable[[torch.Tensor], None]]], coordinator: Coordinator, device: torch.device
+) -> list[Batch]:
+    if not weights:
+        return []
+    from ..quantising import ToQuantise, quantising_batches
 
-        found = {name: holding(name, param) for name, param in params.items() if is_zero_param(param)}
-        if undone:
-            logger.warning(
-                f"{', '.join(undone[:8])}: code has changed {len(undone)} parameter(s) in place, outside of "
-                "GatheredParameters. They are saved as they are, but the optimizer has the old values, which the next "
-                "step and a resume go on with."
-            )
-        return found
+    return list(quantising_batches([ToQuantise(*weight) for weight in weights], coordinator, device))
 
 
 def _take_own(param: Any, row: torch.Tensor) -> None:

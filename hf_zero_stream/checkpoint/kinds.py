@@ -1,0 +1,36 @@
+"""What a folder holds, by the names of its files; nothing is opened."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TORCH_SINGLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
+"""Where the weights are, or what names their files; transformers takes the first that is there."""
+
+METADATA = ".metadata"
+"""The file of torch.distributed.checkpoint that says what is in its others."""
+
+
+def is_distributed(folder: str | os.PathLike[str]) -> bool:
+    """Whether what a folder holds is a distributed checkpoint; files that transformers would load go first."""
+    return os.path.lexists(Path(folder) / METADATA) and not has_weights(Path(folder))
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether it has files that transformers would load."""
+    return any(os.path.lexists(folder / name) for names in WEIGHTS for name in names)
+
+
+UNFINISHED = ".hf_zero_stream-saving-"
+"""How the names begin of folders in which a save writes files before they get their final names."""
+
+
+def has_unfinished(folder: Path) -> bool:
+    """Whether a save into `folder` has died, or goes on."""
+    return folder.is_dir() and next(folder.glob(f"{UNFINISHED}*"), None) is not None
