@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -89,6 +90,7 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
     )
 
 
+@functools.cache
 def installed_version(package: str) -> str:
     """The version of an imported `package`, by its distribution, or by what it says of itself."""
     from importlib import metadata

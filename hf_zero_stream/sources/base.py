@@ -8,13 +8,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import tenacity
-
 
 T = TypeVar("T")
-
-_DOUBLING = tenacity.wait_exponential(multiplier=0.1, max=5.0)
-_AT_RANDOM = tenacity.wait_random_exponential(multiplier=0.2, max=10.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +141,7 @@ class Retries:
             if not is_transient(error):
                 raise
             failures = [error]
+        import tenacity  # takes longer to import than many a load takes
 
         def try_on() -> T:
             if failures:
@@ -155,11 +151,15 @@ class Retries:
         return tenacity.Retrying(
             retry=tenacity.retry_if_exception(is_transient),
             stop=tenacity.stop_after_attempt(self._limit + 1),
-            wait=_AT_RANDOM if jitter else _DOUBLING,
+            wait=(
+                tenacity.wait_random_exponential(multiplier=0.2, max=10.0)
+                if jitter
+                else tenacity.wait_exponential(multiplier=0.1, max=5.0)
+            ),
             before_sleep=self._note,
             reraise=True,
         )(try_on)
 
-    def _note(self, state: tenacity.RetryCallState) -> None:
+    def _note(self, state: object) -> None:
         with self._lock:
             self.count += 1
