@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 
 import pytest
 import tenacity
@@ -11,9 +12,11 @@ from safetensors.torch import save
 
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.checkpoint.format import Format, Shard, ShardHeader, TensorEntry
-from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
+from hf_zero_stream.checkpoint.index import checkpoint_slices
+from hf_zero_stream.engine.load import Load
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, ReadError
+from hf_zero_stream.loading.dry_load import _Nowhere
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.base import ByteSource, Hints, Retries
 from tests.memory_files import Busy, MemoryFiles
@@ -39,8 +42,8 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def open_checkpoint(source: ByteSource, **settings: int) -> tuple[OpenCheckpoint, dict[str, torch.Tensor]]:
     """The checkpoint, and a lazy tensor for each of its tensors."""
-    checkpoint = OpenCheckpoint(StreamingConfig(**settings), Coordinator(0, 1, alone=True), source)
-    index = CheckpointIndex.from_headers(PATHS, checkpoint.read_headers(PATHS))
+    checkpoint = OpenCheckpoint(StreamingConfig(**settings), Coordinator(0, 1, alone=True), lambda: source)
+    index = checkpoint.indexed(PATHS, checkpoint.read_headers(PATHS))
     checkpoint.add(index.shards)
     return checkpoint, {name: item[...] for name, item in checkpoint_slices(index, checkpoint.materialise).items()}
 
@@ -119,12 +122,13 @@ class Raw:
 
 
 def test_another_format() -> None:
-    source, raw = MemoryFiles({"x": b"abc", "y": b"defg"}), Raw()
-    checked: Format = raw
-    checkpoint = OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True), source, checked)
-    headers = checkpoint.read_headers(["x", "y"])
-    index = CheckpointIndex.from_headers(["x", "y"], headers, format=raw)
-    checkpoint.add(index.shards)
-    slices = checkpoint_slices(index, checkpoint.materialise)
-    joined = torch.cat([slices["y"][...], slices["x"][1:]]).materialise()
-    assert bytes(joined.tolist()) == b"defgbc"
+    """A load reads and parses by it, from another source, as does a load that goes on with the same checkpoint."""
+    source: ByteSource = MemoryFiles({"x": b"abc", "y": b"defg"})
+    raw: Format = Raw()
+    config, alone = StreamingConfig(progress=False), Coordinator(0, 1, alone=True)
+    checkpoint = OpenCheckpoint(config, alone, lambda: source, raw)
+    for opened in (checkpoint, checkpoint.again(alone, torch.device("cpu"))):
+        with closing(Load(config, {}, alone, _Nowhere(), opened)) as load:
+            slices = load.open(["x", "y"], None)
+            joined = torch.cat([slices["y"][...], slices["x"][1:]]).materialise()  # type: ignore[union-attr]
+            assert bytes(joined.tolist()) == b"defgbc" and load.look_into("x").tensors["x"].shape == (3,)

@@ -61,7 +61,7 @@ def hints_of(on_network: bool, monkeypatch: pytest.MonkeyPatch) -> Hints:
 def request_bytes_of(wanted: int, staging_bytes: int, hints: Hints) -> int:
     """What is asked for at once from a source with these hints."""
     settings = StreamingConfig(request_bytes=wanted, staging_bytes=staging_bytes)
-    return OpenCheckpoint(settings, Coordinator(0, 1, alone=True), MemoryFiles({}, hints=hints)).request_bytes
+    return OpenCheckpoint(settings, Coordinator(0, 1, alone=True), lambda: MemoryFiles({}, hints=hints)).request_bytes
 
 
 @pytest.mark.parametrize(

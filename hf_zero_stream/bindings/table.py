@@ -167,12 +167,6 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
                 ("gguf.gguf_conversion_mapping:dequantize_blocks", "dequantize_blocks", "5.17"),
             )
         ],
-        Row(
-            f"{_LOADING}:set_param_for_module",
-            "seams.sharding:set_param_for_module",
-            feature="distributed_config",
-            since="5.17",
-        ),
         # What the checkpoint lacks: from here on the lazy tensors have become the destination's.
         Row(f"{_MODEL}._finalize_model_loading", "seams.loading:finalize_model_loading", weight=_ESSENTIAL),
         Row(f"{_MODEL}._move_missing_keys_from_meta_to_device", "seams.loading:move_missing_keys", weight=_ESSENTIAL),

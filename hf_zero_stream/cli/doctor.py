@@ -18,7 +18,7 @@ import typer
 from ..config import StreamingConfig, unknown_variables, values_in, without_own_section
 from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError
 from ..launcher import announces_zero3, announces_zero3_init
-from ..reports.text import count_text, folded_names
+from ..reports.text import count_text
 from ..sources.base import SourceFile
 from ..sources.local import LocalFiles, is_on_network, kind_of_file_system
 from . import frame
@@ -185,7 +185,7 @@ def _check_storage(path: str) -> Iterator[Check]:
 
 
 def _check_checkpoint(folder: Path) -> Iterator[Check]:
-    """Whether the checkpoint in `folder`, if there is one, is sound, and what stock would make of its shards."""
+    """Whether the checkpoint in `folder`, if there is one, is sound."""
     from ..checkpoint.contents import soundness_of
 
     if not (folder / "config.json").is_file():
@@ -197,35 +197,6 @@ def _check_checkpoint(folder: Path) -> Iterator[Check]:
         yield Check("files", "problem", f"{count_text(len(faults), 'fault')}; {advice}. The first is {first}")
     else:
         yield Check("files", "ok", "sound, as far as headers and sizes show")
-        yield from _check_stock_shards(folder)
-
-
-def _check_stock_shards(folder: Path) -> Iterator[Check]:
-    """What stock transformers makes of the checkpoint in `folder` where ``distributed_config`` shards it."""
-    if not any(folder.glob("*.safetensors")):
-        return
-    from .models import transformers_errors
-
-    what = "distributed_config"
-    try:
-        from ..loading.stock_shards import stock_shards  # checks which torch is there
-
-        with transformers_errors(str(folder)):
-            found = stock_shards(str(folder))
-    except HfZeroStreamError as error:
-        yield Check(what, "no", str(error))
-        return
-    kinds = {
-        "refused": "stock transformers cannot load these under FSDP2",
-        "wrong": "stock transformers gives ranks wrong values of these, without an error, under FSDP2",
-        "unknown": "these are computed from whole tensors: whether stock transformers shards them rightly is unknown",
-    }
-    kind = next((kind for kind in kinds if getattr(found, kind)), None)  # where stock refuses, nothing else matters
-    if kind is None:
-        yield Check(what, "ok", "stock transformers gives each rank its own values under FSDP2")
-    else:
-        names = ", ".join(folded_names(getattr(found, kind)))
-        yield Check(what, "note", f"{kinds[kind]}: {names}. Load inside streaming().")
 
 
 def _check_launcher(config_file: str | None) -> Iterator[Check]:

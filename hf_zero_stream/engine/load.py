@@ -86,7 +86,7 @@ class Load:
         """What is in one shard; where one rank reads for others, rank 0 reads the header (all ranks)."""
         read = partial(self.checkpoint.read_headers, [shard])
         headers = self.coordinator.broadcast(read) if self.checkpoint.relays else read()
-        return CheckpointIndex.from_headers([shard], headers)
+        return self.checkpoint.indexed([shard], headers)
 
     def compare_files(self, files: Sequence[str]) -> list[str]:
         """Check that all ranks load files of the same names, and return every rank's folder (all ranks).
@@ -166,7 +166,7 @@ class Load:
                 refuse_other_shards(there, zip(*read(there)), zip(headers, samples))
             rest, maps = iter(headers), chain([weight_map], repeat(None))
             return [
-                CheckpointIndex.from_headers(part, list(islice(rest, len(part))), of_part) if has_files else None
+                self.checkpoint.indexed(part, list(islice(rest, len(part))), of_part) if has_files else None
                 for part, has_files, of_part in zip(parts, is_there, maps)
             ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ..accelerators import is_accelerator
 from ..checkpoint import formats
 from ..checkpoint.format import Format, Shard, ShardHeader
+from ..checkpoint.index import CheckpointIndex
 from ..checkpoint.nodes import View
 from ..config import StreamingConfig
 from ..errors import ReadError
@@ -47,20 +48,20 @@ HEADER_THREADS = 64
 class OpenCheckpoint:
     """The open files of one load, and how a rank that trains on `device` reads them.
 
-    A rank that reads itself reads from `source`; default: files of this host, and URLs.
+    A rank that reads itself reads from what `make_source` returns; default: files of this host, and URLs.
     """
 
     def __init__(
         self,
         config: StreamingConfig,
         coordinator: Coordinator,
-        source: ByteSource | None = None,
+        make_source: Callable[[], ByteSource] | None = None,
         format: Format = formats,
         device: torch.device = torch.device("cpu"),
     ) -> None:
         self.config = config
         self.coordinator = coordinator
-        self._format = format
+        self._make_source, self._format = make_source, format
         self._device = device
         self._is_relayed = False
         self._server: Server | None = None
@@ -68,7 +69,7 @@ class OpenCheckpoint:
         self.shards: tuple[Shard, ...] = ()
         self.retries = Retries(config.read_retries)
         local = partial(LocalFiles, direct_io=config.direct_io, cache_bytes=psutil.virtual_memory().total)
-        self.source = source or FilesByPath(local(retries=self.retries), self._remote_files)
+        self.source = make_source() if make_source else FilesByPath(local(retries=self.retries), self._remote_files)
         """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
 
@@ -79,7 +80,7 @@ class OpenCheckpoint:
 
     def again(self, coordinator: Coordinator, device: torch.device) -> OpenCheckpoint:
         """The same files, for another load of them; one that has changed since is an error (all ranks)."""
-        again = OpenCheckpoint(self.config, coordinator, format=self._format, device=device)
+        again = OpenCheckpoint(self.config, coordinator, self._make_source, self._format, device)
         if isinstance(self.source, FilesByPath) and isinstance(again.source, FilesByPath):
             again.source.local.seen.update(self.source.local.seen)
         again.add(self.shards)
@@ -136,6 +137,12 @@ class OpenCheckpoint:
         many = self.source.hints(paths).is_everywhere
         run_in_threads(paths, work, min(len(paths), HEADER_THREADS) if many else 1)
         return [found[path] for path in paths]
+
+    def indexed(
+        self, paths: Sequence[str], headers: Sequence[ShardHeader], weight_map: Mapping[str, str] | None = None
+    ) -> CheckpointIndex:
+        """What is in the files of `paths`, by their `headers`, which perhaps another rank has read."""
+        return CheckpointIndex.from_headers(paths, headers, weight_map, format=self._format)
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
         """For each file, a digest of some of its bytes, 8 bytes long; raises ReadError if one cannot be read."""

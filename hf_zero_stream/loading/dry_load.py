@@ -217,7 +217,6 @@ def lazily_loaded(
     load: Load,
     model_class: Any = None,
     *,
-    stock_values: dict[str, Any] | None = None,
     is_quiet: bool = False,
     optional: Collection[str] = (),
     rename: Callable[[str], str] | None = None,
@@ -231,7 +230,6 @@ def lazily_loaded(
     session = Session(
         load,
         is_dry=True,
-        stock_values=stock_values,
         strict=load.config.strict,
         is_quiet=is_quiet,
         optional=optional,

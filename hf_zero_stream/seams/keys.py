@@ -188,8 +188,6 @@ def convert(session: Session, original: Original, self: Any, layer_name: str, *a
     try:
         return original(self, layer_name, *args, **kwargs)
     except core_model_loading.SkipParameters:
-        if session.stock_values is not None:
-            raise
         for pattern, tensors in collected.items():
             # A converter collects functions that return tensors, or tensors.
             values = (tensor() if callable(tensor) else tensor for tensor in tensors)

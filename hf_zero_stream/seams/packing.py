@@ -119,7 +119,7 @@ def _explain(session: Session, quantizer: Any, could_be_packed: bool, config: An
             "alone, or leave the setting out, and have them dequantised (a quantization_config with dequantize=True)."
         )
     place = getattr(config, "name_or_path", "") or "this checkpoint"
-    if session.is_dry and session.stock_values is None:
+    if session.is_dry:
         device = load.destination.trains_on
         if stays or (could_be_packed and device not in ("", "cpu")):
             on = f" on {device}" if device and not stays else ""

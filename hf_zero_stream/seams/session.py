@@ -50,8 +50,6 @@ class Session:
 
     Attributes:
         is_dry: ``from_pretrained`` is called for its lazy model only; :class:`Stopped` ends it there.
-        stock_values: if given, transformers cuts what it loads as without us, and what it would then put in place of
-            parameters is collected here, by name.
         inside: the session whose model is being built, if that model's ``__init__`` makes this ``from_pretrained``.
             Then this session's model stays lazy, and is placed as a part of the other.
         is_quiet: transformers shall not report what the checkpoint lacks: the caller looks at it.
@@ -70,7 +68,6 @@ class Session:
 
     load: Load
     is_dry: bool = False
-    stock_values: dict[str, Any] | None = None
     inside: Session | None = None
     strict: bool = False
     is_quiet: bool = False

@@ -75,17 +75,7 @@ def device_type() -> str:
 @in_session
 def is_dtensor(session: Session, original: Original, tensor: Any) -> bool:
     """Have whole tensors converted, and put in place of sharded parameters."""
-    return session.stock_values is not None and original(tensor)
-
-
-@in_session
-def set_param_for_module(
-    session: Session, original: Original, model: Any, name: str, value: Any, *args: Any, **kwargs: Any
-) -> None:
-    if session.stock_values is None:
-        original(model, name, value, *args, **kwargs)
-    else:
-        session.stock_values[name] = value
+    return False
 
 
 @in_session
