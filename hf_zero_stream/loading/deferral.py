@@ -30,7 +30,7 @@ from ..destinations.deferred import Deferred, InPlace, fill_whole
 from ..engine.load import Load
 from ..engine.opened import OpenCheckpoint
 from ..errors import UnsupportedError
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
@@ -150,8 +150,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
     if not deferrals:
         return original(accelerator, model)
     with expected_at(LOAD):
-        coordinator = Coordinator.of_default_group()
-        with coordinator.watched(LOAD), coordinator.reporting():
+        with meeting(LOAD) as coordinator:
             first, *others = deferrals
             for other in others:  # their files have numbers of their own
                 other.fill_whole(model)

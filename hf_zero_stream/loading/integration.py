@@ -20,7 +20,7 @@ from ..config import buildable
 from ..destinations.deepspeed.marks import is_inside_zero_init
 from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.memory import collector_paused
 from ..seams.ds_config import ModelsConfig, found_config
@@ -119,7 +119,7 @@ def _load(
     if choice is not None and choice.occasion is not None:
         coordinator = Coordinator.of_default_group()
         try:
-            with coordinator.watched(choice.occasion, choice.subject), coordinator.reporting():
+            with meeting(choice.occasion, choice.subject, coordinator=coordinator):
                 return _streamed(choice.make_load, coordinator, stock, path, kwargs)
         except (Apart, DisagreementError) as why:
             if not choice.occasion.is_optional:

@@ -23,7 +23,7 @@ from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
 from ..errors import ConfigError, LoadError, UnsupportedError
 from ..packed.modules import is_packed
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
@@ -138,8 +138,7 @@ def place_into(
             "load_into(model)",
             "Load it anew with from_pretrained.",
         )
-        coordinator = coordinator or Coordinator.of_default_group()
-        with coordinator.watched(LOAD), coordinator.reporting():
+        with meeting(LOAD, coordinator=coordinator) as coordinator:
             finish_saves_into(path, config.read_from, coordinator)
             destination = _memory_of(live_model, coordinator, config, with_masters)
             load = Load(config, {}, coordinator, destination)

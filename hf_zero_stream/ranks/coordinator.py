@@ -331,6 +331,22 @@ def _raise_again(error: BaseException) -> NoReturn:
 
 
 @contextmanager
+def meeting(occasion: Occasion, subject: str = "", coordinator: Coordinator | None = None) -> Iterator[Coordinator]:
+    """Wait for all ranks, and be one of them inside: every operation that is for all ranks begins with it.
+
+    Gives the coordinator of the default process group, or the one that is given. Inside, ranks watch each other: one
+    that dies ends the operation on all. An error of one is raised on all of them, at the next agreement.
+
+    Raises:
+        PeerError: a rank has died, or does not come.
+        Apart: ranks may do this alone, and some will not come.
+    """
+    coordinator = coordinator or Coordinator.of_default_group()
+    with coordinator.watched(occasion, subject), coordinator.reporting():
+        yield coordinator
+
+
+@contextmanager
 def expected_at(occasion: Occasion) -> Iterator[None]:
     """Around code that runs before an `occasion`: if it fails, tell the other ranks, so that they do not wait."""
     if is_alone():

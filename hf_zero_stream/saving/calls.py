@@ -25,7 +25,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..destinations.deepspeed.marks import has_partition, is_gathered_whole
 from ..errors import SaveError, UnsupportedError
 from ..packed.modules import is_packed
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..scope import active_configs
@@ -173,7 +173,7 @@ def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None 
     from .save import occasion_to_save  # imports deepspeed, which takes seconds
 
     whole, coordinator = unwrapped(model), Coordinator.of_default_group()
-    with coordinator.watched(occasion_to_save(whole, coordinator)), coordinator.reporting():
+    with meeting(occasion_to_save(whole, coordinator), coordinator=coordinator):
         if not coordinator.is_main:
             report = None
             while (call := pickle.loads(coordinator.broadcast(bytes))) is not None:  # of what rank 0 sends

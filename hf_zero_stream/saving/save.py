@@ -25,7 +25,7 @@ from ..destinations.shards import local_of
 from ..engine.lanes import settle
 from ..errors import UnsupportedError
 from ..ranks.background import BackgroundMeeting
-from ..ranks.coordinator import Coordinator
+from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE, Occasion
 from ..reports.load import PhaseClock
 from ..reports.memory import AnonymousMemory, collector_paused
@@ -226,7 +226,7 @@ class Save:
     @contextmanager
     def _together(self) -> Iterator[None]:
         """Inside, all ranks are here, and watch each other."""
-        with self._coordinator.watched(occasion_to_save(self.model, self._coordinator)), self._coordinator.reporting():
+        with meeting(occasion_to_save(self.model, self._coordinator), coordinator=self._coordinator):
             yield
 
     @contextmanager

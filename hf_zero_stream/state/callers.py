@@ -14,7 +14,7 @@ from ..checkpoint.signs import remove_signs, write_signs
 from ..checkpoint.zero_folder import SWAPPED, ZERO_2_MODEL, entries_of_deepspeed, world_size_of
 from ..config import StreamingConfig
 from ..errors import CheckpointError
-from ..ranks.coordinator import Coordinator
+from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
 from ..saving.files import finish_interrupted, has_only_unfinished
@@ -84,8 +84,7 @@ def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
         CheckpointError: on all ranks: the folder `tag` holds nothing but a save that has died.
     """
     finish_pending(raises=False)
-    coordinator = Coordinator.of_default_group()
-    with coordinator.watched(LOAD), coordinator.reporting():
+    with meeting(LOAD) as coordinator:
         return coordinator.broadcast(partial(_look, folder, tag))
 
 
@@ -129,8 +128,7 @@ def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bo
         is_other = saved != world_size or (ZERO_2_MODEL in entries_of_deepspeed(place)) == shards_parameters
         return saved > 0 and (is_other or (place / SWAPPED).exists())
 
-    coordinator = Coordinator.of_default_group()
-    with coordinator.watched(LOAD), coordinator.reporting():
+    with meeting(LOAD) as coordinator:
         return coordinator.broadcast(look)
 
 
@@ -148,21 +146,19 @@ def name_state(folder: Path, tag: str, saved: SaveReport | PendingSave) -> None:
         if coordinator.is_main:
             saved.then(name)
         return
-    with coordinator.watched(SAVE), coordinator.reporting():
+    with meeting(SAVE, coordinator=coordinator):
         coordinator.run_on_main(name)
 
 
 def forget_state(place: Path) -> None:
     """Have nobody find a state of ours in `place` any more, where somebody else has saved a newer one (all ranks)."""
-    coordinator = Coordinator.of_default_group()
-    with coordinator.watched(SAVE), coordinator.reporting():
+    with meeting(SAVE) as coordinator:
         coordinator.run_on_main(lambda: (place / LATEST).unlink(missing_ok=True))
 
 
 def forget_signs(place: Path) -> None:
     """Remove what :mod:`..checkpoint.signs` has put into `place`, where DeepSpeed is going to save (all ranks)."""
-    coordinator = Coordinator.of_default_group()
-    with coordinator.watched(SAVE), coordinator.reporting():
+    with meeting(SAVE) as coordinator:
         coordinator.run_on_main(partial(remove_signs, place))
 
 

@@ -20,7 +20,7 @@ from ..destinations.slots import MASTER, make_entries
 from ..destinations.training import Training
 from ..errors import CheckpointError, UnsupportedError
 from ..loading.integration import finish_saves_into
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..seams.adapted import is_adapted
@@ -172,7 +172,7 @@ def load_without_optimizer(
     finish_pending()
     coordinator = Coordinator.of_default_group()
     place, model = folder / tag, unwrapped(engine)
-    with coordinator.watched(LOAD), coordinator.reporting():
+    with meeting(LOAD, coordinator=coordinator):
         found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
         record = found.renamed(partial(own_or_clean, own_names(model)))
         has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder))

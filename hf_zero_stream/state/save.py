@@ -28,7 +28,7 @@ from ..checkpoint.zero_folder import entries_of_deepspeed
 from ..destinations.slots import elementwise_keys, holdings_of
 from ..destinations.training import STEPS, Training
 from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
@@ -142,7 +142,7 @@ def save_state(
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
         save = Save(training.model, folder, coordinator=coordinator, keeps_plans=True, takes_any=True, **kwargs)
-    with coordinator.watched(SAVE), coordinator.reporting():
+    with meeting(SAVE, coordinator=coordinator):
         mine = digests_of(record.groups), record.data, rng.of_this_rank()
         digests, data, random_states = zip(*coordinator.all_gather(mine), strict=True)
         refuse_ranks_apart(digests)
