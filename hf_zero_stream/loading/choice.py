@@ -11,8 +11,9 @@ import torch
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
-from .. import scope
+from .. import accelerators, scope
 from ..config import StreamingConfig, adopt_alias, completed
+from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import UnsupportedError
 from ..launcher import announced_local_rank, announces_zero3, announces_zero3_init
@@ -146,10 +147,18 @@ def shares_columns(settings: StreamingConfig) -> bool:
 
 
 def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
-    from ..destinations.deepspeed.flat.replicas import FlatReplicas
-
     ds_config, on_device = completed(found), settings.replicas_on == "device"
-    replicas = FlatReplicas(ds_config, coordinator, settings.staging_bytes, on_device=on_device)
+    replicas: Destination
+    if found:
+        from ..destinations.deepspeed.flat.replicas import FlatReplicas
+
+        replicas = FlatReplicas(ds_config, coordinator, settings.staging_bytes, on_device=on_device)
+    else:
+        from ..destinations.replicated import Replicated
+
+        kind = accelerators.kind()
+        device = (kind and accelerators.device_of_rank(kind, announced_local_rank())) or torch.device("cpu")
+        replicas = Replicated(coordinator, settings.staging_bytes, device, on_device=on_device)
     return Load(settings, ds_config, coordinator, replicas)
 
 

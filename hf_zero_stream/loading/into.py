@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ..destinations import fsdp
 from ..destinations.base import Destination
 from ..destinations.deferred import fill_whole
 from ..destinations.live_shards import LiveShards
+from ..destinations.live_whole import LiveWhole
 from ..destinations.own_names import named_buffers
 from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
@@ -165,6 +167,8 @@ def _memory_of(model: nn.Module, coordinator: Coordinator, config: StreamingConf
             f"load_into: the model's {without_memory[0]} is on the meta device, without memory. Call "
             "model.to_empty(device=...) first."
         )
+    if "deepspeed" not in sys.modules:
+        return LiveWhole(model, coordinator, config.staging_bytes)
     from ..destinations.deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
 
     return LiveModel(model, coordinator, config.staging_bytes, with_masters=with_masters)

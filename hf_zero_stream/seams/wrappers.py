@@ -9,12 +9,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedSchedulerWrapper, extract_model_from_parallel, fsdp_utils
+from accelerate.utils import extract_model_from_parallel, fsdp_utils
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -49,9 +50,19 @@ def unwrapped_scheduler(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
 
+def _is_the_engines(scheduler: Any) -> bool:
+    """Whether it is accelerate's wrapper of a DeepSpeed engine's scheduler; accelerate has it where DeepSpeed is."""
+    wrapper = getattr(accelerate.utils, "DeepSpeedSchedulerWrapper", None)
+    return wrapper is not None and isinstance(scheduler, wrapper)
+
+
+def _steps_with_accelerate(scheduler: Any) -> bool:
+    return isinstance(scheduler, AcceleratedScheduler) and not _is_the_engines(scheduler)
+
+
 def steps_per_step(scheduler: Any) -> int:
     """How many steps `scheduler` makes for each step of the optimizer."""
-    counts_ranks = isinstance(scheduler, AcceleratedScheduler) and not isinstance(scheduler, DeepSpeedSchedulerWrapper)
+    counts_ranks = _steps_with_accelerate(scheduler)
     if not counts_ranks or scheduler.split_batches or not scheduler.step_with_optimizer:
         return 1
     return int(AcceleratorState().num_processes)
@@ -68,8 +79,7 @@ def scheduler_of(schedulers: Sequence[Any], optimizer: Any) -> Any:
     found = [
         scheduler
         for scheduler in schedulers
-        if isinstance(scheduler, AcceleratedScheduler)
-        and not isinstance(scheduler, DeepSpeedSchedulerWrapper)
+        if _steps_with_accelerate(scheduler)
         and any(getattr(each, "optimizer", each) is inner for each in scheduler.optimizers)
     ]
     return found[0] if len(found) == 1 else None
@@ -92,9 +102,7 @@ def keeping_schedulers(accelerator: Accelerator, restored: Sequence[Any]) -> Ite
 
         return SimpleNamespace(load_state_dict=load_state_dict)
 
-    accelerator._schedulers = [
-        each if isinstance(each, DeepSpeedSchedulerWrapper) else stand_in(each) for each in before
-    ]
+    accelerator._schedulers = [each if _is_the_engines(each) else stand_in(each) for each in before]
     try:
         yield
     finally:

@@ -11,11 +11,12 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ...checkpoint.nodes import Computed, View
-from ...errors import LoadError, UnsupportedError, refuse_unknown_version
+from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Destination, Item, Sourced, flat_items, item_of
 from ..live_sources import live_sources
+from ..live_whole import refuse_repeated
 from ..replicated import exchange_batches
 from . import nvme, zero3
 from .gathered import gathered
@@ -66,10 +67,7 @@ class LiveModel(Destination):
             convert_like(self._model, model, missing)
         parameters, buffers, repeated = live_sources(self._model, model, missing)
         if repeated:
-            raise LoadError(
-                f"load_into: the checkpoint has values for {', '.join(repeated)} too, which the model has tied to "
-                "parameters of other names. Save the checkpoint without them."
-            )
+            refuse_repeated(repeated)
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
         swapped: list[nvme.Swap] = []
