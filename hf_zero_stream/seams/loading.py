@@ -20,6 +20,7 @@ from ..checkpoint.index_file import check_files, read_index_file
 from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
+from ..ranks.coordinator import Coordinator
 from ..sources.urls import is_url
 from .adapters import watch_adapters
 from .ds_config import zero3_hidden
@@ -367,4 +368,6 @@ def _tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
         return original(source, target)
     from ..destinations.deepspeed.zero3 import partitions_equal
 
-    return partitions_equal(source, target)
+    session = Session.current()
+    coordinator = Coordinator.of_default_group() if session is None else session.load.coordinator
+    return partitions_equal(source, target, coordinator)

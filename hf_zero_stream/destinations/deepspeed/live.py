@@ -22,7 +22,7 @@ from ..base import Batch, Destination, Holding, Item, Sourced, flat_items, item_
 from ..live_sources import live_sources
 from ..replicated import exchange_batches
 from . import nvme, zero3
-from .gathered import gathered, is_changed
+from .gathered import gather, gathered, is_changed
 from .masters import ZENFLOW, Master, masters_of
 from .original_experts import converted_layers
 
@@ -127,8 +127,7 @@ class LiveModel(Destination):
             param.ds_secondary_tensor = None
 
     def finish(self) -> None:
-        if self._in_context:  # what a GatheredParameters around the load holds
-            self._in_context[0].all_gather(param_list=self._in_context)
+        gather(self._coordinator, self._in_context)  # what a GatheredParameters around the load holds
 
     @classmethod
     def holdings(

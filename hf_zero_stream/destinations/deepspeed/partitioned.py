@@ -132,7 +132,7 @@ class Partitioned(Destination):
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        run_gathering_what_is_touched(initialise, module)
+        run_gathering_what_is_touched(initialise, module, self._coordinator)
 
     @classmethod
     def holdings(
