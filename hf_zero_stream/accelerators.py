@@ -27,12 +27,17 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def device_count() -> int:
+    """How many accelerators this process can use."""
+    return torch.accelerator.device_count()
+
+
 def device_of_rank(kind: str, local_rank: int | None) -> torch.device | None:
     """The device of this `kind` that a rank uses; None if nothing tells.
 
     The current one, where somebody has chosen it or there is no other, else that of the rank's number on its host.
     """
-    count, current = torch.accelerator.device_count(), torch.accelerator.current_device_index()
+    count, current = device_count(), torch.accelerator.current_device_index()
     if current == 0 and count > 1:  # torch begins with the first, on every rank
         if local_rank is None:
             return None

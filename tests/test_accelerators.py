@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from hf_zero_stream import accelerators
 from tests.cluster import PAPER_GPUS, ROOT, SOON_S, free_port, run_ranks, run_ranks_expecting_errors
-from tests.paper_gpu.trials import plain_model, sharded_model, zero_config, zero_model
-from tests.sharded import even_model, sharded_differences
+from tests.paper_gpu.trials import plain_model, zero_config, zero_model
+from tests.sharded import even_model
 
 
 @pytest.mark.parametrize(
@@ -168,16 +168,6 @@ def run_example(folder: Path, sizes: list[str]) -> None:
 def test_the_example_trains(paper_gpus: None, tmp_path: Path, sizes: list[str]) -> None:
     even_model("llama").save_pretrained(tmp_path)  # kernels of experts' grouped products are for real GPUs
     run_ranks(2, run_example, tmp_path, sizes, on=replace(PAPER_GPUS, sets_device=True))
-
-
-def replicated_shards(folder: Path) -> list[str]:
-    plain = plain_model(folder)
-    model, _ = sharded_model(folder, {"fsdp_size": 2, "dp_replicate_size": 2}, {})
-    return sharded_differences(model, plain)
-
-
-def test_replicated_shards(paper_gpus: None, even_checkpoint: Path) -> None:
-    assert run_ranks(4, replicated_shards, even_checkpoint, on=PAPER_GPUS) == [[]] * 4
 
 
 def test_a_host_is_no_accelerator() -> None:

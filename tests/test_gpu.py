@@ -17,7 +17,7 @@ from scripts.gpu.steps import COMMANDS
 
 SITE = ROOT / "tests" / "paper_gpu" / "site"
 
-SAMPLE = {"correctness": "lanes,marked,plan", "ranks": "killed", "speed": "pinned copies"}
+SAMPLE = {"correctness": "lanes,marked,ZeRO-3,ZeRO-3 resumed,plan", "ranks": "killed", "speed": "pinned copies"}
 
 
 def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:

@@ -35,6 +35,26 @@ def imports_of(module: str) -> Iterator[tuple[str, str]]:
             yield from ((source, alias.name) for alias in node.names)
 
 
+OF_ACCELERATORS = {"accelerator", "cuda", "xpu", "npu", "mps", "get_device_module", "Stream", "Event"}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - {"hf_zero_stream.accelerators"}))
+def test_one_module_asks_torch_about_accelerators(module: str) -> None:
+    """So that kinds of accelerators differ in one place; annotations may name torch's classes."""
+    parts = list(ast.walk(MODULES[module]))
+    hints = [getattr(each, name, None) for each in parts for name in ("annotation", "returns")]
+    annotated = {id(part) for hint in hints if hint is not None for part in ast.walk(hint)}
+    asked = {
+        part.attr
+        for part in parts
+        if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "torch"
+        if id(part) not in annotated
+    }
+    asked |= {name for source, name in imports_of(module) if source == "torch"}
+    asked |= {source.split(".")[1] for source, _ in imports_of(module) if source.startswith("torch.")}
+    assert not asked & OF_ACCELERATORS
+
+
 # ------------------------------------------------------------------------------------------- what is not imported
 
 

@@ -65,7 +65,6 @@ def test_saves(at_two: list[dict[str, Any]], even_checkpoint: Path, target: Path
     """In the background while training goes on; what is loaded again goes on as if nothing had been."""
     for rank in outcome(at_two, name):
         assert rank["again"] == rank["going on"] and len(set(rank["again"])) == 2
-        assert rank["differences"] == [], "load_into"
     saved = tensors_in(target / name / "weights")
     expected = tensors_in(even_checkpoint)
     assert saved.keys() == expected.keys()

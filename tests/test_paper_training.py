@@ -34,7 +34,8 @@ SHARDED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "FSDP2, verify": ({"fsdp_size": 2}, {"verify": "full"}),
     "FSDP2, rank 0 reads": ({"fsdp_size": 2}, {"read_from": "rank0"}),
     "TP": ({"tp_size": 2}, {}),
-    "EP": ({"tp_size": 2, "ep_size": 2}, {}),
+    "EP": ({"fsdp_size": 2, "ep_size": 2}, {}),
+    "TP and EP": ({"tp_size": 2, "ep_size": 2}, {}),
 }
 ACCELERATE = {"accelerate": False, "accelerate, on the host": True}
 
@@ -52,7 +53,7 @@ def of_zero(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
 def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
     stage, variation, _ = ZERO[name]
     found = outcome(of_zero, name)
-    assert [rank["differences"] for rank in found] == [[], []]
+    assert [rank["differences"] + rank["loaded into"] for rank in found] == [[], []]
     stock_variation = {key: value for key, value in variation.items() if "offload" in key}
     stock = outcome(of_zero, f"stock {3 if stage == 3 else 2} {stock_variation}")
     assert [rank["losses"] for rank in found] == [rank["losses"] for rank in stock]
@@ -63,7 +64,7 @@ def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
 def of_sharded(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
     sharded, accelerate = partial(by_transformers, even_checkpoint), partial(by_accelerate, even_checkpoint)
     trials: dict[str, Any] = {name: partial(sharded, *how) for name, how in SHARDED.items()}
-    trials |= {f"stock {name}": partial(sharded, SHARDED[name][0], None) for name in ("FSDP2", "TP")}
+    trials |= {f"stock {name}": partial(sharded, SHARDED[name][0], None) for name in ("FSDP2", "TP", "EP")}
     trials |= {name: partial(accelerate, offload, {}) for name, offload in ACCELERATE.items()}
     trials |= {f"stock {name}": partial(accelerate, offload, None) for name, offload in ACCELERATE.items()}
     machine = replace(PAPER_GPUS, backend="cuda:nccl,cpu:gloo", sets_device=True)
@@ -72,9 +73,19 @@ def of_sharded(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", [*SHARDED, *ACCELERATE])
 def test_sharded(of_sharded: list[dict[str, Any]], name: str) -> None:
-    found = outcome(of_sharded, name)
-    assert [rank["differences"] for rank in found] == [[], []]
+    check_sharded(of_sharded, name, stock=name != "TP and EP")  # stock's values are others there
+
+
+def test_four_ranks(even_checkpoint: Path) -> None:
+    hsdp = partial(by_transformers, even_checkpoint, {"fsdp_size": 2, "dp_replicate_size": 2})
+    trials: dict[str, Any] = {"HSDP": partial(hsdp, {}), "stock HSDP": partial(hsdp, None)}
+    check_sharded(run_ranks(4, in_one_process, trials, on=PAPER_GPUS, timeout=200), "HSDP")
+
+
+def check_sharded(results: list[dict[str, Any]], name: str, stock: bool = True) -> None:
+    found = outcome(results, name)
+    assert [rank["differences"] + rank["loaded into"] for rank in found] == [[]] * len(found)
     assert len(set(found[0]["losses"])) == 3, "steps must change the loss"
-    if name != "EP":  # stock's values are others there
-        stock = outcome(of_sharded, f"stock {name.partition(', verify')[0].partition(', rank')[0]}")
-        assert [rank["losses"] for rank in found] == [rank["losses"] for rank in stock]
+    if stock:
+        expected = outcome(results, f"stock {name.partition(', verify')[0].partition(', rank')[0]}")
+        assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]

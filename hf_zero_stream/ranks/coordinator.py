@@ -287,7 +287,7 @@ def collective_device() -> torch.device:
     device = accelerators.device_of_rank(kind, announced_local_rank() if is_known else None)
     if device is None:
         raise ConfigError(
-            f"Nothing says which of the {torch.accelerator.device_count()} devices is that of rank "
+            f"Nothing says which of the {accelerators.device_count()} devices is that of rank "
             f"{dist.get_rank()}: no launcher announces its local rank (LOCAL_RANK), and the current device is the "
             f"first. Call torch.{kind}.set_device(...) before the load, or "
             f'init_process_group(device_id=torch.device("{kind}", ...)).'

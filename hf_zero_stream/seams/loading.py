@@ -20,6 +20,7 @@ from ..checkpoint.kinds import METADATA, is_distributed
 from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
+from ..ranks.coordinator import Coordinator
 from ..sources.urls import is_url
 from .ds_config import zero3_hidden
 from .session import Original, Session, Stopped, in_session
@@ -393,4 +394,6 @@ def tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
         return original(source, target)
     from ..destinations.deepspeed.zero3 import partitions_equal
 
-    return partitions_equal(source, target)
+    session = Session.current()
+    coordinator = Coordinator.of_default_group() if session is None else session.load.coordinator
+    return partitions_equal(source, target, coordinator)

@@ -33,7 +33,10 @@ PINNED = {"device": "cpu", "pin_memory": True}
 
 @dataclass(frozen=True)
 class Training:
-    """Three steps of a trial of :mod:`tests.paper_gpu.trials`, streamed, and by stock twice as a control."""
+    """Three steps of a trial of :mod:`tests.paper_gpu.trials`, streamed, and by stock twice as a control.
+
+    ``load_into`` is in it.
+    """
 
     trial: str
     arguments: tuple[Any, ...]
@@ -45,14 +48,15 @@ class Training:
         ours, stock, again = trial({}), trial(None)["losses"], trial(None)["losses"]
         repeats = stock == again
         figures = {"losses": ours["losses"], "stock": stock, "stock again": "the same" if repeats else again}
-        if ours["differences"]:
-            figures["differences"] = ours["differences"][:8]
-        return figures, not ours["differences"] and (ours["losses"] == stock or not repeats)
+        different = ours["differences"] + ours["loaded into"]
+        if different:
+            figures["differences"] = different[:8]
+        return figures, not different and (ours["losses"] == stock or not repeats)
 
 
 @dataclass(frozen=True)
 class Resuming:
-    """A save of weights, a state saved while the training goes on, a resume of it, and ``load_into``."""
+    """A save of weights, a state saved while the training goes on, and a resume of it."""
 
     trial: str
     arguments: tuple[Any, ...]
@@ -62,7 +66,7 @@ class Resuming:
 
         target = setting.new_folder(self.trial)
         found = getattr(trials, self.trial)(setting.small(), *self.arguments, target)
-        return found, found["going on"] == found["again"] and not found["differences"]
+        return found, found["going on"] == found["again"]
 
 
 def doctor(setting: Setting) -> tuple[dict[str, Any], bool]:

@@ -137,20 +137,26 @@ def zero_differences(model: Any, plain: Any, stage: int) -> list[str]:
 
 
 def zero(folder: Path, stage: int, zero: Mapping[str, Any], settings: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Train three steps under ZeRO, streamed with these `settings`, or by stock: losses, and what differs."""
+    """Train three steps under ZeRO, streamed with these `settings`, or by stock: losses, and what differs.
+
+    What is streamed is loaded once more, into the engine that has trained.
+    """
     plain = plain_model(folder)  # before the other one: that keeps ZeRO-3 on
     config = zero_config(stage, zero)
     model = zero_model(folder, config, settings)
     found = {} if settings is None else {"differences": zero_differences(model, plain, stage)}
     engine = zero_engine(model, config)
     found["losses"] = engine_losses(engine)
+    if settings is not None:
+        hf_zero_stream.load_into(engine, str(folder), config=StreamingConfig(**{**QUIET, **settings}))
+        found["loaded into"] = zero_differences(engine.module, plain, stage)
     engine.destroy()
     return found
 
 
 def zero_states(folder: Path, stage: int, zero: Mapping[str, Any], target: Path) -> dict[str, Any]:
-    """Save weights, train, save the state while training goes on, go back to it, and go on; then load_into."""
-    plain = plain_model(folder)
+    """Save weights, train, save the state while training goes on, go back to it, and go on."""
+    unset_hf_deepspeed_config()
     config = zero_config(stage, zero)
     engine = zero_engine(zero_model(folder, config, {}), config)
     hf_zero_stream.save_pretrained(engine, target / "weights", progress=False)
@@ -160,8 +166,6 @@ def zero_states(folder: Path, stage: int, zero: Mapping[str, Any], target: Path)
     pending.wait()
     hf_zero_stream.load_state(engine, target / "state")
     found = {"going on": going_on, "again": engine_losses(engine, 2, first=2)}
-    hf_zero_stream.load_into(engine, str(folder))
-    found["differences"] = zero_differences(engine.module, plain, stage)
     engine.destroy()
     return found
 
@@ -208,12 +212,18 @@ def by_transformers(folder: Path, sizes: Mapping[str, int], settings: Mapping[st
     plain = plain_model(folder)
     model, optimizer = sharded_model(folder, sizes, settings)
     found = {} if settings is None else {"differences": sharded_differences(model, plain)}
-    return {**found, "losses": losses_of(model, optimizer)}
+    found["losses"] = losses_of(model, optimizer)
+    return found if settings is None else {**found, "loaded into": loaded_into(model, folder, plain, settings)}
+
+
+def loaded_into(model: Any, folder: Path, plain: Any, settings: Mapping[str, Any]) -> list[str]:
+    """What differs after the checkpoint was loaded once more, into shards that have been trained."""
+    hf_zero_stream.load_into(model.eval(), str(folder), config=StreamingConfig(**{**QUIET, **settings}))
+    return sharded_differences(model, plain)
 
 
 def sharded_states(folder: Path, sizes: Mapping[str, int], target: Path) -> dict[str, Any]:
     """As :func:`zero_states`, sharded by ``distributed_config``."""
-    plain = plain_model(folder)
     model, optimizer = sharded_model(folder, sizes, {})
     hf_zero_stream.save_pretrained(model, target / "weights", progress=False)
     losses_of(model, optimizer, 2)
@@ -223,9 +233,7 @@ def sharded_states(folder: Path, sizes: Mapping[str, int], target: Path) -> dict
     going_on = losses_of(model, optimizer, 2, first=2)
     pending.wait()
     hf_zero_stream.load_state(model, target / "state", optimizer=optimizer, batch_size=1)
-    found = {"going on": going_on, "again": losses_of(model, optimizer, 2, first=2)}
-    hf_zero_stream.load_into(model.eval(), str(folder))
-    return {**found, "differences": sharded_differences(model, plain)}
+    return {"going on": going_on, "again": losses_of(model, optimizer, 2, first=2)}
 
 
 def sharded_resumed(folder: Path, sizes: Mapping[str, int], target: Path) -> list[float]:
@@ -253,6 +261,8 @@ def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | Non
         model, optimizer = accelerator.prepare(model, optimizer)
     found = {} if settings is None else {"differences": sharded_differences(model, plain)}
     found["losses"] = losses_of(model, optimizer)
+    if settings is not None:
+        found["loaded into"] = loaded_into(model, folder, plain, settings)
     for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
         del os.environ[name]
     return found

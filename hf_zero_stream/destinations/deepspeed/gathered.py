@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed import comm
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.partition_parameters import (
     PartitionedParamStatus,
@@ -16,6 +18,8 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch import nn
 
+from ...patching import standing_in
+from ...ranks.coordinator import Coordinator
 from ..initialise import run_with_what_is_touched
 from .zero3 import own_range
 
@@ -56,6 +60,25 @@ def _is_quantised(param: Any) -> bool:
     return hasattr(param.ds_tensor, "ds_quant_scale") or bool(getattr(offload, "zero_quantized_weights", False))
 
 
+def gather(coordinator: Coordinator, params: Sequence[Any]) -> None:
+    """Have DeepSpeed bring `params` in full to all ranks; raises a PeerError if a rank dies (all ranks)."""
+    with standing_in(comm, **{name: partial(_run, coordinator, getattr(comm, name)) for name in _GATHERS}):
+        # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order:
+        # another one could still write over values that are new.
+        for param in params:
+            param.all_gather(param_list=[param])
+
+
+_GATHERS = ("all_gather_into_tensor", "all_gather")
+"""By which DeepSpeed gathers one parameter."""
+
+
+def _run(coordinator: Coordinator, collective: Callable[..., Any], *args: Any, group: Any, async_op: bool) -> None:
+    """In place of a collective of DeepSpeed's, which on a GPU waits for a dead rank until NCCL's time-out is over."""
+    assert not async_op
+    coordinator.run(collective, *args, group=group)
+
+
 def not_in_full(model: nn.Module) -> list[str]:
     """Names of the parameters whose full values are not here."""
     return [
@@ -65,9 +88,12 @@ def not_in_full(model: nn.Module) -> list[str]:
     ]
 
 
-def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module) -> None:
-    """Call `initialise` for `module`, with what it touches gathered; all ranks get what it writes (all ranks)."""
-    run_with_what_is_touched(initialise, module, _is_partitioned, _gathering)
+def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module, coordinator: Coordinator) -> None:
+    """Call `initialise` for `module`, with what it touches gathered; all ranks get what it writes (all ranks).
+
+    Raises a PeerError if a rank dies.
+    """
+    run_with_what_is_touched(initialise, module, _is_partitioned, partial(_gathering, coordinator))
 
 
 @contextmanager
@@ -80,7 +106,7 @@ def changing(module: nn.Module) -> Iterator[None]:
     if not params or gathered(params):
         yield
         return
-    with _gathering(params):
+    with _gathering(Coordinator.of_default_group(), params):
         yield
 
 
@@ -90,13 +116,10 @@ def _is_partitioned(value: Any) -> bool:
 
 
 @contextmanager
-def _gathering(params: Sequence[Any]) -> Iterator[None]:
+def _gathering(coordinator: Coordinator, params: Sequence[Any]) -> Iterator[None]:
     """``GatheredParameters(modifier_rank=0)``, which fails on 0-dimensional ones; an exception changes nothing."""
     params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
-    # One by one: of several gathers DeepSpeed 0.18 waits only for the last, and gloo ends them in any order: another
-    # one could still write over the new values.
-    for param in params:
-        param.all_gather(param_list=[param])
+    gather(coordinator, params)
     is_updated = False
     try:
         yield
@@ -104,7 +127,7 @@ def _gathering(params: Sequence[Any]) -> Iterator[None]:
             if dist.get_world_size(param.ds_process_group) > 1:
                 values = param.data.contiguous().view(-1)
                 source = dist.get_global_rank(param.ds_process_group, 0)
-                dist.broadcast(values.view(torch.uint8), source, param.ds_process_group)
+                coordinator.run(dist.broadcast, values.view(torch.uint8), source, group=param.ds_process_group)
                 param.data = values.view(param.ds_shape)
         is_updated = True
     finally:

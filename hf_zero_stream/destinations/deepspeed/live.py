@@ -19,7 +19,7 @@ from ..live_sources import live_sources
 from ..live_whole import refuse_repeated
 from ..replicated import exchange_batches
 from . import nvme, zero3
-from .gathered import gathered
+from .gathered import gather, gathered
 from .held import is_trained_apart
 from .masters import ZENFLOW, masters_of
 from .original_experts import converted_layers
@@ -120,8 +120,7 @@ class LiveModel(Destination):
             param.ds_secondary_tensor = None
 
     def finish(self) -> None:
-        if self._in_context:  # what a GatheredParameters around the load holds
-            self._in_context[0].all_gather(param_list=self._in_context)
+        gather(self._coordinator, self._in_context)  # what a GatheredParameters around the load holds
 
 
 def _holds_exactly(dtype: torch.dtype, view: View) -> bool:

@@ -128,7 +128,7 @@ class Partitioned(Destination):
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
         from .gathered import run_gathering_what_is_touched
 
-        run_gathering_what_is_touched(initialise, module)
+        run_gathering_what_is_touched(initialise, module, self._coordinator)
 
 
 def _batches_made_together(

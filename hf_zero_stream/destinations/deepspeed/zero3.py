@@ -28,6 +28,7 @@ from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...launcher import announced_local_rank
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
+from ...ranks.coordinator import Coordinator
 from ..base import allocating
 from . import nvme
 
@@ -167,14 +168,14 @@ def open_partition(param: Any) -> Iterator[torch.Tensor]:
             param.nvme_swapper.remove_partition_and_release_buffers([param])
 
 
-def partitions_equal(first: Any, second: Any) -> bool:
-    """Whether two partitioned parameters hold the same values on every rank; nothing is gathered."""
+def partitions_equal(first: Any, second: Any, coordinator: Coordinator) -> bool:
+    """Whether two partitioned parameters hold the same values on every rank; nothing is gathered (all ranks)."""
     same = first.ds_shape == second.ds_shape
     if same:
         with open_partition(first) as mine, open_partition(second) as theirs:
             same = torch.equal(mine, theirs.to(mine.dtype))
     verdict = torch.tensor(int(same), device=local_device())
-    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    coordinator.run(dist.all_reduce, verdict, dist.ReduceOp.MIN)
     return bool(verdict.item())
 
 
