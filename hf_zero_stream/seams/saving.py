@@ -27,7 +27,15 @@ from .dequantised import forget_quantizer
 from .packing import take_packed
 
 
-__all__ = ["index_name", "is_noting", "lay_out_pretrained", "note_dtype", "reverse_all_conversions", "stored_names"]
+__all__ = [
+    "as_stored",
+    "index_name",
+    "is_noting",
+    "lay_out_pretrained",
+    "note_dtype",
+    "reverse_all_conversions",
+    "stored_names",
+]
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,13 @@ def stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, s
     names = {id(mark): name for name, mark in marks.items()}
     reverted = core_model_loading.revert_weight_conversion(model, marks)
     return {names[id(value)]: stored for stored, value in reverted.items() if id(value) in names}
+
+
+def as_stored(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The lazy `state_dict` by the names, and with the conversions, of a file of weights; without packed weights."""
+    forget_quantizer(model)
+    take_packed(model, state_dict)
+    return core_model_loading.revert_weight_conversion(model, state_dict)
 
 
 def index_name(variant: str | None) -> str:
