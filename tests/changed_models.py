@@ -350,13 +350,15 @@ def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], re
             lr_scheduler_type="constant",
             logging_steps=1,
             optim="adamw_torch",
+            average_tokens_across_devices=False,  # it multiplies by the number of ranks, additions to a loss too
+            remove_unused_columns=False,  # those that the signature of a replaced forward does not name
             report_to=[],
             dataloader_pin_memory=False,
             disable_tqdm=True,
             **settings,
         )
         with hf_zero_stream.streaming():
-            model = loaded(folder, change)
+            model = loaded(folder, home, change)
             data = [
                 {"input_ids": row % model.config.vocab_size, "labels": row % model.config.vocab_size} for row in rows
             ]
