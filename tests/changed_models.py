@@ -133,13 +133,18 @@ DEQUANTISED = "dequantised"
 """Changed by its load, from a quantised checkpoint in the folder "fp8"."""
 
 
+def is_in_bf16(home: str, change: str) -> bool:
+    """Whatever is asked for, dequantised weights are, and FSDP2 takes one dtype only."""
+    return change == DEQUANTISED and not home.startswith("zero")
+
+
 def loaded(folder: Path, home: str, change: str, **kwargs: Any) -> Any:
     dtype = torch.float32
     if change == DEQUANTISED:
         folder = folder / "fp8"
         kwargs["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
-        if not home.startswith("zero"):
-            dtype = torch.bfloat16  # whatever is asked for, dequantised weights are, and FSDP2 takes one dtype only
+        if is_in_bf16(home, change):
+            dtype = torch.bfloat16
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **kwargs)
 
 
