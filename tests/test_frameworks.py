@@ -17,6 +17,7 @@ import transformers
 from safetensors.torch import load_file
 
 import hf_zero_stream
+from tests.changed_models import different as different_values
 from tests.cluster import run_ranks
 from tests.saving import different, trainer_arguments
 from tests.test_saving_hooks import join_as_launched
@@ -76,6 +77,21 @@ def save_as_lightning(folder: Path, target: Path, stage: int) -> list[float]:
     return train(engine, (3, 4))
 
 
+def convert_as_lightning(folder: Path) -> dict[str, Any]:
+    """As Lightning's own ``convert_zero_checkpoint_to_fp32_state_dict``: it opens DeepSpeed's files by itself too."""
+    from deepspeed.utils.zero_to_fp32 import (
+        get_fp32_state_dict_from_zero_checkpoint,
+        get_model_state_file,
+        get_optim_files,
+    )
+
+    values = get_fp32_state_dict_from_zero_checkpoint(folder)
+    place = os.path.join(folder, (folder / "latest").read_text().strip())
+    optimizer = torch.load(get_optim_files(place)[0], map_location="cpu", weights_only=False)
+    file = get_model_state_file(place, optimizer["optimizer_state_dict"]["zero_stage"])
+    return {**torch.load(file, map_location="cpu", weights_only=False), "state_dict": values}
+
+
 def resume_as_lightning(folder: Path, source: Path, again: Path, stage: int) -> tuple[list[float], str]:
     """The losses of two steps, and the client state as text; what was loaded is saved `again`."""
     engine = engine_around(folder, state_config(stage))
@@ -95,6 +111,12 @@ def test_checkpoints_of_lightning(
     folder = zoo_checkpoint("llama")
     [continued, _] = run_ranks(2, save_as_lightning, folder, tmp_path, stage)
     assert (tmp_path / "ours" / "checkpoint" / "global_step3" / "training_state.json").exists()
+    stock = convert_as_lightning(tmp_path / "stock")
+    with hf_zero_stream.streaming():
+        ours, again = convert_as_lightning(tmp_path / "ours"), convert_as_lightning(tmp_path / "stock")
+    for found in (ours, again):
+        assert repr({name: found[name] for name in client_state()}) == repr(client_state())
+        assert different_values(found["state_dict"], stock["state_dict"]) == []
     same = run_ranks(2, resume_as_lightning, folder, tmp_path / "ours", tmp_path / "same", stage)
     assert same == [(continued, repr(client_state()))] * 2
     for name in ("ours", "stock"):

@@ -57,8 +57,9 @@ def on_opening(opening: Callable[[], None]) -> None:
 
 def handle(**handlers: Callable[..., Any]) -> None:
     """Register what is called for `from_pretrained`, `save_pretrained`, `cached_files`: as a :data:`Replacement`;
-    for `auto_model`: the same of an Auto class's ``from_pretrained``; and for `asked_at_once`: a function of the first
-    argument of a ``from_pretrained``, the others, and names of files.
+    for `auto_model`: the same of an Auto class's ``from_pretrained``; for `asked_at_once`: a function of the first
+    argument of a ``from_pretrained``, the others, and names of files; and for `file_of_engine`: the name of a function
+    of DeepSpeed's ``zero_to_fp32``, and what a :data:`Replacement` of it gets.
     """
     _handlers.update(handlers)
 
@@ -185,6 +186,9 @@ _BEGINNINGS = {
 }
 """Modules that may be imported in the middle of a block, and the class and function with which their use begins."""
 
+_FILES_OF_ENGINES = "deepspeed.utils.zero_to_fp32", ("get_optim_files", "get_model_state_file")
+"""The module and functions that name files of an engine's checkpoint to whoever opens them by himself."""
+
 WATCHED = frozenset({*_FILES_OF, *_BEGINNINGS})
 """The modules for which :func:`patch_imported` has something to replace."""
 
@@ -203,7 +207,16 @@ def patch_imported() -> None:
         owner = getattr(module, owner_name, None) if owner_name else module
         if owner is not None and function in vars(owner):
             found[owner, function] = _open_before
+    module, functions = sys.modules.get(_FILES_OF_ENGINES[0]), _FILES_OF_ENGINES[1]
+    found |= {(module, name): partial(_file_of_engine, name) for name in functions if hasattr(module, name)}
     patches.add(found)
+
+
+def _file_of_engine(name: str, original: Original, *args: Any, **kwargs: Any) -> Any:
+    if not scope.active_configs():
+        return original(*args, **kwargs)
+    _open()
+    return _handlers["file_of_engine"](name, original, *args, **kwargs)
 
 
 def _auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:

@@ -6,6 +6,7 @@ the names of what is not trained; and :mod:`..checkpoint.signs`.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -30,9 +31,12 @@ from ..patching import Replacement
 from ..saving.pending import finish_pending
 from ..scope import active_configs
 from ..seams.adapted import is_adapted
+from ..seams.entrances import handle
 from ..seams.saving import stored_names
 from . import zero_to_fp32
 from .layout import persistent_buffers
+from .record import FILE, StateRecord
+from .zero_source import CLIENT
 
 
 __all__ = ["SCRIPT", "names_of", "replacements", "tensors_of_model", "write_scripts", "write_tools"]
@@ -120,9 +124,14 @@ def tensors_of_model(folder: str, names: Sequence[str]) -> dict[str, torch.Tenso
         return {name: lazy[name].materialise() for name in names}
 
 
+def _state_in(folder: Any) -> str | None:
+    """The folder of the state that a function of DeepSpeed's is to read, inside ``streaming()``, if it is ours."""
+    return None if not active_configs() or entries_of_deepspeed(folder) else zero_to_fp32.state_in(os.fspath(folder))
+
+
 def _state_dict(original: Callable[..., Any], folder: Any, exclude_frozen_parameters: Any, *args: Any) -> Any:
     """What the public functions of DeepSpeed's module all call, wherever they have been imported."""
-    state = None if not active_configs() or entries_of_deepspeed(folder) else zero_to_fp32.state_in(os.fspath(folder))
+    state = _state_in(folder)
     if state is None:
         return original(folder, exclude_frozen_parameters, *args)
     return zero_to_fp32.state_dict_of(state, bool(exclude_frozen_parameters), tensors_of_model)
@@ -132,6 +141,24 @@ def _get_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     if active_configs():
         finish_pending(raises=False)  # the state that is asked for may not be complete
     return original(*args, **kwargs)
+
+
+def _file_of_engine(name: str, original: Callable[..., Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a state, the contents that Lightning's converter loads by itself, to keep what is saved beside an engine."""
+    state = _state_in(checkpoint_dir)
+    if state is None:
+        return original(checkpoint_dir, *args, **kwargs)
+    data, file = StateRecord.read(Path(state, FILE)).data_for(0), io.BytesIO()
+    is_model = name == "get_model_state_file"
+    if is_model:
+        torch.save(data.get(CLIENT, {}) if isinstance(data, dict) else {}, file)
+    else:
+        torch.save({"optimizer_state_dict": {"zero_stage": 3}}, file)
+    file.seek(0)
+    return file if is_model else [file]
+
+
+handle(file_of_engine=_file_of_engine)
 
 
 def replacements() -> dict[tuple[Any, str], Replacement]:
