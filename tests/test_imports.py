@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_zero_stream
+from hf_zero_stream.imports import Watch
 
 
 PACKAGE = Path(hf_zero_stream.__file__).parent
@@ -34,6 +35,19 @@ def imports_of(module: str) -> Iterator[tuple[str, str]]:
             base = package.rsplit(".", node.level - 1)[0] if node.level else ""
             source = ".".join(filter(None, (base, node.module)))
             yield from ((source, alias.name) for alias in node.names)
+
+
+def test_two_watches_of_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told, and neither asks the other without end."""
+    (tmp_path / "watched_by_two.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    told: list[str] = []
+    with (
+        Watch({"watched_by_two"}, lambda module: told.append("first")),
+        Watch({"watched_by_two"}, lambda module: told.append("second")),
+    ):
+        importlib.import_module("watched_by_two")
+    assert sorted(told) == ["first", "second"]
 
 
 # ------------------------------------------------------------------------------------------- what is not imported
