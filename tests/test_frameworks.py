@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 
 import hf_zero_stream
 from tests.changed_models import different as different_values
@@ -133,11 +133,16 @@ class Sentences(torch.nn.Sequential):
     """As sentence_transformers.SentenceTransformer: the model is in a module of a module, and saves itself."""
 
     def forward(self, **batch: Any) -> Any:
-        return self[0](**batch)
+        output = self[0](**batch, output_hidden_states=True)
+        output.loss = output.loss + self[1](output.hidden_states[-1]).square().mean()
+        return output
 
     def save_pretrained(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
         self[0].model.save_pretrained(os.path.join(path, ""), safe_serialization=True)
+        for number, module in enumerate(self[1:], start=1):
+            os.makedirs(os.path.join(path, f"{number}_Dense"), exist_ok=True)
+            save_model(module, os.path.join(path, f"{number}_Dense", "model.safetensors"))
 
 
 def save_as_sentence_transformers(checkpoint: Path, target: Path) -> dict[str, bytes]:
@@ -156,12 +161,16 @@ def save_as_sentence_transformers(checkpoint: Path, target: Path) -> dict[str, b
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300
         data = [{"input_ids": ids, "labels": ids}] * 4
-        trainer = SentenceTrainer(model=Sentences(Around(model)), args=arguments, train_dataset=data)
+        # Of the Dense, ZeRO-3 partitions the weight, and keeps the bias whole, in the padded memory of its gather.
+        dense = torch.nn.Linear(model.config.hidden_size, 4001)
+        chain = Sentences(Around(model), dense)
+        trainer = SentenceTrainer(model=chain, args=arguments, train_dataset=data)
         trainer.train()
         trainer.save_model(str(target / "final"))
         dist.barrier()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {name: param.detach().numpy().tobytes() for name, param in model.named_parameters()}
+    with deepspeed.zero.GatheredParameters(list(chain.parameters())):
+        values = [*model.named_parameters(), *chain[1].named_parameters(prefix="dense")]
+        return {name: param.detach().numpy().tobytes() for name, param in values}
 
 
 def test_the_save_of_sentence_transformers(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -169,5 +178,8 @@ def test_the_save_of_sentence_transformers(cluster: None, zoo_checkpoint: Checkp
     checkpoint = zoo_checkpoint("llama")
     [expected, _] = run_ranks(2, save_as_sentence_transformers, checkpoint, tmp_path)
     saved = load_file(tmp_path / "final" / "model.safetensors")
+    own = load_file(tmp_path / "final" / "1_Dense" / "model.safetensors")
+    saved |= {f"dense.{name}": tensor for name, tensor in own.items()}
     assert {name: tensor.numpy().tobytes() for name, tensor in saved.items()} == expected
+    assert load_file(tmp_path / "run" / "checkpoint-1" / "1_Dense" / "model.safetensors").keys() == own.keys()
     assert different(tmp_path / "final", tmp_path / "run" / "checkpoint-1") == ["trainer_state.json"]

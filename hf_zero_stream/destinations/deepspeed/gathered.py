@@ -20,7 +20,7 @@ from ..initialise import run_with_what_is_touched
 from .zero3 import own_range
 
 
-__all__ = ["changing", "gathered", "is_changed", "not_in_full", "run_gathering_what_is_touched"]
+__all__ = ["changing", "gathered", "is_changed", "not_in_full", "run_gathering_what_is_touched", "whole_value"]
 
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)
 """The attribute in which DeepSpeed counts the contexts around a parameter; earlier versions do not."""
@@ -65,6 +65,12 @@ def not_in_full(model: nn.Module) -> list[str]:
         for name, param in model.named_parameters()
         if is_zero_param(param) and param.ds_status != ZeroParamStatus.AVAILABLE
     ]
+
+
+def whole_value(param: Any) -> torch.Tensor:
+    """All values of a ZeRO-3 parameter, in a memory of their own (all ranks)."""
+    with partition_parameters.GatheredParameters([param]):
+        return param.detach().clone()
 
 
 def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module) -> None:

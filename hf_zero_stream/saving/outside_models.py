@@ -1,0 +1,60 @@
+"""Parameters outside of all transformers models, for code that saves them by itself.
+
+sentence-transformers, for instance, has the Trainer save a chain of modules, of which one is a transformers model. A
+Dense beside it writes its own state dict. That of a sharded one has no values, and no error says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..destinations.deepspeed.marks import has_partition
+
+
+__all__ = ["values_outside_models"]
+
+
+def values_outside_models(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
+    """Take whole what `model` has sharded outside of transformers models (all ranks).
+
+    Inside of what is returned it is in the places of these parameters, each in a memory of its own.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    inside = {id(param) for each in models for param in each.parameters()}
+    places = [
+        (module, name, param)
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if id(param) not in inside and (has_partition(param) or hasattr(param, "full_tensor"))
+    ]
+    whole: dict[int, nn.Parameter] = {}
+    for _, _, param in places:
+        if id(param) not in whole:
+            whole[id(param)] = nn.Parameter(_whole(param), param.requires_grad)
+
+    @contextmanager
+    def in_place() -> Iterator[None]:
+        try:
+            for module, name, param in places:
+                module._parameters[name] = whole[id(param)]
+            yield
+        finally:
+            for module, name, param in places:
+                module._parameters[name] = param
+
+    return in_place
+
+
+def _whole(param: Any) -> torch.Tensor:
+    if has_partition(param):
+        from ..destinations.deepspeed.gathered import whole_value  # imports deepspeed, which takes seconds
+
+        return whole_value(param)
+    full: torch.Tensor = param.detach().full_tensor()
+    return full
