@@ -165,7 +165,7 @@ def _trainer_save_model(
         if not active_configs():
             return original(self, output_dir, _internal_call=_internal_call)
         inner, save_rest = unwrapped(model), self._save
-        whole = values_outside_models(inner)  # now: while a state dict is gathered, parameters must be the engine's
+        whole = values_outside_models(inner)
 
         def save_with_them(*args: Any, **kwargs: Any) -> None:
             with whole():

@@ -23,32 +23,32 @@ __all__ = ["values_outside_models"]
 def values_outside_models(model: nn.Module) -> Callable[[], AbstractContextManager[None]]:
     """Take whole what `model` has sharded outside of transformers models (all ranks).
 
-    Inside of what is returned it is in the places of these parameters, each in a memory of its own.
+    Inside of what is returned, state dicts have these values, each in a memory of its own.
     """
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     inside = {id(param) for each in models for param in each.parameters()}
-    places = [
-        (module, name, param)
-        for module in model.modules()
-        for name, param in module._parameters.items()
-        if id(param) not in inside and (has_partition(param) or hasattr(param, "full_tensor"))
-    ]
-    whole: dict[int, nn.Parameter] = {}
-    for _, _, param in places:
-        if id(param) not in whole:
-            whole[id(param)] = nn.Parameter(_whole(param), param.requires_grad)
+    whole: dict[int, torch.Tensor] = {}
+    of_modules: dict[nn.Module, dict[str, torch.Tensor]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if id(param) not in inside and (has_partition(param) or hasattr(param, "full_tensor")):
+                if id(param) not in whole:
+                    whole[id(param)] = _whole(param)
+                of_modules.setdefault(module, {})[name] = whole[id(param)]
+
+    def put(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+        state_dict.update({f"{prefix}{name}": value for name, value in of_modules[module].items()})
 
     @contextmanager
-    def in_place() -> Iterator[None]:
+    def in_state_dicts() -> Iterator[None]:
+        handles = [module.register_state_dict_post_hook(put) for module in of_modules]
         try:
-            for module, name, param in places:
-                module._parameters[name] = whole[id(param)]
             yield
         finally:
-            for module, name, param in places:
-                module._parameters[name] = param
+            for handle in handles:
+                handle.remove()
 
-    return in_place
+    return in_state_dicts
 
 
 def _whole(param: Any) -> torch.Tensor:
