@@ -39,8 +39,10 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if not any(fullname in watch.names for watch in self.watches):
             return None
-        others = [finder for finder in sys.meta_path if finder is not self]
-        specs = (finder.find_spec(fullname, path, target) for finder in others if hasattr(finder, "find_spec"))
+        # Only those behind this one: those before it were asked already, and one of them may be such a watch too.
+        position = next((number for number, finder in enumerate(sys.meta_path) if finder is self), -1)
+        behind = sys.meta_path[position + 1 :]
+        specs = (finder.find_spec(fullname, path, target) for finder in behind if hasattr(finder, "find_spec"))
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader

@@ -133,13 +133,18 @@ DEQUANTISED = "dequantised"
 """Changed by its load, from a quantised checkpoint in the folder "fp8"."""
 
 
+def is_in_bf16(home: str, change: str) -> bool:
+    """Whatever is asked for, dequantised weights are, and FSDP2 takes one dtype only."""
+    return change == DEQUANTISED and not home.startswith("zero")
+
+
 def loaded(folder: Path, home: str, change: str, **kwargs: Any) -> Any:
     dtype = torch.float32
     if change == DEQUANTISED:
         folder = folder / "fp8"
         kwargs["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
-        if not home.startswith("zero"):
-            dtype = torch.bfloat16  # whatever is asked for, dequantised weights are, and FSDP2 takes one dtype only
+        if is_in_bf16(home, change):
+            dtype = torch.bfloat16
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **kwargs)
 
 
@@ -350,13 +355,15 @@ def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], re
             lr_scheduler_type="constant",
             logging_steps=1,
             optim="adamw_torch",
+            average_tokens_across_devices=False,  # it multiplies by the number of ranks, additions to a loss too
+            remove_unused_columns=False,  # those that the signature of a replaced forward does not name
             report_to=[],
             dataloader_pin_memory=False,
             disable_tqdm=True,
             **settings,
         )
         with hf_zero_stream.streaming():
-            model = loaded(folder, change)
+            model = loaded(folder, home, change)
             data = [
                 {"input_ids": row % model.config.vocab_size, "labels": row % model.config.vocab_size} for row in rows
             ]

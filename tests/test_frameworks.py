@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 
 import hf_zero_stream
+from tests.changed_models import different as different_values
 from tests.cluster import run_ranks
 from tests.saving import different, trainer_arguments
 from tests.test_saving_hooks import join_as_launched
@@ -76,6 +77,21 @@ def save_as_lightning(folder: Path, target: Path, stage: int) -> list[float]:
     return train(engine, (3, 4))
 
 
+def convert_as_lightning(folder: Path) -> dict[str, Any]:
+    """As Lightning's own ``convert_zero_checkpoint_to_fp32_state_dict``: it opens DeepSpeed's files by itself too."""
+    from deepspeed.utils.zero_to_fp32 import (
+        get_fp32_state_dict_from_zero_checkpoint,
+        get_model_state_file,
+        get_optim_files,
+    )
+
+    values = get_fp32_state_dict_from_zero_checkpoint(folder)
+    place = os.path.join(folder, (folder / "latest").read_text().strip())
+    optimizer = torch.load(get_optim_files(place)[0], map_location="cpu", weights_only=False)
+    file = get_model_state_file(place, optimizer["optimizer_state_dict"]["zero_stage"])
+    return {**torch.load(file, map_location="cpu", weights_only=False), "state_dict": values}
+
+
 def resume_as_lightning(folder: Path, source: Path, again: Path, stage: int) -> tuple[list[float], str]:
     """The losses of two steps, and the client state as text; what was loaded is saved `again`."""
     engine = engine_around(folder, state_config(stage))
@@ -95,6 +111,12 @@ def test_checkpoints_of_lightning(
     folder = zoo_checkpoint("llama")
     [continued, _] = run_ranks(2, save_as_lightning, folder, tmp_path, stage)
     assert (tmp_path / "ours" / "checkpoint" / "global_step3" / "training_state.json").exists()
+    stock = convert_as_lightning(tmp_path / "stock")
+    with hf_zero_stream.streaming():
+        ours, again = convert_as_lightning(tmp_path / "ours"), convert_as_lightning(tmp_path / "stock")
+    for found in (ours, again):
+        assert repr({name: found[name] for name in client_state()}) == repr(client_state())
+        assert different_values(found["state_dict"], stock["state_dict"]) == []
     same = run_ranks(2, resume_as_lightning, folder, tmp_path / "ours", tmp_path / "same", stage)
     assert same == [(continued, repr(client_state()))] * 2
     for name in ("ours", "stock"):
@@ -111,11 +133,16 @@ class Sentences(torch.nn.Sequential):
     """As sentence_transformers.SentenceTransformer: the model is in a module of a module, and saves itself."""
 
     def forward(self, **batch: Any) -> Any:
-        return self[0](**batch)
+        output = self[0](**batch, output_hidden_states=True)
+        output.loss = output.loss + self[1](output.hidden_states[-1]).square().mean()
+        return output
 
     def save_pretrained(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
         self[0].model.save_pretrained(os.path.join(path, ""), safe_serialization=True)
+        for number, module in enumerate(self[1:], start=1):
+            os.makedirs(os.path.join(path, f"{number}_Dense"), exist_ok=True)
+            save_model(module, os.path.join(path, f"{number}_Dense", "model.safetensors"))
 
 
 def save_as_sentence_transformers(checkpoint: Path, target: Path) -> dict[str, bytes]:
@@ -134,12 +161,16 @@ def save_as_sentence_transformers(checkpoint: Path, target: Path) -> dict[str, b
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300
         data = [{"input_ids": ids, "labels": ids}] * 4
-        trainer = SentenceTrainer(model=Sentences(Around(model)), args=arguments, train_dataset=data)
+        # Of the Dense, ZeRO-3 partitions the weight, and keeps the bias whole, in the padded memory of its gather.
+        dense = torch.nn.Linear(model.config.hidden_size, 4001)
+        chain = Sentences(Around(model), dense)
+        trainer = SentenceTrainer(model=chain, args=arguments, train_dataset=data)
         trainer.train()
         trainer.save_model(str(target / "final"))
         dist.barrier()
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {name: param.detach().numpy().tobytes() for name, param in model.named_parameters()}
+    with deepspeed.zero.GatheredParameters(list(chain.parameters())):
+        values = [*model.named_parameters(), *chain[1].named_parameters(prefix="dense")]
+        return {name: param.detach().numpy().tobytes() for name, param in values}
 
 
 def test_the_save_of_sentence_transformers(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
@@ -147,5 +178,8 @@ def test_the_save_of_sentence_transformers(cluster: None, zoo_checkpoint: Checkp
     checkpoint = zoo_checkpoint("llama")
     [expected, _] = run_ranks(2, save_as_sentence_transformers, checkpoint, tmp_path)
     saved = load_file(tmp_path / "final" / "model.safetensors")
+    own = load_file(tmp_path / "final" / "1_Dense" / "model.safetensors")
+    saved |= {f"dense.{name}": tensor for name, tensor in own.items()}
     assert {name: tensor.numpy().tobytes() for name, tensor in saved.items()} == expected
+    assert load_file(tmp_path / "run" / "checkpoint-1" / "1_Dense" / "model.safetensors").keys() == own.keys()
     assert different(tmp_path / "final", tmp_path / "run" / "checkpoint-1") == ["trainer_state.json"]

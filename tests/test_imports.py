@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import hf_zero_stream
+from hf_zero_stream.imports import Watch
 
 
 PACKAGE = Path(hf_zero_stream.__file__).parent
@@ -53,6 +55,19 @@ def test_one_module_asks_torch_about_accelerators(module: str) -> None:
     asked |= {name for source, name in imports_of(module) if source == "torch"}
     asked |= {source.split(".")[1] for source, _ in imports_of(module) if source.startswith("torch.")}
     assert not asked & OF_ACCELERATORS
+
+
+def test_two_watches_of_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is told, and neither asks the other without end."""
+    (tmp_path / "watched_by_two.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    told: list[str] = []
+    with (
+        Watch({"watched_by_two"}, lambda module: told.append("first")),
+        Watch({"watched_by_two"}, lambda module: told.append("second")),
+    ):
+        importlib.import_module("watched_by_two")
+    assert sorted(told) == ["first", "second"]
 
 
 # ------------------------------------------------------------------------------------------- what is not imported

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.changed_models import CHANGES, by_trainer, resume_changed, save_changed
+from tests.changed_models import CHANGES, by_trainer, is_in_bf16, resume_changed, save_changed
 from tests.cluster import run_ranks
 from tests.quantised_checkpoints import dense_fp8
 
@@ -33,6 +33,11 @@ def changes_in(home: str) -> list[str]:
     return [change for change in CHANGES if home != "zero3" or change not in COMPILED]
 
 
+def tolerance(home: str, change: str) -> float:
+    """Of losses at another number of ranks, which add up gradients in another order."""
+    return 2e-3 if is_in_bf16(home, change) else 1e-4
+
+
 @pytest.fixture
 def checkpoint(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
     shutil.copytree(zoo_checkpoint("llama"), tmp_path / "checkpoint")
@@ -52,7 +57,7 @@ def test_resumed(cluster: None, checkpoint: Path, tmp_path: Path, home: str, sav
     others = run_ranks(3, resume_changed, folder, tmp_path, home, saver, changes, timeout=400)[0]
     for change, found in others.items():
         assert found["wrong"] == [], change
-        assert found["losses"] == pytest.approx(saved[change]["losses"], rel=1e-4), change
+        assert found["losses"] == pytest.approx(saved[change]["losses"], rel=tolerance(home, change)), change
 
 
 @pytest.mark.slow
@@ -64,4 +69,4 @@ def test_resumed_by_the_trainer(cluster: None, checkpoint: Path, tmp_path: Path,
     assert run_ranks(2, by_trainer, folder, tmp_path, home, changes, True, timeout=400)[0] == whole
     others = run_ranks(3, by_trainer, folder, tmp_path, home, changes, True, timeout=400)[0]
     for change, losses in others.items():
-        assert losses[2:] == pytest.approx(whole[change][2:], rel=1e-4), change
+        assert losses[2:] == pytest.approx(whole[change][2:], rel=tolerance(home, change)), change

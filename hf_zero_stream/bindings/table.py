@@ -124,6 +124,8 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             for name, leads_to in (
                 ("get_fp32_state_dict_from_zero_checkpoint", "get_state_dict"),
                 ("_get_fp32_state_dict_from_zero_checkpoint", "state_dict"),
+                ("get_model_state_file", "model_state_file"),
+                ("get_optim_files", "optim_files"),
             )
         ],
     ],

@@ -199,6 +199,21 @@ Leaf = FileTensor | Stored | HostTensor | Computed
 """Nodes that give elements of their own; the others only pass on those of their inputs."""
 
 
+def sources_of(views: Iterable[View]) -> Iterator[tuple[Node, bool]]:
+    """The nodes without inputs that `views` come from; and whether that is through a function or a cast."""
+    seen: set[tuple[int, bool]] = set()
+    nodes = [(view.node, False) for view in views]
+    while nodes:
+        node, is_changed = nodes.pop()
+        if (id(node), is_changed) in seen:
+            continue
+        seen.add((id(node), is_changed))
+        if not node.inputs():
+            yield node, is_changed
+        changes = isinstance(node, Computed) or (isinstance(node, Copy) and node.dtype != node.source.node.dtype)
+        nodes.extend((view.node, is_changed or changes) for view in node.inputs())
+
+
 def entries_of(views: Iterable[View]) -> Iterator[TensorEntry]:
     """The tensors of shards that `views` come from, each once."""
     seen: set[int] = set()

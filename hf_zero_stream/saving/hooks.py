@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from ..seams.wrappers import (
 )
 from . import calls
 from .arguments import refuse_url
+from .outside_models import values_outside_models
 
 
 logger = logging.get_logger(__name__)
@@ -156,7 +157,16 @@ def trainer_save_model(
     is_stocks = not active_configs() or not shares_its_model(model) or not is_of_the_trainer(original)
     is_ours = not is_stocks and _saves_as_transformers(self)
     if not is_ours or is_gathered_whole(unwrapped(model)):
-        with with_all_adapters(unwrapped(model)) if active_configs() else nullcontext():
+        if not active_configs():
+            return original(self, output_dir, _internal_call=_internal_call)
+        inner, save_rest = unwrapped(model), self._save
+        whole = values_outside_models(inner)
+
+        def save_with_them(*args: Any, **kwargs: Any) -> None:
+            with whole():
+                save_rest(*args, **kwargs)
+
+        with with_all_adapters(inner), standing_in(self, _save=save_with_them):
             return original(self, output_dir, _internal_call=_internal_call)
     noted = _noted.get()
 

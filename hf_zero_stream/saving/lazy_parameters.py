@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -34,6 +34,14 @@ def holdings_of_model(
         return kinds.holdings(model, masters=dtype == torch.float32, **ranks)
     of_names = held()
     return {name: of_names[name] for name, _ in named_parameters(model) if name in of_names}
+
+
+def held_values(model: nn.Module, names: Collection[str], coordinator: Coordinator) -> dict[str, Holding]:
+    """What this rank holds of the values of the parameters `names`, which are own names."""
+    if not names:
+        return {}
+    held = holdings_of_model(model, coordinator, None, None)
+    return {name: holding for name, holding in held.items() if name in names}
 
 
 class LazyParameters:

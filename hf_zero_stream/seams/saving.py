@@ -131,6 +131,13 @@ def stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, s
     return {names[id(value)]: stored for stored, value in reverted.items() if id(value) in names}
 
 
+def as_stored(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """The lazy `state_dict` by the names, and with the conversions, of a file of weights; without packed weights."""
+    forget_quantizer(model)
+    take_packed(model, state_dict)
+    return core_model_loading.revert_weight_conversion(model, state_dict)
+
+
 def index_name(variant: str | None) -> str:
     """The file name of the index of a sharded checkpoint."""
     return modeling_utils._add_variant(SAFE_WEIGHTS_INDEX_NAME, variant)

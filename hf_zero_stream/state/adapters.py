@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +9,13 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint.safetensors import NotedShard
-from ..destinations import kinds
-from ..destinations.holder import Holding
 from ..destinations.own_names import adapter_names, named_parameters
 from ..destinations.slots import MASTER
 from ..destinations.training import Training
 from ..errors import UnsupportedError
 from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator
+from ..saving.lazy_parameters import held_values
 from ..saving.planned import Content
 from ..seams.adapted import is_adapted, lay_out_adapters
 from .layout import persistent_buffers
@@ -49,16 +47,10 @@ def refuse_unreachable(training: Training) -> None:
 
 def weights(model: nn.Module, coordinator: Coordinator) -> Content:
     """What PEFT's own ``save_pretrained`` saves: the adapters."""
-    held, lay_out = partial(_held_values, model, coordinator), partial(_lay_out_adapters, model)
-    return Content(lay_out=lay_out, index_name="adapter_model.safetensors.index.json", held=held)
-
-
-def _held_values(model: nn.Module, coordinator: Coordinator) -> Mapping[str, Holding]:
-    """What this rank holds of the values of parameters that are trained, or are an adapter's."""
-    rank, world_size = coordinator.rank, coordinator.world_size
-    held = kinds.holdings(model, masters=False, rank=rank, world_size=world_size)
     adapters = adapter_names(model)
-    return {name: held[name] for name, param in named_parameters(model) if param.requires_grad or name in adapters}
+    names = {name for name, param in named_parameters(model) if param.requires_grad or name in adapters}
+    held, lay_out = partial(held_values, model, names, coordinator), partial(_lay_out_adapters, model)
+    return Content(lay_out=lay_out, index_name="adapter_model.safetensors.index.json", held=held)
 
 
 def _lay_out_adapters(model: nn.Module, folder: Path, parameters: Any) -> list[NotedShard]:

@@ -31,8 +31,8 @@ from ..seams.saving import index_name
 from ..seams.session import LazyModel
 
 
-BUFFERS = "persistent_buffers"
-"""What stands for the key of a state in the name of the file with :attr:`.record.StateRecord.buffers`."""
+EXACT = "exact"
+"""What stands for the key of a state in the name of the file with :attr:`.record.StateRecord.exact`."""
 
 
 def lay_out(key: str | None, max_shard_size: int | str, folder: Path, parameters: NewParameters) -> list[NotedShard]:
@@ -52,16 +52,16 @@ def lay_out(key: str | None, max_shard_size: int | str, folder: Path, parameters
     ]
 
 
-def lay_out_buffers(
+def lay_out_exact(
     model: nn.Module, names: Collection[str], folder: Path, parameters: NewParameters
 ) -> list[NotedShard]:
-    """A shard with the buffers `names` of `model`; every rank has its own values, and rank 0's are written."""
-    entries: dict[str, Any] = {
+    """A shard with the `parameters`, and the buffers `names` of `model`, of which rank 0's values are written."""
+    buffers: dict[str, Any] = {
         name: LazyTensor.of(View.whole(HostTensor.of(whole_of(name, buffer))), parameters.gather)
         for name, buffer in named_buffers(model)
         if name in names
     }
-    return [NotedShard(f"model.{BUFFERS}.safetensors", entries, {"format": "pt"})]
+    return [NotedShard(f"model.{EXACT}.safetensors", parameters.own_entries() | buffers, {"format": "pt"})]
 
 
 def files_of(place: Path, key: str | None) -> list[Path]:

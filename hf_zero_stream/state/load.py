@@ -28,7 +28,7 @@ from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
 from . import adapters, schedules
 from .groups import drop_entries, set_group, set_option
-from .layout import BUFFERS
+from .layout import EXACT
 from .plain import restored
 from .record import FILE, LATEST, StateRecord, dtype_of, is_tag
 from .refusals import (
@@ -205,7 +205,7 @@ def _found(folder: Path, tag: str | None, with_rng: bool) -> tuple[Path, StateRe
     if entries_of_deepspeed(place):  # newer than a state of ours there
         return place, read_zero_folder(LocalFiles(), place)
     record = StateRecord.read(place / FILE)
-    keys = [*record.keys, BUFFERS] if record.buffers else record.keys
+    keys = [*record.keys, EXACT] if record.exact else record.keys
     refuse_missing_files(place, keys, [RNG_FILE] if with_rng else [])
     return place, record
 

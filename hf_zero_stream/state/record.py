@@ -83,7 +83,7 @@ class StateRecord:
     Attributes:
         optimizer: its class.
         keys: the elementwise states, each in files of its own.
-        buffers: own names of the persistent buffers whose values are in the state, where no weights have them.
+        exact: own names of buffers and parameters whose values are in the state, as no weights have them as they are.
         scheduler: its class and its state.
         data: what the user gave; on rank 0, if ranks gave different things.
         data_of_ranks: what each of them gave then, else None.
@@ -95,7 +95,7 @@ class StateRecord:
     optimizer: str
     keys: Sequence[str]
     groups: Sequence[GroupRecord]
-    buffers: Sequence[str] = ()
+    exact: Sequence[str] = ()
     scheduler: Mapping[str, Any] | None = None
     scaler: Mapping[str, Any] | None = None
     counters: Mapping[str, int] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class StateRecord:
             )
             for group in self.groups
         ]
-        return replace(self, groups=groups, buffers=[*map(rename, self.buffers)])
+        return replace(self, groups=groups, exact=[*map(rename, self.exact)])
 
     def with_data_of(self, ranks: Sequence[Any]) -> StateRecord:
         """This record of rank 0's with the data that all ranks gave."""
@@ -216,7 +216,7 @@ def _is_key(value: Any) -> bool:
 _FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "optimizer": lambda value: isinstance(value, str),
     "keys": lambda value: isinstance(value, list) and all(map(_is_key, value)),
-    "buffers": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
+    "exact": lambda value: isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value),
     "scheduler": _is_scheduler,
     "scaler": lambda value: value is None or _is_dict(value, object),
     "counters": lambda value: _is_dict(value, int) and all(map(_is_integer, value.values())),

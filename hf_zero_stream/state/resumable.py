@@ -3,6 +3,8 @@
 A save takes names from the live model, and a load pairs what it finds with the live model. Between the two stand
 transformers' conversions, and whatever the user's own classes do in ``save_pretrained``. So the headers of the weights
 are loaded once, without values, as a resume would load them.
+
+Where a conversion computes, values that went into a file and came back would be rounded, or worse. Those are named.
 """
 
 from __future__ import annotations
@@ -14,18 +16,54 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import Stored, View, sources_of
 from ..config import StreamingConfig
 from ..destinations.base import source_of
 from ..destinations.own_names import named_buffers, named_parameters
 from ..destinations.skeleton import whole_shape
 from ..errors import HfZeroStreamError, UnsupportedError
 from ..loading.dry_load import lazily_loaded_like, load_of_layouts
+from ..ranks.coordinator import Coordinator
+from ..saving.lazy_parameters import LazyParameters
 from ..saving.preparation import quiet
+from ..seams.saving import as_stored
 from .layout import persistent_buffers
 
 
 _seen: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 """The names of models that have been seen to be loadable: each training is looked at once."""
+
+_changed: WeakKeyDictionary[nn.Module, tuple[frozenset[str], frozenset[str]]] = WeakKeyDictionary()
+"""The names of models, and what :func:`changed_in_weights` has found."""
+
+
+def changed_in_weights(model: nn.Module, coordinator: Coordinator) -> frozenset[str]:
+    """Own names of the parameters and buffers whose values files of weights have only through a function or a cast."""
+    if not isinstance(model, PreTrainedModel):
+        return frozenset()
+    names = frozenset(_wanted(model))
+    if (found := _changed.get(model)) is None or found[0] != names:
+        _changed[model] = found = names, names & _sources_changed(model, coordinator)
+    return found[1]
+
+
+def _sources_changed(model: PreTrainedModel, coordinator: Coordinator) -> set[str]:
+    read: list[View] = []
+
+    def zeros(view: View) -> torch.Tensor:
+        read.append(view)  # by a conversion that depends on values
+        return torch.zeros(view.sizes, dtype=view.node.dtype)
+
+    state_dict = LazyParameters(model, coordinator, None, zeros).state_dict()
+    lazy = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, LazyTensor)}
+    with quiet(is_main=False):
+        stored = as_stored(model, state_dict)
+    views = [tensor.view_of_node for tensor in stored.values() if isinstance(tensor, LazyTensor)]
+    changed = [node for node, is_changed in sources_of(views) if is_changed] + [node for node, _ in sources_of(read)]
+    nodes = {id(node) for node in changed}
+    of_buffers = {name for name, tensor in lazy.items() if id(tensor.view_of_node.node) in nodes}
+    return of_buffers | {node.name for node in changed if isinstance(node, Stored)}
 
 
 def refuse_unloadable(model: nn.Module, folder: Path) -> None:

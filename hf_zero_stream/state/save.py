@@ -33,6 +33,7 @@ from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
 from ..saving.arguments import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
+from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.planned import Alike, Content, Ending
 from ..saving.save import Save
@@ -40,7 +41,7 @@ from ..seams.adapted import is_adapted, is_peft_model
 from ..seams.saving import index_name
 from . import adapters, rng, schedules, zero_tools
 from .groups import kinds_of, recorded_options
-from .layout import BUFFERS, lay_out, lay_out_buffers
+from .layout import EXACT, lay_out, lay_out_exact
 from .plain import plain
 from .record import (
     FILE,
@@ -54,7 +55,7 @@ from .record import (
     shard_of_key,
 )
 from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart
-from .resumable import refuse_unloadable
+from .resumable import changed_in_weights, refuse_unloadable
 from .trained import training_of
 from .weights import fingerprint, fingerprint_of_new
 
@@ -135,9 +136,9 @@ def save_state(
         if is_adapted(training.model):
             adapters.refuse_unreachable(training)
             keys = adapters.keys_of(keys)
-        buffers = sorted(adapters.buffers_of(training.model))
+        exact = _exact(training.model, coordinator)
         data = plain(data, "data", exactly=True, with_tensors=True)
-        record = _record(training, keys, buffers, data, coordinator.world_size)
+        record = _record(training, keys, exact, data, coordinator.world_size)
         tag = f"global_step{training.counters[STEPS]}" if tag is None else str(tag)
         if not is_tag(tag):
             raise ConfigError(f"tag: expected the name of a folder; got {tag!r}")
@@ -157,9 +158,12 @@ def save_state(
             coordinator.run_on_main(partial(refuse_unloadable, training.model, folder))
         if keys:
             contents.append(_contents(training, name, keys, max_shard_size))
-        if buffers:
-            lay_out_them = partial(lay_out_buffers, training.model, buffers)
-            contents.append(Content(lay_out=lay_out_them, index_name=index_name(BUFFERS), folder=name, held=dict))
+        if exact:
+            held, lay_out_them = (
+                partial(held_values, training.model, exact, coordinator),
+                partial(lay_out_exact, training.model, exact),
+            )
+            contents.append(Content(lay_out=lay_out_them, index_name=index_name(EXACT), folder=name, held=held))
         act = save.start if asynchronous else save.run
         zero_names = zero_tools.names_of(trained, training, keys)
         beside = partial(_write_record, name, record, random_states, fingerprinted, zero_names)
@@ -176,6 +180,13 @@ def _weights(model: nn.Module, save: Save, max_shard_size: int | str, coordinato
     return replace(save.weights(), check=check)
 
 
+def _exact(model: nn.Module, coordinator: Coordinator) -> list[str]:
+    """What no file of weights has as it is: the buffers beside adapters, and what conversions compute with."""
+    if is_adapted(model):
+        return sorted(adapters.buffers_of(model))
+    return sorted(changed_in_weights(model, coordinator))
+
+
 def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> Content:
     """The elementwise states, in a `folder` of their own."""
     first, *others = (
@@ -190,7 +201,7 @@ def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_si
     return Content(lay_out=first.lay_out, index_name=first.index_name, folder=folder, held=first.held, beside=others)
 
 
-def _record(training: Training, keys: list[str], buffers: list[str], data: Any, world_size: int) -> StateRecord:
+def _record(training: Training, keys: list[str], exact: list[str], data: Any, world_size: int) -> StateRecord:
     groups = []
     for number in range(len(training.optimizer.param_groups)):
         slots = [slot for slot in training.slots if slot.group == number]
@@ -202,7 +213,7 @@ def _record(training: Training, keys: list[str], buffers: list[str], data: Any, 
     return StateRecord(
         optimizer=type(training.optimizer).__name__,
         keys=keys,
-        buffers=buffers,
+        exact=exact,
         groups=groups,
         scheduler=None if scheduler is None else schedules.recorded(scheduler),
         scaler=None if training.scaler_state is None else plain(training.scaler_state, "loss scaler"),

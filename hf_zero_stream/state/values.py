@@ -20,7 +20,7 @@ from ..ranks.coordinator import Coordinator
 from ..seams.adapted import is_adapted
 from ..seams.session import LazyModel
 from .elementwise import load_states
-from .layout import BUFFERS, opened, opened_from_hub_layout, persistent_buffers
+from .layout import EXACT, opened, opened_from_hub_layout, persistent_buffers
 from .record import StateRecord
 from .zero_source import swapped_masters
 
@@ -53,8 +53,8 @@ def load_values(
     moments = [key for key in record.keys if key != MASTER]
     if has_more(model, in_memory):
         _load_weights(model, folder, in_memory, settings, coordinator, strict=strict, with_masters=not swapped)
-    if record.buffers:
-        _load_state(model, place, record, BUFFERS, {*record.buffers}, settings, coordinator, strict=strict)
+    if record.exact:
+        _load_state(model, place, record, EXACT, {*record.exact}, settings, coordinator, strict=strict)
     if in_memory and (training.copies_masters or is_adapted(model)):
         # One plan for all of them; adapters' own values are trained where there are no masters.
         load_states(training, place, record, [MASTER, *moments], training.slots, settings, coordinator)
@@ -83,7 +83,7 @@ def load_values_alone(
     values = set() if has_its_own and not is_adapted(model) else values_in(record)
     if has_more(model, values):
         _load_weights(model, folder, values, settings, coordinator, strict=strict, with_masters=True)
-    for key, names in ((BUFFERS, {*record.buffers}), (MASTER, values)):
+    for key, names in ((EXACT, {*record.exact}), (MASTER, values)):
         if names:
             _load_state(model, place, record, key, names, settings, coordinator, strict=strict)
 
@@ -139,7 +139,7 @@ def _load_state(
     *,
     strict: bool,
 ) -> None:
-    """Values from the state itself: those that were trained, or buffers."""
+    """Values from the state itself: those that were trained, or what no weights have as it is."""
 
     def lazy_model(load: Load) -> LazyModel:
         if record.is_in_hub_layout:

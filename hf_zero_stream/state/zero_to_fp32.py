@@ -90,10 +90,15 @@ def state_dict_of(
     buffers, frozen = names.get("buffers", {}), names.get("frozen", {})
     wanted = {**buffers, **({} if exclude_frozen_parameters else frozen)}
     wanted |= {name: names.get("trained", {}).get(name, [name, None]) for name in trained if name not in masters}
-    beside_adapters: Any = _Tensors(place, "model.persistent_buffers", "") if record.get("buffers") else {}
-    found: dict[str, torch.Tensor] = {name: beside_adapters[name] for name in record.get("buffers", ())}
+    exact = _Tensors(place, "model.exact", "") if record.get("exact") else None
+    left_out_frozen = frozen if exclude_frozen_parameters else {}
+    found: dict[str, torch.Tensor] = {
+        name: exact[name] for name in record.get("exact", ()) if exact is not None and name not in left_out_frozen
+    }
     elsewhere = []
     for name, (stored, shape) in wanted.items():
+        if name in found:
+            continue
         found[name] = torch.empty(0)  # keeps the place
         if stored is None or stored not in weights or shape not in (None, weights.shape(stored)):
             elsewhere.append(name)
@@ -102,7 +107,7 @@ def state_dict_of(
     if elsewhere:
         found.update(_converted(folder, elsewhere, others))
     found |= {name: masters[name] for name in trained if name in masters}
-    for name in (*buffers, *record.get("buffers", ()), *trained):
+    for name in found.keys() - frozen.keys():
         found[name] = found[name].float() if found[name].is_floating_point() else found[name]
     live = names.get("live", {})  # states have parameters' own names, without wrappers' parts
     found = {live.get(name, name): value for name, value in found.items()}

@@ -6,6 +6,7 @@ the names of what is not trained; and :mod:`..checkpoint.signs`.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import stat
@@ -31,6 +32,8 @@ from ..seams.adapted import is_adapted
 from ..seams.saving import stored_names
 from . import zero_to_fp32
 from .layout import persistent_buffers
+from .record import FILE, StateRecord
+from .zero_source import CLIENT
 
 
 _INNER, _OUTER = "_get_fp32_state_dict_from_zero_checkpoint", "get_fp32_state_dict_from_zero_checkpoint"
@@ -116,9 +119,14 @@ def tensors_of_model(folder: str, names: Sequence[str]) -> dict[str, torch.Tenso
         return {name: lazy[name].materialise() for name in names}
 
 
+def _state_in(folder: Any) -> str | None:
+    """The folder of the state that a function of DeepSpeed's is to read, inside ``streaming()``, if it is ours."""
+    return None if not active_configs() or entries_of_deepspeed(folder) else zero_to_fp32.state_in(os.fspath(folder))
+
+
 def state_dict(original: Callable[..., Any], folder: Any, exclude_frozen_parameters: Any, *args: Any) -> Any:
     """What the public functions of DeepSpeed's module all call, wherever they have been imported."""
-    state = None if not active_configs() or entries_of_deepspeed(folder) else zero_to_fp32.state_in(os.fspath(folder))
+    state = _state_in(folder)
     if state is None:
         return original(folder, exclude_frozen_parameters, *args)
     return zero_to_fp32.state_dict_of(state, bool(exclude_frozen_parameters), tensors_of_model)
@@ -128,3 +136,26 @@ def get_state_dict(original: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     if active_configs():
         finish_pending(raises=False)  # the state that is asked for may not be complete
     return original(*args, **kwargs)
+
+
+def model_state_file(original: Callable[..., Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a state, the contents that Lightning's converter loads by itself, to keep what is saved beside an engine."""
+    state = _state_in(checkpoint_dir)
+    if state is None:
+        return original(checkpoint_dir, *args, **kwargs)
+    data = StateRecord.read(Path(state, FILE)).data_for(0)
+    return _file_of(data.get(CLIENT, {}) if isinstance(data, dict) else {})
+
+
+def optim_files(original: Callable[..., Any], checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+    """The same of what that converter only looks into."""
+    if _state_in(checkpoint_dir) is None:
+        return original(checkpoint_dir, *args, **kwargs)
+    return [_file_of({"optimizer_state_dict": {"zero_stage": 3}})]
+
+
+def _file_of(content: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    return file

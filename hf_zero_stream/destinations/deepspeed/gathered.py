@@ -88,6 +88,12 @@ def not_in_full(model: nn.Module) -> list[str]:
     ]
 
 
+def whole_value(param: Any) -> torch.Tensor:
+    """All values of a ZeRO-3 parameter, in a memory of their own (all ranks)."""
+    with partition_parameters.GatheredParameters([param]):
+        return param.detach().clone()
+
+
 def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module, coordinator: Coordinator) -> None:
     """Call `initialise` for `module`, with what it touches gathered; all ranks get what it writes (all ranks).
 
