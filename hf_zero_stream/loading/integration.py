@@ -161,7 +161,7 @@ def _streamed(
     if session.stock_reason:
         load.coordinator.require_same("stock")
     else:
-        session.refuse_uncalled()
+        session.refuse_incomplete()
         model = _model_of(result)
         model.streaming_report = load.finish(model, logger)
     return result

@@ -81,6 +81,7 @@ def load_pretrained_model(
     **kwargs: Any,
 ) -> Any:
     """Run transformers' function on a state dict of lazy tensors."""
+    session.refuse_uncalled("get_init_context")
     load, is_part = session.load, session.inside is not None
     if session.quantiser is not None and session.has_nested:
         raise UnsupportedError(

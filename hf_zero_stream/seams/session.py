@@ -92,18 +92,20 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         _session.reset(self._token)
 
-    def refuse_uncalled(self) -> None:
-        """Raise a VersionError if transformers has left out a function without which values would be others."""
-        needed = ["load_pretrained_model", "finalize_model_loading", "move_missing_keys"]
-        needed += ["initialize_weights"] if self.lacks else []
+    def refuse_uncalled(self, *names: str) -> None:
+        """Raise a VersionError if transformers has not called functions of ours, without which values are others."""
         rows = {row.leads_to.partition(":")[2]: row for row in TABLE[Moment.LOAD]}
-        uncalled = [rows[name].name for name in needed if name not in self.called]
-        if uncalled:
+        if uncalled := [rows[name].name for name in names if name not in self.called]:
             raise VersionError(
                 f"transformers {transformers.__version__} has loaded a model without calling {', '.join(uncalled)}, "
                 f"by which {PACKAGE} gives it its values: this version is not known, or another package has put "
                 f"functions of its own in their place. Load without streaming(), or install a newer {PACKAGE}."
             )
+
+    def refuse_incomplete(self) -> None:
+        """The same, when transformers has returned the model."""
+        of_missing = ["initialize_weights"] if self.lacks else []
+        self.refuse_uncalled("load_pretrained_model", "finalize_model_loading", "move_missing_keys", *of_missing)
 
     @staticmethod
     def current() -> Session | None:
