@@ -6,6 +6,7 @@ COMPILED := $(VENV)/.compiled
 SOURCES := $(wildcard hf_zero_stream tests benchmarks examples scripts fuzz)
 PYTEST_ARGS ?=
 PEERS_ARGS ?=
+DRIFT_ARGS ?=
 # Test files that run at once: ranks wait for each other more than they compute.
 WORKERS ?= $(shell expr $$(nproc) + 1)
 OLDEST := $(VENV)-oldest
@@ -26,7 +27,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all nightly peers compat sweep fuzz quality style demo docs package bench scale ecosystem gpu azurite clean
+.PHONY: help system venv test test-all nightly peers drift compat sweep fuzz quality style demo docs package bench scale ecosystem gpu azurite clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -34,7 +35,8 @@ help:
 	@echo "make test     run what a change must pass (PYTEST_ARGS='-k name' narrows it, WORKERS=0 runs one at a time)"
 	@echo "make test-all run all tests: whole matrices, long trials, every command of the documentation"
 	@echo "make peers    run suites of transformers, accelerate and TRL, with and without hf_zero_stream (PEERS_ARGS=mixins)"
-	@echo "make nightly  run make test-all and make peers"
+	@echo "make drift    look at the table of what is bent in other versions, and try sets of versions (DRIFT_ARGS=contracts)"
+	@echo "make nightly  run make test-all, make peers and make drift"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
@@ -77,7 +79,10 @@ test-all: $(STAMP) $(COMPILED) azurite
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # What is not in make test-all: of peers, a sample is.
-nightly: test-all peers
+nightly: test-all peers drift
+
+drift: $(STAMP) $(COMPILED)
+	$(BIN)/python -m tests.drift $(DRIFT_ARGS)
 
 peers: $(STAMP) $(COMPILED)
 	$(BIN)/python -m tests.peers $(PEERS_ARGS)

@@ -1,0 +1,79 @@
+"""Sets of versions that people have, each in an environment of its own, and what works in it.
+
+An environment lies on top of the one that runs this: what a set does not name is taken from there, so that torch, of
+which one version is several gigabytes, is installed once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.cluster import ROOT
+
+
+STACKS: dict[str, dict[str, str]] = {
+    "oldest": {"transformers": "5.1.0", "accelerate": "1.4.0", "deepspeed": "0.18.9", "peft": "0.18.0"},
+    "LLaMA-Factory's": {"transformers": "5.6.2", "accelerate": "1.11.0"},
+    "axolotl's": {"transformers": "5.16.1", "deepspeed": "0.18.9"},
+    "ms-swift's": {"transformers": "5.19.0"},
+    "one before the newest": {"transformers": "5.23.0"},
+    "newest": {"transformers": "5.24.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "peft": "0.21.2"},
+    "newest, transformers held back": {"transformers": "5.17.0"},
+    "newest, accelerate held back": {"transformers": "5.24.0", "accelerate": "1.11.0"},
+    "newest, deepspeed held back": {"transformers": "5.24.0", "deepspeed": "0.18.9"},
+}
+"""What is not named is what the tests are run with."""
+
+SHOWN = ("torch", "transformers", "accelerate", "deepspeed", "peft")
+
+
+def environment_of(name: str) -> Path:
+    """The Python of the environment, made at the first call."""
+    folder = ROOT / ".drift" / "".join(letter if letter.isalnum() else "-" for letter in name)
+    python = folder / "bin" / "python"
+    if not (folder / "installed").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        site = next((folder / "lib").glob("python*/site-packages"))
+        (site / "below.pth").write_text(f"{sysconfig.get_path('purelib')}\n{ROOT}\n")
+        wanted = [f"{package}=={version}" for package, version in STACKS[name].items()]
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
+        (folder / "installed").touch()
+    return python
+
+
+def versions_in(python: Path) -> dict[str, str]:
+    code = f"import json, importlib.metadata as m; print(json.dumps({{name: m.version(name) for name in {SHOWN}}}))"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def outcomes(name: str) -> Iterator[tuple[str, str]]:
+    """Each home of the smoke run, and what came of it."""
+    python = environment_of(name)
+    environment = {
+        **os.environ,
+        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "torch_extensions"),
+    }
+    launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run(
+        [*launcher, str(Path(__file__).with_name("smoke.py"))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"home"')]
+    if not lines:
+        yield "all", f"exit code {done.returncode}: {done.stderr[-300:]}"
+    for line in lines:
+        yield line["home"], line["outcome"]
