@@ -1,7 +1,8 @@
 """What each arm does inside a rank.
 
-An arm is a function that imports and sets up, and returns the work to be timed. The work returns what it loaded, so
-that it stays in memory until the figures are taken.
+An arm is a function that imports what a script has imported by then, and returns the work to be timed: in `ours` with
+the imports of hf_zero_stream, in both arms that make a model with those of its code. The work returns what it loaded,
+so that it stays in memory until the figures are taken.
 """
 
 import importlib.util
@@ -56,7 +57,6 @@ def stock(task: Task) -> Work:
     import transformers
     from transformers.integrations import HfDeepSpeedConfig
 
-    _import_model(task)
     keep_alive = HfDeepSpeedConfig(_ds_config())
     auto_class = getattr(transformers, task.auto_class)
 
@@ -70,14 +70,15 @@ def stock(task: Task) -> Work:
 
 def ours(task: Task) -> Work:
     """The streaming Auto class."""
-    import hf_zero_stream.context
-    import hf_zero_stream.destinations.deepspeed.partitioned
-    import hf_zero_stream.engine.load  # noqa: F401
-    import hf_zero_stream.loading.integration  # or the first load would import it, and be timed with it
+    from transformers.integrations import deepspeed  # noqa: F401 - as in the other arm
 
-    _import_model(task)
-    auto_class = getattr(hf_zero_stream, f"Streaming{task.auto_class}")
-    return lambda: auto_class.from_pretrained(task.folder, dtype=torch.bfloat16, ds_config=_ds_config())
+    def work() -> Any:
+        import hf_zero_stream
+
+        auto_class = getattr(hf_zero_stream, f"Streaming{task.auto_class}")
+        return auto_class.from_pretrained(task.folder, dtype=torch.bfloat16, ds_config=_ds_config())
+
+    return work
 
 
 def raw(task: Task) -> Work:
@@ -201,11 +202,3 @@ def _ds_config() -> dict[str, Any]:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3},
     }
-
-
-def _import_model(task: Task) -> None:
-    """Import the model's code, which `from_pretrained` would do inside the timed part."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(task.folder)
-    getattr(transformers, config.architectures[0])

@@ -41,6 +41,7 @@ def _figures(runs: list[Run], arms: dict[str, list[Run]]) -> dict[str, Any]:
         "runs": len(done),
         "failed_runs": len(runs) - len(done),
         "seconds": {"median": median(seconds), "min": min(seconds), "max": max(seconds)},
+        "seconds_again": _again(done),
         "cpu_seconds": {"median": median(cpu_seconds), "min": min(cpu_seconds), "max": max(cpu_seconds)},
         "ratio_to_ours": _ratio(done, arms.get("ours", [])),
         "ratio_to_raw": _ratio(done, arms.get("raw", [])),
@@ -50,6 +51,14 @@ def _figures(runs: list[Run], arms: dict[str, list[Run]]) -> dict[str, Any]:
         "rchar_bytes": _by_rank(ranks, "rchar_bytes"),
         "storage_read_bytes": _by_rank(ranks, "storage_read_bytes"),
     }
+
+
+def _again(runs: list[Run]) -> float | None:
+    """The median of second loads in the same processes."""
+    seconds = [
+        max(rank["seconds_again"] for rank in run["ranks"]) for run in runs if "seconds_again" in run["ranks"][0]
+    ]
+    return median(seconds) if seconds else None
 
 
 def _ratio(runs: list[Run], others: list[Run]) -> float | None:

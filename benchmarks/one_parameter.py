@@ -60,9 +60,6 @@ def measure(arm: str, folder: str, device: str) -> dict[str, Any]:
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    import hf_zero_stream.destinations.deepspeed.partitioned
-    import hf_zero_stream.engine.load  # noqa: F401
-    import hf_zero_stream.loading.integration  # or the first load would import it, and be timed with it
     from hf_zero_stream.reports.memory import AnonymousMemory
 
     deepspeed.init_distributed("gloo")
@@ -71,6 +68,8 @@ def measure(arm: str, folder: str, device: str) -> dict[str, Any]:
         torch.cuda.reset_peak_memory_stats()
     with AnonymousMemory() as memory:
         if arm == "ours":
+            import hf_zero_stream
+
             with hf_zero_stream.streaming():
                 model = OneParameter.from_pretrained(folder)
         else:

@@ -72,10 +72,6 @@ def ours(task: Task) -> Any:
     import transformers
 
     import hf_zero_stream
-    import hf_zero_stream.context
-    import hf_zero_stream.destinations.deepspeed.partitioned
-    import hf_zero_stream.engine.load
-    import hf_zero_stream.loading.integration  # noqa: F401 - or the load would be timed with its import
 
     config = transformers.AutoConfig.from_pretrained(task.folder)
     getattr(transformers, config.architectures[0])

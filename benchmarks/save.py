@@ -51,7 +51,6 @@ def measure(arm: str, source: str, folder: str) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
     nbytes = sum(param.ds_tensor.nbytes for param in engine.module.parameters())
     values = torch.ones(nbytes, dtype=torch.uint8) if arm == "raw" else None
-    import hf_zero_stream.saving.save  # noqa: F401 - otherwise imported by the first save, which is timed
 
     dist.barrier()
     with AnonymousMemory() as memory:

@@ -51,11 +51,6 @@ def measure(arm: str, what: str, folder: str, target: str) -> Figures:
     from transformers.distributed import DistributedConfig
 
     import hf_zero_stream
-    import hf_zero_stream.context
-    import hf_zero_stream.destinations.dtensor
-    import hf_zero_stream.loading.deferral
-    import hf_zero_stream.loading.integration
-    import hf_zero_stream.saving.save  # noqa: F401 - otherwise imported by the first load or save, which is timed
 
     config = transformers.AutoConfig.from_pretrained(folder)
     model_class = getattr(transformers, config.architectures[0])

@@ -8,7 +8,19 @@ from rich.table import Table
 
 
 Entry = dict[str, Any]
-HEADINGS = ("of ours", "of raw", "seconds", "range", "cpu s", "kept", "anonymous", "resident", "read()", "storage")
+HEADINGS = (
+    "of ours",
+    "of raw",
+    "seconds",
+    "again",
+    "range",
+    "cpu s",
+    "kept",
+    "anonymous",
+    "resident",
+    "read()",
+    "storage",
+)
 
 
 def print_tables(summary: list[Entry], console: Console) -> None:
@@ -22,7 +34,8 @@ def print_tables(summary: list[Entry], console: Console) -> None:
             table.add_row(entry["arm"], *_cells(entry))
         console.print(table)
     console.print(
-        "seconds, cpu s: slowest rank and all its threads, medians over repeats. kept: partition, or tensors read. "
+        "seconds, cpu s: slowest rank and all its threads, of the first load of a process, with imports; medians over "
+        "repeats. again: a second load. kept: partition, or tensors read. "
         "anonymous, resident: growth at the peak, resident with mapped files. read(): bytes through read calls. "
         "storage: bytes fetched from the device. MiB of the rank with most.",
         style="dim",
@@ -37,6 +50,7 @@ def _cells(entry: Entry) -> list[str]:
         _factor(entry["ratio_to_ours"]),
         _factor(entry["ratio_to_raw"]),
         f"{seconds['median']:.2f}",
+        "" if entry["seconds_again"] is None else f"{entry['seconds_again']:.2f}",
         f"{seconds['min']:.2f} - {seconds['max']:.2f}",
         f"{entry['cpu_seconds']['median']:.2f}",
         *(
