@@ -36,6 +36,7 @@ def load_report(world_size, **changes):
 def test_json_structure():
     assert json.loads(load_report(1).to_json()) == {
         "world_size": 1,
+        "into": "memory",
         "ranks": [
             {
                 "rank": 0,

@@ -227,6 +227,7 @@ def load_with(how: str, folder: Path) -> dict[str, Any]:
 def test_zero3_is_found(cluster: None, zoo_checkpoint: Callable[..., Path], how: str) -> None:
     for result in run_ranks(2, load_with, how, zoo_checkpoint("llama")):
         assert result["partitioned"]
+        assert result["report"]["into"] == "ZeRO-3 partitions"
         assert [rank["rank"] for rank in result["report"]["ranks"]] == [0, 1]
 
 

@@ -51,6 +51,7 @@ def train(model, optimizer):
 with hf_zero_stream.streaming():
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
     assert all(torch.equal(param.full_tensor(), plain[name]) for name, param in model.named_parameters())
+    assert model.streaming_report.into == "shards"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     train(model, optimizer)
     hf_zero_stream.save_state(model, f"{out}/state", optimizer=optimizer)

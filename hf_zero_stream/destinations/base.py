@@ -83,6 +83,9 @@ class Destination(Protocol):
     device: torch.device = torch.device("cpu")
     """The device that this rank trains on."""
 
+    into: str = "memory"
+    """What it is, for the report: "ZeRO-3 partitions", for instance."""
+
     hides_zero3: bool = False
     """Whether transformers must not act on an active ZeRO-3 config itself, because this destination partitions."""
 

@@ -41,6 +41,8 @@ class Deferred(Destination):
         complete: called with the model that the user gets.
     """
 
+    into = "lazy tensors, which are read when accelerate shards the model"
+
     leaves_lazy = True
 
     def __init__(self, reader: WholeReader, complete: Callable[[nn.Module], None]) -> None:
@@ -100,6 +102,8 @@ class InPlace(Destination):
 
     They stay the same objects, to which optimizers may refer.
     """
+
+    into = "lazy tensors of before"
 
     leaves_lazy = True  # those of other readers
 

@@ -47,6 +47,8 @@ class DTensors(Destination):
         shares_columns: ranks may read together what they hold columns of.
     """
 
+    into = "shards"
+
     takes_dtensors = fills_missing = True
 
     def __init__(

@@ -26,6 +26,8 @@ from .shards import Shard, local_of, shard_of
 class LiveShards(Destination):
     """The memory of a sharded model in use; parameters that are not sharded, and buffers, are whole on every rank."""
 
+    into = "the shards of a model in use"
+
     def __init__(self, model: nn.Module, coordinator: Coordinator) -> None:
         self._model = model
         self._coordinator = coordinator

@@ -17,6 +17,8 @@ from .replicated import exchange_batches
 class LiveWhole(Destination):
     """The memory of the model's parameters and buffers; ranks share the reading, and exchange what they have read."""
 
+    into = "the memory of a model in use"
+
     exchange_settings = ("staging_bytes",)
 
     def __init__(self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int) -> None:

@@ -128,6 +128,8 @@ class Replicated(Destination):
         on_device: put parameters on `device`, instead of into host memory.
     """
 
+    into = "whole models, of which ranks read parts for each other"
+
     exchange_settings = ("staging_bytes",)
 
     def __init__(

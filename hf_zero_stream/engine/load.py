@@ -379,7 +379,9 @@ class Load:
             footprint=self.footprint,
         )
         ranks, recast = tuple(self.coordinator.all_gather(mine)), tuple(self.destination.recast)
-        report = LoadReport(world_size=self.coordinator.world_size, ranks=ranks, recast=recast)
+        report = LoadReport(
+            world_size=self.coordinator.world_size, ranks=ranks, into=self.destination.into, recast=recast
+        )
         if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
             log.info(report.table())
         return report

@@ -100,12 +100,14 @@ class LoadReport(Report):
     """What a load did, on every rank.
 
     Attributes:
+        into: where the values are: "ZeRO-3 partitions", "shards", and so on.
         recast: parameters that took DeepSpeed's dtype although the model keeps them in fp32
             (`_keep_in_fp32_modules_strict`). As in stock: DeepSpeed refuses trainable parameters of several dtypes.
     """
 
     world_size: int
     ranks: tuple[RankReport, ...]
+    into: str = "memory"
     recast: tuple[str, ...] = ()
 
     @property
@@ -129,7 +131,7 @@ class LoadReport(Report):
         slowest = max(self.ranks, key=lambda rank: rank.seconds["total"])
         ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks, slowest: rank {slowest.rank}"
         blocks = [
-            [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)"],
+            [f"STREAMING LOAD REPORT ({ranks}, {slowest.seconds['total']:.2f} s)", f"Into {self.into}."],
             ["Seconds:", _table(self.ranks, _seconds)],
             ["Read from the files:", _table(self.ranks, _reading)],
             ["Memory:", _table(self.ranks, _memory)],

@@ -33,6 +33,8 @@ refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for
 class LiveModel(Destination):
     """The memory that a model in use has, ZeRO-3's or whole on every rank, and what optimizers train in its place."""
 
+    into = "the memory of a model in use"
+
     def __init__(
         self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int, *, with_masters: bool = True
     ) -> None:

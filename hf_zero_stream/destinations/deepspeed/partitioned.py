@@ -28,6 +28,8 @@ class Partitioned(Destination):
     If the caller is in a ``zero.Init``, that is `around`, and `ds_config` says what it says.
     """
 
+    into = "ZeRO-3 partitions"
+
     hides_zero3 = True
     takes_packed = True
     fills_missing = True
