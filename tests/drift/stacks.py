@@ -6,6 +6,7 @@ which one version is several gigabytes, is installed once.
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -62,8 +63,10 @@ def outcomes(name: str) -> Iterator[tuple[str, str]]:
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
-        "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "torch_extensions"),
     }
+    own = versions_in(python)["deepspeed"]
+    if own != importlib.metadata.version("deepspeed"):  # what it compiles is not shared between versions
+        environment["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".drift" / f"extensions-{own}")
     launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*launcher, str(Path(__file__).with_name("smoke.py"))],

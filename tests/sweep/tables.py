@@ -31,7 +31,8 @@ streamed into the shards of several ranks: `zero3x2` are ZeRO-3 partitions on tw
 *equal* means: every parameter, buffer, dtype, tie, `requires_grad`, the training flag and the loading info, bit for
 bit, on every rank, and `save_pretrained` writes the files of the plain model. *refused*: torch or transformers do not
 shard this model, and stock raises the same error. An empty cell was not run. What *stock* does with the same arguments
-stands beside it.
+stands beside it: where `distributed_config` shards a model, stock cuts the checkpoint's tensors first, and converts
+the pieces, which is wrong, without an error, if a conversion splits or permutes what was cut.
 """
 
 
