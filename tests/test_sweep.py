@@ -127,3 +127,15 @@ def test_destinations(text: str, sizes: dict[str, int], world_size: int, family:
 def test_a_destination_that_is_none() -> None:
     with pytest.raises(ValueError, match="expected zero3xN"):
         Destination.parse("fsdp")
+
+
+def test_no_type_is_lost_without_a_word() -> None:
+    """A type that cannot be shrunk fails the sweep, unless the reason is on record."""
+    reasons = {
+        "timm": "needs a package: timm",
+        "sam_prompt": "no model class takes its config",
+        "inkling_audio": "RuntimeError: plain loading fails",
+        "new_type": "ValueError: heads do not divide",
+    }
+    (line,) = failures(Sweep(cannot_build=reasons))
+    assert line.startswith("new_type cannot be built: ValueError")

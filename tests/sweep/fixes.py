@@ -195,3 +195,12 @@ FILES: dict[str, dict[str, Any]] = {
 
 NO_LOADING_INFO = {"JevForDecision", "Qwen2_5OmniForConditionalGeneration"}
 """Classes whose own ``from_pretrained`` fails when asked for the loading info."""
+
+UNBUILT: dict[str, str] = {
+    "gemma4_assistant": "a part of another model, whose cache it uses",
+    "inkling_audio": "a plain load of it fails in transformers itself",
+}
+"""Model type -> why no tiny model of it can be made, besides packages that are absent and configs of no model."""
+
+EXPECTED_REASONS = ("needs a package", "no model class takes its config")
+"""How the reasons begin that any type may have."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from tests.sweep.fixes import EXPECTED_REASONS, UNBUILT
 from tests.sweep.run import Sweep
 
 
@@ -23,8 +24,12 @@ def counts(result: Sweep) -> str:
 
 
 def failures(result: Sweep) -> list[str]:
-    """A line for each of our rows that is not equal."""
-    lines = []
+    """A line for each of our rows that is not equal, and for each type that is lost without a reason on record."""
+    lines = [
+        f"{case_id} cannot be built: {why.splitlines()[0][:300]}. See tests/sweep/fixes.py."
+        for case_id, why in result.cannot_build.items()
+        if case_id not in UNBUILT and not why.startswith(EXPECTED_REASONS)
+    ]
     for (job, destination, dtype), rows in result.rows.items():
         for case_id, row in rows.items() if job == "ours" else ():
             what = row.get("error") or "; ".join(row["differences"][:3])
