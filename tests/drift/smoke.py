@@ -6,6 +6,7 @@ Each line that it prints on rank 0 is one home and what came of it.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import sys
 import tempfile
@@ -81,8 +82,11 @@ def zero(stage: int, folder: Path, out: Path) -> tuple[Any, list[float], list[fl
 def sharded(folder: Path, out: Path) -> tuple[Any, list[float], list[float]]:
     from transformers.distributed import DistributedConfig
 
+    if "fsdp_size" not in inspect.signature(DistributedConfig).parameters:
+        raise ModuleNotFoundError(name="fsdp_size")
+    sharding = DistributedConfig(fsdp_size=2)
+
     def begin() -> tuple[Any, Any, Any]:
-        sharding = DistributedConfig(fsdp_size=2)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=sharding)
         values = {name: whole(param) for name, param in model.named_parameters()}
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3), values
