@@ -33,10 +33,15 @@ def dequantising(quantized: Mapping[str, Any], wished: Any) -> Any:
 
 def forget_quantizer(model: Any) -> None:
     """Take off a `model` that has no quantizer any more what that has left: conversions, and a config in a part."""
-    conversions = getattr(model, "_weight_conversions", None) or []
-    if getattr(model, "hf_quantizer", None) is not None or not any(map(_ops_of_quantizer, conversions)):
+    if getattr(model, "hf_quantizer", None) is not None:
         return
-    model._weight_conversions = list(without_quantizer(conversions))
+    conversions = getattr(model, "_weight_conversions", None) or []
+    has_ops = any(map(_ops_of_quantizer, conversions))
+    if has_ops:
+        model._weight_conversions = list(without_quantizer(conversions))
+    is_packed = hasattr(model, "_hf_zero_stream_dequantised")  # and is saved as it is
+    if is_packed or not (has_ops or vars(model).get("is_quantized") is False):  # transformers says so of what it was
+        return
     for config in (model.config, model.config.get_text_config(decoder=True)):  # where transformers looks for it
         vars(config).pop("quantization_config", None)
 

@@ -161,7 +161,10 @@ def take_packed(model: nn.Module, state_dict: dict[str, Any]) -> dict[str, tuple
 @in_session
 def remove_quantization_config(session: Session, original: Original, self: Any, model: Any) -> None:
     """A packed model's config goes on saying how its weights are quantised: that is how it is saved."""
+    conversions = getattr(model, "_weight_conversions", None)
     original(self, model)
+    if conversions is not None:  # from transformers 5.24 on it forgets the model's own, too, by which it is saved
+        model._weight_conversions = conversions
     if session.kept_config is not None and is_packed(model):
         model.config.quantization_config = session.kept_config
 
