@@ -50,6 +50,8 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
     Moment.BLOCK: [
         # Ranks make contact as soon as there is a process group.
         Row(_DEFAULT_GROUP, "ranks.presence:set_default_group"),
+        # What waits for the lock of a process that compiles says so.
+        Row("torch.utils.file_baton:FileBaton.wait", "extensions:wait", feature="warnings of locks nobody holds"),
         # A load: an Auto class, the model's class, and the small files of both.
         Row("transformers.models.auto.modeling_auto:*.from_pretrained", "loading.entrance:of_auto_model"),
         Row("transformers.models.auto.tokenization_auto:*.from_pretrained", "loading.entrance:of_tokenizer"),
