@@ -55,7 +55,5 @@ def wait(original: Callable[..., Any], baton: Any, *args: Any, **kwargs: Any) ->
             logger.warning("This process waits for a lock, and %s", advice_on(lock))
         else:
             name = Path(lock).parent.name
-            logger.warning(
-                "Waiting for process %d, which compiles %s: the first time that takes minutes.", process, name
-            )
+            logger.warning("Waiting for process %d, which compiles %s: that takes minutes, once.", process, name)
     return original(baton, *args, **kwargs)
