@@ -39,7 +39,6 @@ app = typer.Typer(
     cls=_Group,
     help="Run training that streams its checkpoints; look at them, and at what loading them will cost, beforehand.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},

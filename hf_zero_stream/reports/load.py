@@ -218,7 +218,7 @@ def _table(ranks: Sequence[RankReport], numbers_of: Callable[[RankReport], Mappi
 
     def text_of(title: str, number: float) -> str:
         if numbers_of is _seconds:
-            return f"{number:.2f}"
+            return f"{number:.2f}" if number < 100 else f"{number:.0f}"  # at most 80 columns together
         if title == "Reads":
             return f"{number:.0f}"
         return bytes_text(number) + ("/s" if title == "Throughput" else "")
