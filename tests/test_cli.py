@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_zero_stream
-from hf_zero_stream.cli import COMMANDS, app
+from hf_zero_stream.cli import COMMANDS, app, frame
 from hf_zero_stream.reports.text import fold, folded_names
 from tests.commands import command_environment
 from tests.parity import ds_config
@@ -67,6 +67,33 @@ def test_examples_are_understood(name: str, tmp_path: Path, monkeypatch: pytest.
     assert (program, command_name) == ("hf-zero-stream", name)
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     assert command.make_context(name, arguments).params
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--world-size", "2", "--device", "cpu"), ("inspect",)])
+def test_lines_fit_the_terminal(arguments: tuple[str, ...], tiny_moe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and sentences; a pipe gets them whole."""
+    name, *options = arguments
+    monkeypatch.chdir(Path(tiny_moe).parent)
+    whole = run(name, "tiny-moe", *options).stdout
+    monkeypatch.setattr(frame, "_terminal_width", lambda: 80)
+    folded = run(name, "tiny-moe", *options).stdout
+    assert max(map(len, whole.splitlines())) > 80 >= max(map(len, folded.splitlines()))
+
+
+def test_a_size_needs_a_unit() -> None:
+    """80 would be 80 bytes, and is meant as gigabytes."""
+    result = run("plan", "x", "--world-size", "2", "--device-memory", "80", code=USAGE)
+    assert re.search(r'--device-memory.*expected a size such as "80GiB"', result.output, re.DOTALL)
+
+
+def test_completion_is_installed(tmp_path: Path) -> None:
+    environment = command_environment() | {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    subprocess.run(["hf-zero-stream", "--install-completion", "bash"], env=environment, check=True, timeout=60)
+    assert (tmp_path / ".bash_completions" / "hf-zero-stream.sh").exists()
+    asked = environment | {"_HF_ZERO_STREAM_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    asked["COMP_WORDS"] = "hf-zero-stream do"
+    found = subprocess.run(["hf-zero-stream"], env=asked, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == ["doctor"]
 
 
 def test_help_imports_no_torch() -> None:
