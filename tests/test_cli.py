@@ -407,9 +407,9 @@ def test_plan_says_whether_it_fits(tiny_moe: str) -> None:
     memory = run_json("plan", tiny_moe, *options)["memory"]
     assert needs["device"] == most_in_training(memory, "cuda")
     assert needs["host"] == 2 * memory["load_peak"]["cpu"] and needs["ranks_per_node"] == 2
-    enough = [f"--device-memory={needs['device']}", f"--host-memory={needs['host']}"]
+    enough = [f"--device-memory={needs['device']}B", f"--host-memory={needs['host']}B"]
     assert run_json("plan", tiny_moe, *options, *enough)["fits"] is True
-    for too_little in (f"--device-memory={needs['device'] - 1}", f"--host-memory={needs['host'] - 1}"):
+    for too_little in (f"--device-memory={needs['device'] - 1}B", f"--host-memory={needs['host'] - 1}B"):
         assert run_json("plan", tiny_moe, *options, *enough, too_little, code=1)["fits"] is False
         assert run("plan", tiny_moe, *options, *enough, too_little, code=1).stdout.count("DOES NOT FIT") == 1
 

@@ -21,7 +21,7 @@ def run(
         list[str], typer.Argument(metavar="COMMAND", help="What you type without us; a script.py is run by Python.")
     ],
 ) -> None:
-    """Run COMMAND; each rank that it starts streams what it loads and saves.
+    """Run COMMAND with streaming in each rank that it starts.
 
     Launchers, scripts that start their ranks themselves, and command lines of training tools all work. Exit code,
     signals, input and output are the own ones of COMMAND. A child that has HF_ZERO_STREAM_RUN=0 in its environment is
