@@ -28,7 +28,7 @@ CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
 WriteFrom = Literal["auto", "all", "rank0"]
 WRITERS: tuple[str, ...] = get_args(WriteFrom)
 
-# Numbers that must not be 0; the others may, and none may be negative.
+# Numbers that must not be 0; the switch may, and none may be negative.
 _AT_LEAST_ONE = ("chunk_bytes", "staging_bytes", "peer_timeout_s")
 
 _UNITS = {"": 1, "b": 1}
@@ -87,7 +87,7 @@ class StreamingConfig:
     """
 
     chunk_bytes: int = 8 * 2**20
-    """Largest piece that a reading rank sends at once, in bytes; bounds the memory that it needs for the others.
+    """Largest piece that a reading rank sends at once, in bytes; bounds the memory that it needs for the switch.
 
     DeepSpeed's `zero_optimization.stage3_partition_stream_chunk_size`, in elements, sets it too.
     """
@@ -99,7 +99,7 @@ class StreamingConfig:
     """
 
     share_reads: bool = True
-    """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
+    """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the switch.
 
     Ranks wait for those that may be on their way, for 5 minutes at most. If one will not come, each loads alone, as
     transformers does, and one says so. False leaves such loads to transformers. With tensor parallelism, the ranks of
@@ -136,7 +136,7 @@ class StreamingConfig:
     """
 
     write_from: WriteFrom = "auto"
-    """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the others send what they hold.
+    """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the switch send what they hold.
 
     `"auto"`: all, if all can write into the folder that rank 0 has made; else rank 0. Rank 0's setting counts.
     """
@@ -236,7 +236,8 @@ def values_in(environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
 def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Environment variables that look like settings and are none, each with the nearest name, or ""."""
     known = _variables()
-    strange = [variable for variable in environ if variable.startswith(_PREFIX) and variable not in known]
+    switch = _PREFIX + "RUN"  # by which `hf-zero-stream run` is on
+    strange = [each for each in environ if each.startswith(_PREFIX) and each not in known and each != switch]
     nearest = {variable: _nearest(variable.removeprefix(_PREFIX).lower(), known.values()) for variable in strange}
     return {variable: near and _PREFIX + near.upper() for variable, near in nearest.items()}
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from . import scope
 from .bindings.install import installed
 from .bindings.rows import Moment
 from .config import StreamingConfig, check_environment
 from .errors import ConfigError
+from .launcher import announces_local_rank
 
 
 Function = TypeVar("Function")
@@ -78,6 +80,29 @@ def enter_for_process() -> None:
     _make_contact()
     if scope.enter_for_process():
         installed(Moment.BLOCK).__enter__()
+
+
+def enter_with_ranks() -> None:
+    """Begin the block of the process if it is one of several ranks, else as soon as it has a process group.
+
+    A launcher's own process, or one that prepares data, never has.
+    """
+    if announces_local_rank() or _has_group():
+        enter_for_process()
+    else:
+        installed(Moment.REACHED).__enter__()
+
+
+def enter_with_group(original: Callable[..., Any], group: Any) -> None:
+    """In place of the function by which torch notes its default process group, in a process that waits for one."""
+    original(group)
+    if group is not None:
+        enter_for_process()
+
+
+def _has_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
 def _make_contact() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.abc
 import sys
 from collections.abc import Callable, Collection, Sequence
 from importlib.machinery import ModuleSpec
@@ -28,7 +27,7 @@ class Watch:
             sys.meta_path.remove(_finder)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Finds no module itself; of those that are watched it changes how the others' loaders end."""
 
     def __init__(self) -> None:

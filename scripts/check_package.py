@@ -56,7 +56,8 @@ def main() -> None:
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     print(run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=ROOT), end="")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "hf_zero_stream/py.typed" in names, "py.typed is not in the wheel"
+    for name in ("py.typed", "site/sitecustomize.py"):
+        assert f"hf_zero_stream/{name}" in names, f"{name} is not in the wheel"
     foreign = {name.split("/")[0] for name in names} - {"hf_zero_stream"}
     assert all(name.endswith(".dist-info") for name in foreign), f"the wheel has more than the package: {foreign}"
     with tempfile.TemporaryDirectory(prefix="hf_zero_stream-package-") as name:

@@ -48,12 +48,13 @@ def run_command(
     """
     link_repository(folder)
     words = [replace.get(word, word) for word in shlex.split(command)] + list(extra)
-    if words[0] == "accelerate" and words[1] == "launch":
-        words[2:2] = ["--main_process_port", "0"]  # other tests may be launching at the same time
-    elif words[0] == "torchrun":
-        words[1:1] = ["--standalone"]
-    elif words[0] == "deepspeed":
-        words[1:1] = ["--master_port", str(free_port())]
+    first = 2 if words[:2] == ["hf-zero-stream", "run"] else 0
+    if words[first : first + 2] == ["accelerate", "launch"]:
+        words[first + 2 : first + 2] = ["--main_process_port", "0"]  # other tests may be launching at the same time
+    elif words[first] == "torchrun":
+        words[first + 1 : first + 1] = ["--standalone"]
+    elif words[first] == "deepspeed":
+        words[first + 1 : first + 1] = ["--master_port", str(free_port())]
     done = subprocess.run(
         words,
         cwd=folder,

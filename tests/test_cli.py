@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import hf_zero_stream
-from hf_zero_stream.cli import COMMANDS, app
+from hf_zero_stream.cli import COMMANDS, app, frame
 from hf_zero_stream.reports.text import fold, folded_names
 from tests.commands import command_environment
 from tests.parity import ds_config
@@ -56,7 +56,7 @@ def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_help_has_an_example(name: str) -> None:
     text = re.sub(r"\s+", " ", run(name, "--help").stdout)
-    assert f"Example: hf-zero-stream {name} " in text and "--format" in text
+    assert f"Example: hf-zero-stream {name} " in text and ("--format" in text or name == "run")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,6 +67,33 @@ def test_examples_are_understood(name: str, tmp_path: Path, monkeypatch: pytest.
     assert (program, command_name) == ("hf-zero-stream", name)
     command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
     assert command.make_context(name, arguments).params
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--world-size", "2", "--device", "cpu"), ("inspect",)])
+def test_lines_fit_the_terminal(arguments: tuple[str, ...], tiny_moe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and sentences; a pipe gets them whole."""
+    name, *options = arguments
+    monkeypatch.chdir(Path(tiny_moe).parent)
+    whole = run(name, "tiny-moe", *options).stdout
+    monkeypatch.setattr(frame, "_terminal_width", lambda: 80)
+    folded = run(name, "tiny-moe", *options).stdout
+    assert max(map(len, whole.splitlines())) > 80 >= max(map(len, folded.splitlines()))
+
+
+def test_a_size_needs_a_unit() -> None:
+    """80 would be 80 bytes, and is meant as gigabytes."""
+    result = run("plan", "x", "--world-size", "2", "--device-memory", "80", code=USAGE)
+    assert re.search(r'--device-memory.*expected a size such as "80GiB"', result.output, re.DOTALL)
+
+
+def test_completion_is_installed(tmp_path: Path) -> None:
+    environment = command_environment() | {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    subprocess.run(["hf-zero-stream", "--install-completion", "bash"], env=environment, check=True, timeout=60)
+    assert (tmp_path / ".bash_completions" / "hf-zero-stream.sh").exists()
+    asked = environment | {"_HF_ZERO_STREAM_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    asked["COMP_WORDS"] = "hf-zero-stream do"
+    found = subprocess.run(["hf-zero-stream"], env=asked, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == ["doctor"]
 
 
 def test_help_imports_no_torch() -> None:
@@ -380,9 +407,9 @@ def test_plan_says_whether_it_fits(tiny_moe: str) -> None:
     memory = run_json("plan", tiny_moe, *options)["memory"]
     assert needs["device"] == most_in_training(memory, "cuda")
     assert needs["host"] == 2 * memory["load_peak"]["cpu"] and needs["ranks_per_node"] == 2
-    enough = [f"--device-memory={needs['device']}", f"--host-memory={needs['host']}"]
+    enough = [f"--device-memory={needs['device']}B", f"--host-memory={needs['host']}B"]
     assert run_json("plan", tiny_moe, *options, *enough)["fits"] is True
-    for too_little in (f"--device-memory={needs['device'] - 1}", f"--host-memory={needs['host'] - 1}"):
+    for too_little in (f"--device-memory={needs['device'] - 1}B", f"--host-memory={needs['host'] - 1}B"):
         assert run_json("plan", tiny_moe, *options, *enough, too_little, code=1)["fits"] is False
         assert run("plan", tiny_moe, *options, *enough, too_little, code=1).stdout.count("DOES NOT FIT") == 1
 

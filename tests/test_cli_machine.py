@@ -1,5 +1,6 @@
 """`bench` and `doctor`: the commands about this machine."""
 
+import importlib
 import json
 import os
 import re
@@ -175,6 +176,40 @@ def test_doctor_finds_libraries_that_are_not_known(monkeypatch: pytest.MonkeyPat
     found = statuses(run_json("doctor", *no_accelerate, code=1)["features"])
     assert found["streaming under ZeRO-3"] == PROBLEM
     assert found["expert_parallel (AutoEP)"] == "no", "what can be left out is no problem"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "status", "means"),
+    [
+        ("deepspeed.utils.zero_to_fp32", "get_optim_files", "note", "DeepSpeed's tools: left to stock"),
+        ("transformers.core_model_loading", "dot_natural_key", "note", "loads are slower"),
+        ("transformers.modeling_utils", "get_checkpoint_shard_files", PROBLEM, "ends in a VersionError"),
+    ],
+)
+def test_doctor_says_what_a_missing_function_takes_away(
+    monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str], owner: str, name: str, status: str, means: str
+) -> None:
+    monkeypatch.delattr(importlib.import_module(owner), name)
+    found = run_json("doctor", *no_accelerate, code=status == PROBLEM)["features"]
+    (row,) = [check for check in found if name in check["text"] and "has no" in check["text"]]
+    assert row["status"] == status and row["text"].endswith(means)
+    assert not [check for check in found if check["what"] == "replaced functions"]
+
+
+def test_doctor_finds_a_lock_that_nobody_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_accelerate: list[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    (tmp_path / "cpu_adam" / "lock").touch()
+    (row,) = [check for check in run_json("doctor", *no_accelerate, code=1)["features"] if check["what"] == "lock"]
+    assert row["status"] == PROBLEM and f"rm {tmp_path}/cpu_adam/lock" in row["text"]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="is about machines without an accelerator")
+def test_doctor_has_no_nccl_without_a_gpu(no_accelerate: list[str]) -> None:
+    found = {check["what"]: check["status"] for check in run_json("doctor", *no_accelerate)["features"]}
+    assert (found["accelerator"], found["NCCL"], found["replaced functions"]) == ("no", "no", "ok")
 
 
 def test_doctor_looks_at_settings_in_the_environment(

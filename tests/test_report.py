@@ -11,6 +11,8 @@ import torch
 
 from hf_zero_stream.footprint.memory import EngineSettings, ParameterShape, memory_footprint
 from hf_zero_stream.reports.load import PHASES, LoadReport, PhaseClock, RankReport, Verification
+from tests.cluster import run_ranks
+from tests.parity import ds_config
 
 
 def rank_report(rank=0, **changes):
@@ -41,13 +43,15 @@ def test_json_structure():
             {
                 "rank": 0,
                 "seconds": {
-                    "index": 0.0,
-                    "plan": 1.0,
-                    "read": 2.0,
-                    "convert": 3.0,
-                    "copy": 4.0,
-                    "finalise": 5.0,
-                    "total": 6.0,
+                    "model": 0.0,
+                    "index": 1.0,
+                    "plan": 2.0,
+                    "wait": 3.0,
+                    "read": 4.0,
+                    "convert": 5.0,
+                    "copy": 6.0,
+                    "finalise": 7.0,
+                    "total": 8.0,
                 },
                 "bytes_needed": 1000,
                 "bytes_read": 6 * 2**30,
@@ -102,8 +106,8 @@ def test_table_summarises_many_ranks():
 
 def test_table_units_and_throughput():
     seconds_row, reading_row, memory_row = rows(load_report(1).table())
-    assert seconds_row == ["0", "0.00", "1.00", "2.00", "3.00", "4.00", "5.00", "6.00"]
-    assert reading_row == ["0", "1000 B", "6.0 GiB", "12", "1.0 GiB/s"]
+    assert seconds_row == ["0", *(f"{number}.00" for number in range(9))]
+    assert reading_row == ["0", "1000 B", "6.0 GiB", "12", "1.5 GiB/s"]
     assert memory_row == ["0", "1.5 KiB", "64.0 MiB", "1.0 TiB", "0 B"]
     assert "1.0 MiB" in load_report(1, bytes_needed=2**20 - 1).table()
     assert "0 B/s" in load_report(1, seconds=dict.fromkeys(PHASES, 0.0)).table()
@@ -206,6 +210,38 @@ def test_footprint_is_shown_and_survives_json():
     assert "Memory that training" not in load_report(2).table()
 
 
+def load_twice(folder):
+    """The second load imports nothing."""
+    from transformers import AutoModel
+
+    from hf_zero_stream.context import streaming
+
+    with streaming():
+        models = [AutoModel.from_pretrained(folder, ds_config=ds_config()) for _ in range(2)]
+    return models[1].streaming_report
+
+
+def test_every_second_of_a_load_has_a_name(cluster, zoo_checkpoint):
+    report = run_ranks(2, load_twice, str(zoo_checkpoint("qwen3_moe")))[0]
+    for rank in report.ranks:
+        named = sum(seconds for phase, seconds in rank.seconds.items() if phase != "total")
+        assert named == pytest.approx(rank.seconds["total"], rel=0.05, abs=0.01)
+        assert min(rank.seconds[phase] for phase in ("model", "index", "plan", "wait", "read", "finalise")) > 0
+
+
+def test_the_rest_is_what_no_phase_has_had():
+    clock = PhaseClock()
+    time.sleep(0.02)
+    with clock("total"):
+        with clock("index"):
+            time.sleep(0.01)
+        time.sleep(0.01)
+        clock.add_rest("model")
+        clock.add_rest("plan")
+    assert 0.01 <= clock.seconds["model"] < clock.seconds["total"] - clock.seconds["index"]
+    assert clock.seconds["plan"] < 0.01
+
+
 def test_clock_accumulates_and_nests():
     clock = PhaseClock()
     with clock("total"):
@@ -236,7 +272,7 @@ def test_clock_is_thread_safe():
 
 def test_clock_refuses_an_unknown_phase():
     clock = PhaseClock()
-    with pytest.raises(ValueError, match="expected one of index, plan.*got 'raed'"):
+    with pytest.raises(ValueError, match="expected one of model, index.*got 'raed'"):
         clock.add("raed", 1.0)
     entered = False
     with pytest.raises(ValueError):

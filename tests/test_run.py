@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import ROOT
-from tests.commands import command_environment, losses, run_command, run_to_its_end
-from tests.test_trl import make_tokenizer
+from tests.commands import command_environment, losses, run_command
 from tests.zoo import make_moe_checkpoint
 
 
@@ -216,36 +215,6 @@ def test_a_script_without_a_word_of_ours_is_streamed(launcher: str, tmp_path: Pa
     stock = run_command(command.replace("-m hf_zero_stream.run ", ""), tmp_path)
     assert "Streaming weights: 100%" in ours and "Streaming weights" not in stock
     assert len(losses(ours)) == 3 and losses(ours) == losses(stock)
-
-
-TRL = (
-    "torchrun --nproc_per_node 2 -m hf_zero_stream.run examples/on_cpu.py trl.scripts.{0} "
-    "--config examples/trl/{0}.yaml"
-)
-TRAINED_ON = {
-    "sft": ("texts", '{"text": "a small model learns words"}\n'),
-    "dpo": ("pairs", '{"prompt": "a small", "chosen": " model learns words", "rejected": " words"}\n'),
-}
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize(("command", "loads"), [("sft", 1), ("dpo", 2)])  # dpo: the model, and its reference
-@pytest.mark.slow
-def test_trls_command_line_is_streamed(command: str, loads: int, tmp_path: Path) -> None:
-    """Loading and saving; losses are those without."""
-    trl = TRL.format(command)
-    assert trl in (ROOT / "docs" / "recipes.md").read_text()
-    make_moe_checkpoint(tmp_path / "tiny-moe", 0.01 * 1e9, num_layers=2, num_experts=8)
-    make_tokenizer(tmp_path / "tiny-moe")
-    folder, line = TRAINED_ON[command]
-    (tmp_path / folder).mkdir()
-    (tmp_path / folder / "train.jsonl").write_text(line * 8)
-    ours = run_command(trl, tmp_path)
-    stock = run_to_its_end(trl.replace("-m hf_zero_stream.run ", ""), tmp_path, "Training completed")
-    assert ours.count("Streaming weights: 100%") == loads and "Writing weights: 100%" in ours
-    assert "Streaming weights" not in stock and "Writing weights" not in stock
-    found = [re.findall(r"'loss': '([^']+)'", output) for output in (ours, stock)]
-    assert len(set(found[0])) == 3 and found[0] == found[1]
 
 
 def test_its_launchers_are_documented() -> None:

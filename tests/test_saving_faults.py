@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -250,11 +251,36 @@ def test_ranks_that_load_alone_finish_a_save_once(
 
 def test_what_a_save_has_left_is_finished_or_removed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("old")
-    dead = Publication.begin(tmp_path)
-    (dead.temporary / "model.safetensors").write_text("half")
+    dead = tmp_path / f"{UNFINISHED}dead"
+    dead.mkdir()
+    (dead / "model.safetensors").write_text("half")
     again = Publication.begin(tmp_path)
-    assert not dead.temporary.exists() and (tmp_path / "config.json").read_text() == "old"
+    assert not dead.exists() and (tmp_path / "config.json").read_text() == "old"
     (again.temporary / "config.json").write_text("new")
     again.commit("model.safetensors", "model.safetensors.index.json")
     assert contents(tmp_path) == {"config.json": b"new"}
     assert finish_interrupted(tmp_path) == []
+
+
+DYING = """
+import sys
+from pathlib import Path
+from hf_zero_stream.saving.files import Publication
+publication = Publication.begin(Path(sys.argv[1]))
+print(publication.temporary.name, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_save_removes_what_dead_ones_have_left_and_no_living_one(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", DYING, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        name = other.stdout.readline().strip()
+        Publication.begin(tmp_path).abandon()
+        assert os.listdir(tmp_path) == [name]
+        other.kill()
+        other.wait()
+    assert os.listdir(tmp_path) == [name]
+    Publication.begin(tmp_path).abandon()
+    assert os.listdir(tmp_path) == []

@@ -15,6 +15,7 @@ class Moment(enum.Enum):
     """For how long rows are installed."""
 
     MODELS = "from the first packed or sharded model on, and while a thread is inside streaming()"
+    REACHED = "in a process that `hf-zero-stream run` has reached, and that has no ranks yet"
     BLOCK = "while a thread is inside streaming()"
     LOAD = "during a load"
     HIDING = "while ZeRO-3 is hidden from transformers"

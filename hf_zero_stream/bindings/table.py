@@ -16,6 +16,8 @@ _MODEL = f"{_MODELING}:PreTrainedModel"
 _TRAINER, _ENGINE = "transformers.trainer", "deepspeed.runtime.engine:DeepSpeedEngine"
 _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 
+_DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
+
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
 _OF_FSDP2 = "FSDP2 by accelerate"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
@@ -44,9 +46,12 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             )
         ],
     ],
+    Moment.REACHED: [Row(_DEFAULT_GROUP, "context:enter_with_group", feature="ranks that no launcher announces")],
     Moment.BLOCK: [
         # Ranks make contact as soon as there is a process group.
-        Row("torch.distributed.distributed_c10d:_update_default_pg", "ranks.presence:set_default_group"),
+        Row(_DEFAULT_GROUP, "ranks.presence:set_default_group"),
+        # What waits for the lock of a process that compiles says so.
+        Row("torch.utils.file_baton:FileBaton.wait", "extensions:wait", feature="warnings of locks nobody holds"),
         # A load: an Auto class, the model's class, and the small files of both.
         Row("transformers.models.auto.modeling_auto:*.from_pretrained", "loading.entrance:of_auto_model"),
         Row("transformers.models.auto.tokenization_auto:*.from_pretrained", "loading.entrance:of_tokenizer"),

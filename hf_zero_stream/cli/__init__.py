@@ -1,6 +1,7 @@
 """The command line ``hf-zero-stream``; one module per command, none of which imports torch until it runs.
 
 Exit codes: 0 all is well; 1 the check failed, or one of our own errors ended the command; 2 the command line is wrong.
+``run`` has those of the command that it becomes.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..reports.text import printable
 
 COMMANDS = {
     name: import_module(f".{name}", __package__)
-    for name in ("inspect", "plan", "verify", "convert", "bench", "doctor")
+    for name in ("run", "inspect", "plan", "verify", "convert", "bench", "doctor")
 }
 """Command -> its module, which has the command's function `run` and an `EXAMPLE`."""
 
@@ -36,9 +37,8 @@ class _Group(TyperGroup):
 app = typer.Typer(
     name="hf-zero-stream",
     cls=_Group,
-    help="Look at checkpoints, and at what loading them under DeepSpeed ZeRO will cost, before paying for it.",
+    help="Run training that streams its checkpoints; look at them, and at what loading them will cost, beforehand.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -61,7 +61,9 @@ def _options(
 
 
 for _name, _module in COMMANDS.items():
-    app.command(_name, epilog=f"Example: {_module.EXAMPLE}")(_module.run)
+    # What stands behind the command of `run` is that command's, options too.
+    _settings = {"allow_interspersed_args": _name != "run"}
+    app.command(_name, epilog=f"Example: {_module.EXAMPLE}", context_settings=_settings)(_module.run)
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
             yield checkpoint_url(path)
         elif os.path.exists(path):
             yield path
-        elif _is_cached_whole(path, revision):
+        elif not path.startswith(("/", ".", "~")) and _is_cached_whole(path, revision):
             yield str(cached_folder(path, revision))
         elif not _is_id(path):
             raise ReadError(f"{path}: there is no such file or folder, and no repository on the Hub has such an id.")

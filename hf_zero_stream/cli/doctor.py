@@ -56,8 +56,7 @@ def run(
     """Check versions, DeepSpeed's ops, storage and settings.
 
     Exit code 1 if anything is a problem. With PATH, reads the largest file there to measure the speed, at most 256 MiB
-    of it. If PATH is a checkpoint, also names parameters that stock transformers would load wrongly with
-    distributed_config.
+    of it. If PATH is a checkpoint, also looks for faults in it.
     """
     with frame.quiet():
         from ..destinations.deepspeed.zero3 import compatible_ops
@@ -129,10 +128,15 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
     """What works with the installed packages and DeepSpeed's `ops`."""
     import torch
 
-    from ..destinations.deepspeed.zero3 import get_accelerator
+    from ..accelerators import kind
+    from ..extensions import advice_on, left_locks
 
-    yield Check("accelerator", "ok", get_accelerator().device_name())
-    yield Check("NCCL", "ok" if torch.distributed.is_nccl_available() else "no", "communication between GPUs")
+    found = kind()
+    yield Check("accelerator", "ok" if found else "no", found or "none that this process can use: ranks run on CPUs")
+    works = found == "cuda" and torch.distributed.is_nccl_available()
+    yield Check("NCCL", "ok" if works else "no", "communication between GPUs" + ("" if found else ": there are none"))
+    yield from _check_table()
+    yield from (Check("lock", "problem", advice_on(lock)) for lock in left_locks())
     yield _imports("streaming under ZeRO-3", "problem", "destinations.deepspeed.partitioned", "loading.integration")
     yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
     for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
@@ -148,6 +152,33 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
     for tool, advice in (("ninja", "pip install ninja"), ("g++", "install a C++ compiler")):
         found = shutil.which(tool)
         yield Check(tool, "ok" if found else "note", "on the path" if found else f"not on the path: {advice}")
+
+
+def _check_table() -> Iterator[Check]:
+    """Whether the installed versions have every function that is replaced in them, and what is lost where not."""
+    from ..bindings.rows import Weight
+    from ..bindings.table import TABLE
+
+    rows = [row for rows in TABLE.values() for row in rows if find_spec(row.package)]
+    lost: dict[tuple[str, Weight, str], list[str]] = {}
+    for row in rows:
+        try:
+            import_module(row.module)
+            lacking = row.lacking()
+        except Exception as error:  # of their own: a module that is gone, or that fails here
+            lacking = f"{row.name} ({error})" if row.is_of(metadata.version(row.package)) else ""
+        if lacking:
+            lost.setdefault((row.package, row.weight, row.feature), []).append(lacking)
+    if not lost:
+        yield Check("replaced functions", "ok", f"all {len(rows)} are as expected, in what is installed")
+    for (package, weight, feature), names in lost.items():
+        means = {
+            Weight.ESSENTIAL: f"{feature or 'each load or save that needs it'} ends in a VersionError",
+            Weight.FEATURE: f"{feature or 'what needs it'}: left to stock",
+            Weight.SPEED: "loads are slower",
+        }[weight]
+        status = "problem" if weight is Weight.ESSENTIAL else "note"
+        yield Check(package, status, f"{metadata.version(package)} has no {', '.join(names)}: {means}")
 
 
 def _imports(what: str, otherwise: str, *modules: str) -> Check:

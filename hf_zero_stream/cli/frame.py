@@ -10,6 +10,7 @@ import json
 import logging
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Annotated, Any, Literal, TextIO
@@ -34,7 +35,7 @@ def json_object(path: str) -> dict[str, Any]:
 def size(text: str) -> int:
     """Parses a size such as "80GiB" into bytes."""
     parsed = parse_size(text)
-    if parsed is None:
+    if parsed is None or text.strip().isdigit():  # "80" is meant as gigabytes, and would be 80 bytes
         raise typer.BadParameter(f'expected a size such as "80GiB" or "80GB"; got {text!r}')
     return parsed
 
@@ -89,15 +90,29 @@ def emit(data: Mapping[str, Any], blocks: Iterable[str], form: Literal["table", 
     if form == "json":
         print(json.dumps(data, indent=2))
     else:
-        print("\n\n".join(printable(block, "\n") for block in blocks))
+        width = _terminal_width()
+        for number, block in enumerate(blocks):
+            lines = printable(block, "\n").splitlines()
+            # A table has its width already, and a long path or name stays whole.
+            if width:
+                wrap = textwrap.TextWrapper(
+                    width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+                )
+                lines = [line if line[:1] == "|" else wrap.fill(line) for line in lines]
+            print(*([""] if number else []), *lines, sep="\n")
     if not ok:
         raise typer.Exit(1)
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """A table that a terminal folds to its own width, and a file or a pipe does not."""
-    width = {"width": shutil.get_terminal_size().columns} if sys.stdout.isatty() else {}
-    return markdown_table(titles, rows, left=left, **width)
+    width = _terminal_width()
+    return markdown_table(titles, rows, left=left, **({"width": width} if width else {}))
+
+
+def _terminal_width() -> int:
+    """Columns of the terminal that results go to; 0 if they go elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def quiet() -> redirect_stdout[TextIO]:

@@ -121,27 +121,30 @@ def run(
     most = MOST_BARS if html else MOST_RANKS if plot else 1
     ranks = ranks_to_draw(world_size, rank, most)
     with frame.quiet():
-        from ..loading.dry_load import plan
         from .checkpoints import place_of, refuse_unloadable
-        from .models import load_arguments, stock_load, transformers_errors
 
-        with place_of(path, revision) as place, transformers_errors(path):
+        with place_of(path, revision) as place:
             if not is_url(place):
                 refuse_unloadable(place)
-            arguments = load_arguments(place, trust_remote_code, dequantize)
-            how = {
-                "world_size": world_size,
-                "ds_config": config or None,
-                "device": device,
-                "adamw": adamw,
-                "lora": lora,
-                **arguments,
-            }
-            if sharding:
-                how |= {"distributed_config": sharding, "dtype": frame.torch_dtype(dtype)}
-            forecasts = {number: plan(place, rank=number, **how) for number in ranks}
-            forecast = forecasts[rank]
-            stock = None if sharding else stock_load(forecast, place, arguments, device)
+            # Only now: this imports transformers and DeepSpeed.
+            from ..loading.dry_load import plan
+            from .models import load_arguments, stock_load, transformers_errors
+
+            with transformers_errors(path):
+                arguments = load_arguments(place, trust_remote_code, dequantize)
+                how = {
+                    "world_size": world_size,
+                    "ds_config": config or None,
+                    "device": device,
+                    "adamw": adamw,
+                    "lora": lora,
+                    **arguments,
+                }
+                if sharding:
+                    how |= {"distributed_config": sharding, "dtype": frame.torch_dtype(dtype)}
+                forecasts = {number: plan(place, rank=number, **how) for number in ranks}
+                forecast = forecasts[rank]
+                stock = None if sharding else stock_load(forecast, place, arguments, device)
         if plot is not None:
             from .picture import draw
 

@@ -305,12 +305,14 @@ class Load:
                     mine["the number of exchanges"] = str(sum(batch.is_collective for batch in batches))
                     self.destination.check(plan.targets)
                     self.checkpoint.open(read.shard for read in plan)
-                refuse_differences(self.coordinator.all_gather(mine))
-                self.destination.allocate()
+                with self.clock("wait"):
+                    refuse_differences(self.coordinator.all_gather(mine))
+                    self.destination.allocate()
                 self.memory.sample()
                 self._reader.fill(batches, plan, leaves)
                 then()
-                self.coordinator.agree()
+                with self.clock("wait"):
+                    self.coordinator.agree()
                 self.destination.finish()
             except BaseException as error:
                 if isinstance(error, HfZeroStreamError) or not is_out_of_memory(error):

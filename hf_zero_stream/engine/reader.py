@@ -90,6 +90,7 @@ class Reader:
                     kept.append((batch.items, memory))
                 del memory  # a batch that ends frees it
                 if batch.is_collective:
-                    coordinator.agree()  # no rank may wait in a collective for one that gave up
+                    with self._clock("wait"):
+                        coordinator.agree()  # no rank may wait in a collective for one that gave up
                 batch.finish()
         return kept

@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from ..footprint.memory import MemoryFootprint
 
 
-PHASES = ("index", "plan", "read", "convert", "copy", "finalise", "total")
-"""The keys of `RankReport.seconds`, in the order of a load; "total" is the whole of it."""
+PHASES = ("model", "index", "plan", "wait", "read", "convert", "copy", "finalise", "total")
+"""The keys of `RankReport.seconds`: "total" is the whole of a load, and about the sum of the others.
+
+"model" is what transformers does before its first question for values: it builds the model. "wait": for other ranks,
+and for memory.
+"""
 
 _MOST_RANK_ROWS = 8
 _WIDTH = 80
@@ -53,7 +57,7 @@ class RankReport:
     """What one rank did; sizes are in bytes.
 
     Attributes:
-        seconds: seconds per phase, one for each of `PHASES`. Phases can overlap, so "total" need not be their sum.
+        seconds: seconds per phase, one for each of `PHASES`.
         bytes_needed: bytes of the checkpoint that end up in memory this rank owns.
         bytes_read: bytes read from files: those needed, holes read through, and sources read whole.
         partition_bytes: size of all destinations of this rank.
@@ -125,7 +129,7 @@ class LoadReport(Report):
         A name of a parameter that is longer stays whole.
 
         Each table has one row per rank, or minimum, median and maximum of each column if there are more than 8 ranks.
-        Throughput is bytes read per second of the whole load. After the tables come the memory that training will
+        Throughput is bytes read per second of reading. After the tables come the memory that training will
         need, as computed, and the materialised and recast parameters.
         """
         slowest = max(self.ranks, key=lambda rank: rank.seconds["total"])
@@ -153,6 +157,7 @@ class PhaseClock:
 
     def __init__(self, phases: Sequence[str] = PHASES) -> None:
         self._seconds = dict.fromkeys(phases, 0.0)
+        self._began = time.perf_counter()
         self._lock = threading.Lock()
 
     @property
@@ -167,11 +172,16 @@ class PhaseClock:
         with self._lock:
             self._seconds[phase] += seconds
 
+    def add_rest(self, phase: str) -> None:
+        """Add to a phase what no phase has had since the total began; none may be going on."""
+        self.add(phase, max(0.0, time.perf_counter() - self._began - sum(self.seconds.values())))
+
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Add the duration of the context to a phase, also if it ends with an error."""
         self.add(phase, 0.0)  # raises before anything is done if there is no such phase
         start = time.perf_counter()
+        self._began = start if phase == "total" else self._began
         try:
             yield
         finally:
@@ -179,11 +189,11 @@ class PhaseClock:
 
 
 def _seconds(rank: RankReport) -> dict[str, float]:
-    return {phase.capitalize(): rank.seconds[phase] for phase in PHASES}
+    return {phase.capitalize().removesuffix("ise"): rank.seconds[phase] for phase in PHASES}
 
 
 def _reading(rank: RankReport) -> dict[str, float]:
-    seconds = rank.seconds["total"]
+    seconds = rank.seconds["read"]
     return {
         "Needed": rank.bytes_needed,
         "Read": rank.bytes_read,
@@ -210,7 +220,7 @@ def _table(ranks: Sequence[RankReport], numbers_of: Callable[[RankReport], Mappi
 
     def text_of(title: str, number: float) -> str:
         if numbers_of is _seconds:
-            return f"{number:.2f}"
+            return f"{number:.2f}" if number < 100 else f"{number:.0f}"  # at most 80 columns together
         if title == "Reads":
             return f"{number:.0f}"
         return bytes_text(number) + ("/s" if title == "Throughput" else "")

@@ -28,6 +28,8 @@ from ..sources.local import IOV_MAX, advance
 
 
 _LIST = "renames.json"
+_held: dict[Path, int | None] = {}
+"""For each temporary folder of this process, the lock by which others see that it lives; None without locks."""
 _SHARD = re.compile(r"(.*?)-\d{5}-of-\d{5}")
 
 
@@ -139,21 +141,22 @@ class Comparison(ShardWriter):
 
 @dataclass(frozen=True)
 class Publication:
-    """A save into `folder` that is being prepared in the folder `temporary`; made on one rank."""
+    """A save into `folder` that is being prepared in the folder `temporary`; made on one rank, and ended there."""
 
     folder: Path
     temporary: Path
 
     @classmethod
     def begin(cls, folder: Path) -> Publication:
-        """Finish or remove what earlier saves have left, then make the temporary folder."""
+        """Finish or remove what saves of dead processes have left, then make the temporary folder."""
         try:
             if folder.exists() and not folder.is_dir():
                 raise SaveError(f"{folder}: expected a folder to save into, found a file.")
             folder.mkdir(parents=True, exist_ok=True)
             finish_interrupted(folder)
             for left in folder.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(left)
+                if not _is_held(left):
+                    shutil.rmtree(left)
             temporary = folder / f"{UNFINISHED}{uuid.uuid4().hex[:12]}"
             temporary.mkdir()
         except OSError as error:
@@ -163,12 +166,19 @@ class Publication:
                 f"{folder}: cannot write into this folder: {error.strerror or error}. Check that it can be created, "
                 "and that you may write there."
             ) from error
+        _held[temporary] = _hold(temporary, fcntl.LOCK_SH)
         return cls(folder, temporary)
 
     def abandon(self) -> None:
         """Remove everything that has been written, unless files have begun to get their final names."""
         if not (self.temporary / _LIST).exists():
             shutil.rmtree(self.temporary, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        handle = _held.pop(self.temporary, None)
+        if handle is not None:
+            os.close(handle)
 
     def commit(self, weights_name: str, index_name: str, last_name: str = "", replaced: Sequence[str] = ()) -> None:
         """Give all files their final names, and remove the shards of an earlier save that are not replaced.
@@ -198,6 +208,8 @@ class Publication:
                 f"{self.folder}: cannot give files their final names: {error.strerror or error}. They are complete in "
                 f"{self.temporary.name}; saving again, or streaming from the folder, finishes it."
             ) from error
+        finally:
+            self._release()
 
     def _outdated(self, weights_name: str, index_name: str, names: set[str]) -> list[str]:
         """Weights of an earlier save that the new one does not replace."""
@@ -232,6 +244,34 @@ def finish_interrupted(folder: Path) -> list[str]:
                 if (temporary / _LIST).exists():
                     finished.extend(_carry_out(folder, temporary))
     return finished
+
+
+def _hold(folder: Path, kind: int) -> int | None:
+    """Lock `folder` until what this returns is closed; None where the file system has no locks.
+
+    Raises:
+        BlockingIOError: another process, or another save of this one, holds it.
+    """
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if isinstance(error, BlockingIOError):
+            raise
+        return None
+    return handle
+
+
+def _is_held(temporary: Path) -> bool:
+    """Whether the process that saves into `temporary` lives."""
+    try:
+        handle = _hold(temporary, fcntl.LOCK_EX)
+    except (BlockingIOError, FileNotFoundError):  # the latter: its save has just ended
+        return True
+    if handle is not None:
+        os.close(handle)
+    return False
 
 
 @contextmanager

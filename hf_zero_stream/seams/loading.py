@@ -114,6 +114,7 @@ def load_pretrained_model(
         whose = f"from_pretrained of {type(model).__name__}"
         refuse_wrapped(model.named_parameters(), whose, "Load it without streaming().")
     session.model = model
+    load.clock.add_rest("model")
     load.destination.observe(model)
     slices = _open(session, state_dict, checkpoint_files, load_config)
     if session.rename is not None:
@@ -292,7 +293,7 @@ def finalize_model_loading(
 
         with session.load.clock("plan"):
             pack_model(session, model, dtype, loading_info)
-    clock, inside = session.load.clock, ("plan", "read", "convert", "copy")
+    clock, inside = session.load.clock, ("plan", "wait", "read", "convert", "copy")
     with zero3_hidden(), clock("finalise"):
         before = sum(clock.seconds[phase] for phase in inside)
         result = original(model, load_config, loading_info)

@@ -1,0 +1,44 @@
+"""``hf-zero-stream run``: any command, with streaming in each Python process that it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from ..config import check_environment
+from ..errors import ConfigError
+from ..prefix import environment
+
+
+EXAMPLE = "hf-zero-stream run accelerate launch --config_file zero3.yaml train.py"
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="COMMAND", help="What you type without us; a script.py is run by Python.")
+    ],
+) -> None:
+    """Run COMMAND with streaming in each rank that it starts.
+
+    Launchers, scripts that start their ranks themselves, and command lines of training tools all work. Exit code,
+    signals, input and output are the own ones of COMMAND. A child that has HF_ZERO_STREAM_RUN=0 in its environment is
+    left alone.
+    """
+    try:
+        check_environment()
+    except ConfigError as error:
+        _refuse(str(error), 2)
+    if command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    try:
+        os.execvpe(command[0], command, environment(os.environ))
+    except OSError as error:  # the codes of a shell
+        _refuse(f"cannot run {command[0]}: {error.strerror}", 127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _refuse(why: str, code: int) -> None:
+    print(f"hf-zero-stream run: {why}", file=sys.stderr)
+    raise typer.Exit(code)

@@ -1,0 +1,65 @@
+"""How ``hf-zero-stream run COMMAND`` reaches every Python process that the command starts.
+
+A folder of ours is the first on their ``PYTHONPATH``. Python imports its ``sitecustomize`` when it starts, and that
+calls :func:`await_transformers`. Until the process imports transformers, nothing else happens in it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from types import ModuleType
+
+from .errors import PACKAGE
+from .imports import Watch
+from .launcher import announced_local_rank, announces_local_rank
+
+
+FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
+
+VARIABLE = "HF_ZERO_STREAM_RUN"
+"""With the value 0, a process and its children are as without us."""
+
+
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` with which Python and all its children are reached."""
+    others = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != FOLDER]
+    return {**environ, VARIABLE: "1", "PYTHONPATH": os.pathsep.join([FOLDER, *others])}
+
+
+def await_transformers() -> None:
+    """Once this process has imported transformers, enter ``streaming()``, at the latest when it has other ranks."""
+    watch = Watch({"transformers"}, lambda module: enter(module))
+
+    def enter(module: ModuleType) -> None:
+        watch.__exit__()
+        lacking = _unfit()
+        if not lacking:
+            from .context import enter_with_ranks
+
+            enter_with_ranks()
+        elif announces_local_rank() and announced_local_rank() == 0:
+            import logging
+
+            logging.getLogger(PACKAGE).warning(
+                "hf-zero-stream run: %s: what this process loads and saves is left to transformers.", lacking
+            )
+
+    watch.__enter__()
+
+
+def _unfit() -> str:
+    """Which installed package is of a version that we do not know, and which one is needed; empty if none is."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in metadata.requires(PACKAGE) or []]
+        for needed in requirements:
+            found = "" if needed.marker else metadata.version(needed.name)
+            if found and not needed.specifier.contains(found, prereleases=True):
+                return f"{needed.name} is {found}, and {PACKAGE} needs {needed}"
+    except metadata.PackageNotFoundError:  # of what may be absent, each load says so
+        pass
+    return ""

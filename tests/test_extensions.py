@@ -1,0 +1,47 @@
+"""A compiler that was killed leaves a lock, for which torch waits without end: it is found, and told."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from torch.utils.file_baton import FileBaton
+
+from hf_zero_stream.context import streaming
+from hf_zero_stream.extensions import left_locks
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "cpu_adam").mkdir()
+    return tmp_path / "cpu_adam" / "lock"
+
+
+def wait_inside(lock: Path, caplog: pytest.LogCaptureFixture) -> str:
+    """What is logged while torch waits; the lock goes away a moment later."""
+    remove = threading.Timer(0.3, lock.unlink)
+    remove.start()
+    with caplog.at_level(logging.WARNING, "hf_zero_stream"), streaming():
+        FileBaton(str(lock)).wait()
+    remove.join()
+    return caplog.text
+
+
+def test_a_lock_that_nobody_holds(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lock.touch()
+    assert list(left_locks()) == [lock]
+    told = wait_inside(lock, caplog)
+    assert f"no process of this machine holds {lock}: most likely one that compiled cpu_adam" in told
+    assert f"remove it: rm {lock}" in told
+    assert list(left_locks()) == []
+
+
+def test_a_lock_of_a_compiler_that_runs(lock: Path, caplog: pytest.LogCaptureFixture) -> None:
+    baton = FileBaton(str(lock))
+    assert baton.try_acquire() and list(left_locks()) == []
+    assert f"Waiting for process {os.getpid()}, which compiles cpu_adam" in wait_inside(lock, caplog)
+    os.close(baton.fd)  # type: ignore[arg-type]
