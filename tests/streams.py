@@ -1,0 +1,139 @@
+"""What ranks run to stream a model's weights, and to compare them with what a save of the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from tests.live_sharded import Way
+from tests.loading import load_with
+from tests.parity import ds_config, three_losses
+from tests.zoo import ZOO
+
+
+def taken(stream: Any) -> dict[str, torch.Tensor]:
+    """What this rank gets in one pass; each bucket is looked at as a receiver of the packed bytes would."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket in stream:
+        total = sum(tensor.nbytes for _, tensor in bucket)
+        assert total <= bucket.packed.nbytes < total + 16 * len(bucket) + 1
+        for name, tensor in bucket:
+            assert tensor.untyped_storage().data_ptr() == bucket.packed.untyped_storage().data_ptr()
+            assert name not in found
+            found[name] = tensor.clone()
+    return found
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return {name: tensor for path in folder.rglob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of which only one of two has a tensor, or with other bits, dtype or shape."""
+    wrong = set(found.keys() ^ expected.keys())
+    for name in found.keys() & expected.keys():
+        mine, theirs = found[name], expected[name]
+        same = mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        if not same or not torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+            wrong.add(name)
+    return sorted(wrong)
+
+
+def compared(model: Any, folder: Path, to: str, **options: Any) -> dict[str, Any]:
+    """Save `model`, stream it, and say what differs on this rank, and what the metadata say wrongly (all ranks)."""
+    import hf_zero_stream
+
+    dtype = options.get("dtype")
+    hf_zero_stream.save_pretrained(model, folder, dtype=dtype, progress=False)
+    stream = hf_zero_stream.weight_stream(model, to, **options)
+    found = taken(stream)
+    expected = saved(folder)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = {each.name for each in stream.metadata if rank in each.owners}
+    described = {each.name: (each.dtype, each.shape) for each in stream.metadata}
+    return {
+        "differing": differing(found, {name: expected[name] for name in expected if name in mine}),
+        "metadata": described == {name: (each.dtype, tuple(each.shape)) for name, each in expected.items()},
+        "owned": sorted(mine),
+        "names": sorted(expected),
+        "bytes": sum(tensor.nbytes for tensor in found.values()),
+    }
+
+
+def stream_zero(names: list[str], checkpoints: list[Path], folder: Path, to: str, **options: Any) -> list[Any]:
+    """Of each model, loaded under ZeRO-3."""
+    found = []
+    for name, checkpoint in zip(names, checkpoints, strict=True):
+        model = load_with("streamed", ZOO[name].auto_class, checkpoint, ds_config(), {})
+        found.append(compared(model, folder / f"{name} {to}", to, **options))
+    return found
+
+
+def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Of an engine after three steps, twice, and after three more; gathers are counted."""
+    import deepspeed
+
+    import hf_zero_stream
+    from tests.saving import Prepare  # noqa: F401
+
+    model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    stream = hf_zero_stream.weight_stream(engine, **options)
+    plan = stream._plan
+    found = []
+    for number in range(2):
+        three_losses(engine, ZOO["qwen3_moe"].inputs)
+        where = folder / str(number)
+        hf_zero_stream.save_pretrained(engine, where, dtype=options.get("dtype"), progress=False)
+        with counted_gathers() as gathers:
+            tensors = taken(stream)
+        expected = saved(where) if tensors else {}
+        found.append(differing(tensors, expected))
+        assert not gathers and stream.version == number + 1
+    assert stream._plan is plan, "the plan was made anew"
+    return {"differing": found, "tensors": len(tensors)}
+
+
+class counted_gathers:  # noqa: N801 - used as a function
+    """Inside, the calls of DeepSpeed's and torch's that gather parameters are noted."""
+
+    def __enter__(self) -> list[str]:
+        from unittest.mock import patch
+
+        import deepspeed
+        from torch.distributed.tensor import DTensor
+
+        noted: list[str] = []
+        gathered, full = deepspeed.zero.GatheredParameters.__enter__, DTensor.full_tensor
+
+        def enter(self: Any) -> Any:
+            if self.enabled and self.params:
+                noted.append("GatheredParameters")
+            return gathered(self)
+
+        def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+            noted.append("full_tensor")
+            return full(self, *args, **kwargs)
+
+        self._patches = [
+            patch.object(deepspeed.zero.GatheredParameters, "__enter__", enter),
+            patch.object(DTensor, "full_tensor", full_tensor),
+        ]
+        for each in self._patches:
+            each.start()
+        return noted
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self._patches:
+            each.stop()
+
+
+def stream_live(checkpoint: Path, folder: Path, ways: list[Way], to: str) -> dict[str, Any]:
+    """Of models of DTensors."""
+    return {way.__name__: compared(way(checkpoint), folder / way.__name__, to) for way in ways}
