@@ -66,13 +66,29 @@ def compared(model: Any, folder: Path, to: str, **options: Any) -> dict[str, Any
     }
 
 
-def stream_zero(names: list[str], checkpoints: list[Path], folder: Path, to: str, **options: Any) -> list[Any]:
-    """Of each model, loaded under ZeRO-3."""
+def stream_zero(checkpoints: dict[str, Path], folder: Path, to: str, options: dict[str, Any]) -> list[Any]:
+    """Of each model of the zoo, loaded under ZeRO-3."""
     found = []
-    for name, checkpoint in zip(names, checkpoints, strict=True):
+    for name, checkpoint in checkpoints.items():
         model = load_with("streamed", ZOO[name].auto_class, checkpoint, ds_config(), {})
         found.append(compared(model, folder / f"{name} {to}", to, **options))
     return found
+
+
+def stream_odd(folder: Path, to: str) -> list[Any]:
+    """Of a model with conversions that reorder elements, compute with them, and need all of them."""
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+    import hf_zero_stream
+    from tests.test_saving_conversions import CONVERSIONS, OddConfig, OddModel
+
+    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+    if dist.get_rank() == 0:
+        OddModel(OddConfig()).save_pretrained(folder / "odd")
+    dist.barrier()
+    with hf_zero_stream.streaming():
+        model = OddModel.from_pretrained(folder / "odd", ds_config=ds_config())
+    return [compared(model, folder / "saved", to, bucket_bytes=1000)]
 
 
 def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
@@ -80,7 +96,6 @@ def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], optio
     import deepspeed
 
     import hf_zero_stream
-    from tests.saving import Prepare  # noqa: F401
 
     model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,43 +12,82 @@ import torch
 from tests import live_sharded as live
 from tests.cluster import run_ranks
 from tests.parity import ds_config
-from tests.streams import compared, stream_live, stream_trained, stream_zero
+from tests.streams import stream_live, stream_odd, stream_trained, stream_zero
 
 
 Checkpoint = Callable[..., Path]
 
+FUSED_EXPERTS, TIED = "qwen3_moe", "qwen3"
 
-def assert_complete(of_ranks: list[dict[str, Any]], to: str) -> None:
+
+def assert_complete(of_ranks: Sequence[dict[str, Any]], to: str) -> None:
     """Nothing differs, and who should get a tensor got it."""
     names = of_ranks[0]["names"]
-    assert all(found["differing"] == [] and found["metadata"] for found in of_ranks)
+    assert [found["differing"] for found in of_ranks] == [[]] * len(of_ranks)
+    assert all(found["metadata"] for found in of_ranks)
     owned = [found["owned"] for found in of_ranks]
     if to == "owners":
         assert sorted(name for mine in owned for name in mine) == names
+        nbytes = [found["bytes"] for found in of_ranks]
+        assert max(nbytes) < 2 * sum(nbytes) / len(nbytes)
     else:
         assert owned == [names if to == "all" or rank == 0 else [] for rank in range(len(owned))]
 
 
-@pytest.mark.parametrize("to", ["rank0", "all", "owners"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("bucket_bytes", [1000, 2**20])
-def test_zero_3(
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("to", ["rank0", "all", "owners"])
+def test_under_zero_3(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, to: str, world_size: int, bucket_bytes: int
 ) -> None:
-    names = ["llama", "qwen3_moe", "qwen3", "llama4"]  # fused experts, tied weights, rows in another order
-    checkpoints = [zoo_checkpoint(name) for name in names]
-    found = run_ranks(world_size, Stream(bucket_bytes), names, checkpoints, tmp_path, to)
+    """Buckets of 1,000 bytes are smaller than most tensors."""
+    checkpoints = {name: zoo_checkpoint(name) for name in ("llama", FUSED_EXPERTS, TIED, "llama4", "gpt_oss")}
+    found = run_ranks(world_size, stream_zero, checkpoints, tmp_path, to, {"bucket_bytes": bucket_bytes})
     for of_ranks in zip(*found, strict=True):
-        assert_complete(list(of_ranks), to)
+        assert_complete(of_ranks, to)
 
 
-class Stream:
-    """`stream_zero` with options."""
+@pytest.mark.parametrize("to", ["rank0", "all", "owners"])
+def test_conversions(cluster: None, tmp_path: Path, to: str) -> None:
+    for of_ranks in zip(*run_ranks(2, stream_odd, tmp_path, to), strict=True):
+        assert_complete(of_ranks, to)
 
-    __name__ = "stream_zero"
 
-    def __init__(self, bucket_bytes: int, **options: Any) -> None:
-        self._options = {"bucket_bytes": bucket_bytes, **options}
+def test_in_another_dtype(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    checkpoints = {name: zoo_checkpoint(name) for name in (FUSED_EXPERTS, TIED)}
+    found = run_ranks(2, stream_zero, checkpoints, tmp_path, "rank0", {"dtype": torch.bfloat16})
+    for of_ranks in zip(*found, strict=True):
+        assert_complete(of_ranks, "rank0")
 
-    def __call__(self, *args: Any) -> Any:
-        return stream_zero(*args, **self._options)
+
+@pytest.mark.parametrize("options", [{}, {"dtype": torch.float32}, {"to": "all", "bucket_bytes": 5000}], ids=str)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_of_a_training(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int, options: dict[str, Any]
+) -> None:
+    """The plan is made once; each pass gives the values of its moment, and nothing is gathered."""
+    checkpoint = zoo_checkpoint(FUSED_EXPERTS)
+    config = ds_config(torch.bfloat16)
+    config["zero_optimization"]["stage"] = stage
+    found = run_ranks(2, stream_trained, checkpoint, tmp_path, config, options)
+    assert [of_rank["differing"] for of_rank in found] == [[[], []]] * 2
+    assert found[0]["tensors"]
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("to", ["rank0", "all", "owners"])
+@pytest.mark.parametrize(
+    ("world_size", "ways"),
+    [
+        (2, [live.after_a_step_and_an_eval, live.mixed_precision, live.partly_sharded, live.tp, live.by_transformers]),
+        (4, [live.hsdp, live.fsdp_of_tp, live.by_transformers_in_two_ways]),
+    ],
+    ids=["2", "4"],
+)
+def test_of_dtensors(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, world_size: int, ways: list[live.Way], to: str
+) -> None:
+    found = run_ranks(world_size, stream_live, zoo_checkpoint("llama"), tmp_path, ways, to)
+    for way in ways:
+        assert_complete([of_rank[way.__name__] for of_rank in found], to)
