@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 
 from tests.live_sharded import Way
 from tests.loading import load_with
+from tests.packed_training import load as load_packed
 from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO
 
@@ -152,3 +155,91 @@ class counted_gathers:  # noqa: N801 - used as a function
 def stream_live(checkpoint: Path, folder: Path, ways: list[Way], to: str) -> dict[str, Any]:
     """Of models of DTensors."""
     return {way.__name__: compared(way(checkpoint), folder / way.__name__, to) for way in ways}
+
+
+def stream_packed(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Of a model whose weights stay quantised."""
+    return compared(load_packed(checkpoint, ds_config(torch.bfloat16)), folder / "saved", "rank0")
+
+
+Adapt = Callable[[Any], Any]
+"""Puts adapters on a model."""
+
+
+def lora(model: Any) -> Any:
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    return peft.get_peft_model(model, config)
+
+
+def dora(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, use_dora=True, target_modules=["q_proj"]))
+
+
+def lora_of_experts(model: Any) -> Any:
+    """Of parameters that the hub has in another layout."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=names))
+
+
+def randomised(model: Any) -> Any:
+    """With random values in all that is trained; the same on all ranks."""
+    import deepspeed
+
+    trained = [param for param in model.parameters() if param.requires_grad]
+    with deepspeed.zero.GatheredParameters([each for each in trained if hasattr(each, "ds_id")], modifier_rank=0):
+        torch.manual_seed(11)
+        with torch.no_grad():
+            for param in trained:
+                param.normal_(std=0.1)
+    return model
+
+
+def under_zero_3(checkpoint: Path, adapt: Adapt, dtype: torch.dtype) -> Any:
+    model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(dtype), {"dtype": dtype})
+    return randomised(adapt(model))
+
+
+def under_fsdp2(checkpoint: Path, adapt: Adapt, dtype: torch.dtype) -> Any:
+    model = randomised(adapt(build_for(checkpoint, dtype)))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def build_for(checkpoint: Path, dtype: torch.dtype) -> Any:
+    return load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": dtype})
+
+
+def stream_adapted(
+    checkpoint: Path, folder: Path, home: Callable[..., Any], adapt: Adapt, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Merged, and the adapters alone; what differs from a plain model with the same adapters (all ranks)."""
+    import hf_zero_stream
+
+    plain = adapt(build_for(checkpoint, dtype))  # first: a streamed model keeps ZeRO-3 on
+    model = home(checkpoint, adapt, dtype)
+    streams = {
+        name: hf_zero_stream.weight_stream(model, bucket_bytes=20_000, **options)
+        for name, options in {"merged": {}, "model's": {"layout": "model"}, "adapters": {"only": "trainable"}}.items()
+    }
+    found = {name: taken(stream) for name, stream in streams.items()}
+    again = taken(streams["merged"])
+    with hf_zero_stream.streaming():
+        model.save_pretrained(folder / "adapters")
+    dist.barrier()
+    if dist.get_rank() > 0:
+        return {name: sorted(tensors) for name, tensors in found.items()}
+    adapters = saved(folder / "adapters")
+    peft.set_peft_model_state_dict(plain, adapters)
+    before = saved(checkpoint)
+    merged = plain.merge_and_unload()
+    merged.save_pretrained(folder / "merged")
+    expected = saved(folder / "merged")
+    parameters = {name: param.detach() for name, param in merged.named_parameters()}
+    return {
+        "merged": differing(found["merged"], expected),
+        "again": differing(again, expected),
+        "model's": differing(found["model's"], parameters),
+        "adapters": differing(found["adapters"], adapters),
+        "changed": differing(expected, {name: tensor.to(dtype) for name, tensor in before.items()}) != [],
+    }

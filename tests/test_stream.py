@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,22 @@ from typing import Any
 import pytest
 import torch
 
+import hf_zero_stream
 from tests import live_sharded as live
 from tests.cluster import run_ranks
+from tests.packed_models import MODELS, Folders
 from tests.parity import ds_config
-from tests.streams import stream_live, stream_odd, stream_trained, stream_zero
+from tests.streams import (
+    compared,
+    differing,
+    stream_live,
+    stream_odd,
+    stream_packed,
+    stream_trained,
+    stream_zero,
+    taken,
+)
+from tests.zoo import build_model
 
 
 Checkpoint = Callable[..., Path]
@@ -91,3 +104,49 @@ def test_of_dtensors(
     found = run_ranks(world_size, stream_live, zoo_checkpoint("llama"), tmp_path, ways, to)
     for way in ways:
         assert_complete([of_rank[way.__name__] for of_rank in found], to)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_of_packed_weights(cluster: None, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, name: str) -> None:
+    checkpoint = Folders(tmp_path_factory)(name)
+    assert_complete(run_ranks(2, stream_packed, checkpoint, tmp_path), "rank0")
+
+
+def test_in_one_process(tmp_path: Path) -> None:
+    """Without a process group; a buffer is streamed as it is saved, and each bucket is new memory."""
+    model = build_model("llama")
+    assert_complete([compared(model, tmp_path, "rank0")], "rank0")
+    stream = hf_zero_stream.weight_stream(model, bucket_bytes=10_000)
+    kept = [bucket for bucket in stream]
+    assert len({bucket.packed.data_ptr() for bucket in kept}) == len(kept) > 2
+    tensors = dict(itertools.chain.from_iterable(kept))
+    assert differing(tensors, {name: tensors[name].clone() for name in model.state_dict()}) == []
+    assert [name for name, _ in itertools.chain.from_iterable(kept)] == [each.name for each in stream.metadata]
+    assert stream.version == 1
+
+
+def test_a_changed_model_is_planned_anew(tmp_path: Path) -> None:
+    model = build_model("llama")
+    stream = hf_zero_stream.weight_stream(model)
+    before = taken(stream)
+    model.resize_token_embeddings(300)
+    after = taken(stream)
+    assert after["model.embed_tokens.weight"].shape[0] == 300 != before["model.embed_tokens.weight"].shape[0]
+    assert {each.name: each.shape for each in stream.metadata} == {name: each.shape for name, each in after.items()}
+
+
+def test_what_is_trained() -> None:
+    """Of a layer all or nothing, because engines put its tensors together."""
+    model = build_model("llama").requires_grad_(False)
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad = True
+    model.lm_head.weight.requires_grad = True
+    found = taken(hf_zero_stream.weight_stream(model, only="trainable"))
+    expected = {name for name in model.state_dict() if name.startswith(("model.layers.1.", "lm_head."))}
+    assert found.keys() == expected
+
+
+def test_own_layout() -> None:
+    """The model's own parameters: experts are fused, and there are no buffers."""
+    model = build_model(FUSED_EXPERTS)
+    found = taken(hf_zero_stream.weight_stream(model, layout="model"))
+    assert differing(found, {name: param.detach() for name, param in model.named_parameters()}) == []
