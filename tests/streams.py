@@ -224,12 +224,13 @@ def stream_adapted(
     }
     found = {name: taken(stream) for name, stream in streams.items()}
     again = taken(streams["merged"])
-    with hf_zero_stream.streaming():
-        model.save_pretrained(folder / "adapters")
-    dist.barrier()
+    if home is under_zero_3:
+        with hf_zero_stream.streaming():
+            model.save_pretrained(folder / "adapters")
+        dist.barrier()
     if dist.get_rank() > 0:
         return {name: sorted(tensors) for name, tensors in found.items()}
-    adapters = saved(folder / "adapters")
+    adapters = saved(folder / "adapters") if home is under_zero_3 else found["adapters"]  # PEFT saves no DTensors
     peft.set_peft_model_state_dict(plain, adapters)
     before = saved(checkpoint)
     merged = plain.merge_and_unload()

@@ -193,7 +193,7 @@ class WeightStream:
                         coordinator.agree(error)
                     return
                 del bucket  # before the next one is there
-            coordinator.agree()
+                coordinator.agree()  # a rank that has left the loop takes no part in the next exchange
 
     def _planned(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         """The plan of the pass that begins, and what is held now (all ranks)."""
