@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -175,7 +175,7 @@ class WeightStream:
         assert self._plan is not None
         return self._plan.metadata
 
-    def __iter__(self) -> Iterator[Bucket]:
+    def __iter__(self) -> Generator[Bucket]:
         with meeting(STREAM) as coordinator:
             self._plan, parameters = self._planned(coordinator)
             self.version += 1
