@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 
 import hf_zero_stream
 from tests import live_sharded as live
-from tests.cluster import run_ranks
+from tests.cluster import ROOT, run_ranks
+from tests.loading import load_with
 from tests.packed_models import MODELS, Folders
-from tests.parity import ds_config
+from tests.parity import ds_config, three_losses
 from tests.streams import (
     compared,
     differing,
@@ -25,7 +28,7 @@ from tests.streams import (
     stream_zero,
     taken,
 )
-from tests.zoo import build_model
+from tests.zoo import ZOO, build_model
 
 
 Checkpoint = Callable[..., Path]
@@ -150,3 +153,31 @@ def test_own_layout() -> None:
     model = build_model(FUSED_EXPERTS)
     found = taken(hf_zero_stream.weight_stream(model, layout="model"))
     assert differing(found, {name: param.detach() for name, param in model.named_parameters()}) == []
+
+
+def run_documented(checkpoint: Path, code: str) -> list[int]:
+    """How often this rank got each tensor."""
+    import deepspeed
+
+    config = ds_config(torch.bfloat16)
+    model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    got: Counter[str] = Counter()
+
+    def receive(name: str, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.bfloat16
+        got[name] += 1
+
+    def train(engine: Any) -> None:
+        three_losses(engine, ZOO["llama"].inputs)
+
+    exec(
+        code, {"hf_zero_stream": hf_zero_stream, "torch": torch, "engine": engine, "train": train, "receive": receive}
+    )
+    return sorted(got.values())
+
+
+def test_code_of_the_page(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    (code,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "rl.md").read_text(), re.MULTILINE | re.DOTALL)
+    first, other = run_ranks(2, run_documented, zoo_checkpoint("llama"), code)
+    assert set(first) == {3} and other == []
