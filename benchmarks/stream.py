@@ -104,18 +104,16 @@ def main(arguments: list[str] | None = None) -> int:
     for world in settings.worlds:
         task = json.dumps([str(checkpoint.folder), settings.repeats, settings.bucket_mib << 20])
         ranks = everything[world] = run(task, world, 1800, module="benchmarks.stream")
-        print(
-            f"\n{world} ranks, buckets of {settings.bucket_mib} MiB, plan {max(rank['plan_s'] for rank in ranks):.2f} s"
-        )
+        plan_s = max(rank["plan_s"] for rank in ranks)
+        print(f"\n{world} ranks, buckets of {settings.bucket_mib} MiB, plan {plan_s:.2f} s")
         print("| arm | s (range) | of stock | growth MiB, rank 0 | others |\n|---|--:|--:|--:|--:|")
         sums = set()
         stock = median(one["seconds"] for one in ranks[0]["arms"]["stock"])
         for arm in ARMS:
             seconds = [one["seconds"] for one in ranks[0]["arms"][arm]]
             sums |= {one["sum"] for one in ranks[0]["arms"][arm]}
-            first, *others = (
-                max(one["anonymous_growth_bytes"] for one in rank["arms"][arm]) / 2**20 for rank in ranks
-            )
+            growth = (max(one["anonymous_growth_bytes"] for one in rank["arms"][arm]) for rank in ranks)
+            first, *others = (nbytes / 2**20 for nbytes in growth)
             print(
                 f"| {arm} | {median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f}) "
                 f"| {median(seconds) / stock:.2f}x | {first:.0f} | {max(others, default=0):.0f} |"

@@ -171,9 +171,7 @@ def run_documented(checkpoint: Path, code: str) -> list[int]:
     def train(engine: Any) -> None:
         three_losses(engine, ZOO["llama"].inputs)
 
-    exec(
-        code, {"hf_zero_stream": hf_zero_stream, "torch": torch, "engine": engine, "train": train, "receive": receive}
-    )
+    exec(code, {**globals(), "engine": engine, "train": train, "receive": receive})
     return sorted(got.values())
 
 

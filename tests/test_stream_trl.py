@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests import vllm_stand_in
 from tests.cluster import run_ranks
+from tests.fsdp2 import announce, force_fsdp_on_cpu
 from tests.streams import counted_gathers, differing
 from tests.test_trl import make_tokenizer
 
@@ -51,9 +52,11 @@ def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool) -> 
             "zero_allow_untested_optimizer": True,
         }
     else:
-        os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP")
+        announce()
+        force_fsdp_on_cpu()
         options |= {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
-    PartialState(backend="gloo")
+    if home == "zero3":
+        PartialState(backend="gloo")
     args = GRPOConfig(
         output_dir=str(output / "out"),
         use_vllm=True,
