@@ -45,7 +45,7 @@ def install(folder: Path) -> None:
 def broadcast(iterator: Any, group: Any, src: int, post_iter_func: Any) -> None:
     """As vLLM's: a chunk is a copy of all that is given, up to 1 GB.
 
-    But it is made tensor by tensor: vLLM 0.32 makes it at the end, when TRL has taken adapters out of the weights again.
+    But it is made tensor by tensor: vLLM (0.32) makes it at the end, when TRL has taken adapters out again.
     """
     tensors = [post_iter_func(item).contiguous().view(-1).view(torch.uint8).clone() for item in iterator]
     group.chunks.append(torch.cat(tensors))
