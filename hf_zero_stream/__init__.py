@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from .state.load import Resumed as Resumed
     from .state.load import load_state as load_state
     from .state.save import save_state as save_state
+    from .stream.weights import WeightStream as WeightStream
+    from .stream.weights import weight_stream as weight_stream
 
 __version__ = "0.2.0"
 
@@ -34,12 +36,14 @@ _HOMES = {
     "Resumed": ".state.load",
     "SaveReport": ".reports.save",
     "StreamingConfig": ".config",
+    "WeightStream": ".stream.weights",
     "load_into": ".loading.into",
     "load_state": ".state.load",
     "plan": ".loading.dry_load",
     "save_pretrained": ".saving.calls",
     "save_state": ".state.save",
     "streaming": ".context",
+    "weight_stream": ".stream.weights",
 }
 
 

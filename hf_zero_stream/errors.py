@@ -18,6 +18,7 @@ __all__ = [
     "PeerError",
     "ReadError",
     "SaveError",
+    "StreamError",
     "UnsupportedError",
     "UrlError",
     "VersionError",
@@ -57,6 +58,10 @@ class LoadError(HfZeroStreamError, RuntimeError):
 
 class SaveError(HfZeroStreamError, OSError):
     """A checkpoint could not be written, or is not what was written; what was there before is still there."""
+
+
+class StreamError(HfZeroStreamError, RuntimeError):
+    """Weights did not get to those who should have them: take what got some of them for lost."""
 
 
 class PeerError(HfZeroStreamError, RuntimeError):

@@ -72,7 +72,9 @@ class Held:
 
 def exchanged(segment: Segment, values: list[Values]) -> torch.Tensor:
     """What an exchange between all ranks gives the writer; each rank takes only from what it holds."""
-    return write._assemble(segment, torch.device("cpu"), lambda part: write._take(part, values[part.rank]))
+    buffer = torch.empty(segment.numel, dtype=segment.dtype)
+    write._assemble(segment, buffer, lambda part: write._take(part, values[part.rank]))
+    return buffer
 
 
 @pytest.mark.parametrize("single_writer", [False, True])

@@ -133,6 +133,16 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
                 ("get_optim_files", "optim_files"),
             )
         ],
+        # TRL: what gives weights to vLLM, and what that calls.
+        *[
+            Row(f"trl.generation.{name}", leads_to, relies_on, feature="weights for vLLM by TRL", since="1.11")
+            for name, leads_to, relies_on in (
+                ("vllm_generation:VLLMGeneration.sync_weights", "stream.trl:sync_weights", ""),
+                ("vllm_generation:VLLMGeneration._iter_named_params", "", ""),
+                ("vllm_client:VLLMClient.update_named_params", "", "metadata named_params"),
+                ("vllm_client:VLLMClient.weight_update", "", ""),
+            )
+        ],
     ],
     Moment.LOAD: [
         Row(f"{_MODELING}:get_hf_quantizer", "seams.loading:get_hf_quantizer", weight=_ESSENTIAL),

@@ -98,7 +98,8 @@ def named_buffers(model: nn.Module, *, remove_duplicate: bool = True) -> Iterato
 
 def adapter_names(model: nn.Module) -> set[str]:
     """The own names of what PEFT has put into `model`, beside what was there."""
-    return {each.own for each in _walk(model, "", "", False, ()) if each.is_of_adapter}
+    names = own_names(model)
+    return {names[each.name] for each in _walk(model, "", "", False, ()) if each.is_of_adapter}
 
 
 def without_adapters(name: str) -> str:

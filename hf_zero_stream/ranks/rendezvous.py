@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..errors import HfZeroStreamError, PeerError, SaveError
+from ..errors import HfZeroStreamError, PeerError, SaveError, StreamError
 from .inquiry import Inquiry
 from .liveness import KEYS, Verdict, Watch
 from .presence import Presence
@@ -91,6 +91,15 @@ SAVE = Occasion(
     error=SaveError,
 )
 """A save; a rank that saves alone gets an error instead of waiting forever."""
+
+STREAM = Occasion(
+    "stream weights",
+    "All of them must make the stream and go through each of its passes, because each gives its own part: take it out "
+    "of `if accelerator.is_main_process:` and the like.",
+    patience_s=600.0,
+    error=StreamError,
+)
+"""A pass of a weight stream, or the plan of one."""
 
 SHARED_LOAD = Occasion(
     "share the load",

@@ -132,29 +132,7 @@ class Parameters:
 
     def gather(self, view: View) -> torch.Tensor:
         """The values of `view`, gathered in host memory, where no ranges give them (all ranks, in the same order)."""
-        done: dict[int, Node] = {}
-
-        def with_values(value: Any) -> Any:
-            if not isinstance(value, View):
-                return value
-            if id(value.node) not in done:
-                done[id(value.node)] = node_with_values(value.node)
-            return dataclasses.replace(value, node=done[id(value.node)])
-
-        def node_with_values(node: Node) -> Node:
-            if isinstance(node, Stored) and node.name in self.sources.joined:
-                node = self.sources.joined[node.name]
-            if isinstance(node, Stored):
-                return HostTensor(node.sizes, node.dtype, self._full(node))
-            changes = {
-                field.name: tree_map(with_values, getattr(node, field.name))
-                for field in dataclasses.fields(node)
-                if field.init
-            }
-            return dataclasses.replace(node, **changes)
-
-        evaluator = Evaluator(LocalFiles(), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
-        return evaluator.materialise(with_values(view))
+        return evaluated(view, self._full, self.sources.joined)
 
     def _full(self, source: Stored) -> torch.Tensor:
         """All values of a source in host memory, on every rank."""
@@ -290,14 +268,46 @@ class NewParameters(Parameters):
         """Choose who gives `source`: the first holder, and return False, if several hold all with different values."""
         first_rank, first = next(iter(held.items()))
         same = first.digest is not None and all(each.digest == first.digest for each in held.values())
-        if same and len(held) == self._coordinator.world_size:
-            self.sources.everywhere.add(source)
+        if len(held) == self._coordinator.world_size and all(each.is_whole for each in held.values()):
+            self.sources.replicas.add(source)
+            if same:
+                self.sources.everywhere.add(source)
         if same or not first.is_whole:
             ranges = {rank: (each.start, each.stop) for rank, each in held.items()}
             self.sources.shares[source] = cover(source, numel, ranges)
             return True
         self.sources.shares[source] = (Share(first_rank, 0, numel),)
         return all(each.digest in (None, first.digest) for each in held.values())
+
+
+def evaluated(view: View, whole: Callable[[Stored], torch.Tensor], joined: Mapping[str, Node]) -> torch.Tensor:
+    """The values of `view` in host memory, from those that `whole` gives, flat, of what is stored in it.
+
+    What is `joined` is put together first.
+    """
+    done: dict[int, Node] = {}
+
+    def with_values(value: Any) -> Any:
+        if not isinstance(value, View):
+            return value
+        if id(value.node) not in done:
+            done[id(value.node)] = node_with_values(value.node)
+        return dataclasses.replace(value, node=done[id(value.node)])
+
+    def node_with_values(node: Node) -> Node:
+        if isinstance(node, Stored) and node.name in joined:
+            node = joined[node.name]
+        if isinstance(node, Stored):
+            return HostTensor(node.sizes, node.dtype, whole(node))
+        changes = {
+            field.name: tree_map(with_values, getattr(node, field.name))
+            for field in dataclasses.fields(node)
+            if field.init
+        }
+        return dataclasses.replace(node, **changes)
+
+    evaluator = Evaluator(LocalFiles(), request_bytes=1, seek_bytes=0, staging_bytes=64 * 2**20)
+    return evaluator.materialise(with_values(view))
 
 
 def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) -> View:

@@ -59,11 +59,13 @@ class Sources:
         shares: for each source, shares of all its elements, in order.
         joined: each parameter of which ranks hold different boxes, put together of these.
         everywhere: sources that every rank holds in full, with the same values; none if rank 0 gives them anyway.
+        replicas: sources that every rank holds in full, with values that need not be the same.
     """
 
     shares: dict[str, tuple[Share, ...]] = field(default_factory=dict)
     joined: dict[str, Node] = field(default_factory=dict)
     everywhere: set[str] = field(default_factory=set)
+    replicas: set[str] = field(default_factory=set)
 
     def regions(self, view: View, start: int, stop: int) -> Iterator[Region]:
         """Regions for elements ``[start, stop)`` of `view`; what is stored in them is a source."""
@@ -180,7 +182,7 @@ def make_save_plan(
                         here = part._replace(box=part.box._replace(to=0))
                         alone.append(Segment(number, at, part.box.numel, dtype, (here,)))
                 continue
-            for segment in _segments(view, sources, number, position, max(1, chunk_bytes // dtype.itemsize)):
+            for segment in segments_of(view, sources, number, position, max(1, chunk_bytes // dtype.itemsize)):
                 turn += 1
                 is_of_rank_0 = segment.is_of_rank_0(single_writer)
                 segment = _given_by_one(segment, sources.everywhere, 0 if is_of_rank_0 else turn % world_size)
@@ -196,7 +198,7 @@ def make_save_plan(
     return SavePlan(tuple(alone), rounds, tuple(computations), nbytes)
 
 
-def _segments(view: View, sources: Sources, shard: int, position: int, limit: int) -> Iterator[Segment]:
+def segments_of(view: View, sources: Sources, shard: int, position: int, limit: int) -> Iterator[Segment]:
     """`view` cut into segments of at most `limit` elements, from byte `position` of a shard on."""
     dtype = view.node.dtype
     for start in range(0, view.numel, limit):

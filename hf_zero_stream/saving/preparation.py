@@ -97,18 +97,9 @@ class Preparation:
 
     def _circumstances(self, contents: Sequence[Content]) -> Any:
         """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
-        model = self.model
-        first: dict[int, str] = {}
-        ties = [first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)]
-        buffers = [
-            (name, buffer.data_ptr(), buffer.dtype, buffer.shape, buffer.stride())
-            for name, buffer in model.named_buffers(remove_duplicate=False)
-        ]
-        configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
-        texts = [config.to_json_string(use_diff=False) for config in configs if hasattr(config, "to_json_string")]
         kinds = [(content.index_name, content.dtype, len(content.beside)) for content in contents]
         settings = (self.single_writer, self.chunk_bytes, self.coordinator.world_size, self.settings)
-        return ties, list(first.values()), buffers, texts, kinds, settings
+        return circumstances(self.model), kinds, settings
 
     def _planned_as_before(self, folder: Path, contents: Sequence[Content]) -> list[list[Planned]] | None:
         """By the plans of the last save; None if anything but values is another on any rank."""
@@ -191,6 +182,19 @@ class Preparation:
                 f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
             )
         return found
+
+
+def circumstances(model: nn.Module) -> Any:
+    """What the plans of `model` depend on beside what is held of its parameters."""
+    first: dict[int, str] = {}
+    ties = [first.setdefault(id(param), name) for name, param in model.named_parameters(remove_duplicate=False)]
+    buffers = [
+        (name, buffer.data_ptr(), buffer.dtype, buffer.shape, buffer.stride())
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+    ]
+    configs: list[Any] = [getattr(model, name, None) for name in ("config", "generation_config")]
+    texts = [config.to_json_string(use_diff=False) for config in configs if hasattr(config, "to_json_string")]
+    return ties, list(first.values()), buffers, texts
 
 
 @contextmanager

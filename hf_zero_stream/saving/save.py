@@ -109,12 +109,7 @@ class Save:
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
-        fill_whole(inner)
-        if isinstance(model, torch.nn.Module):
-            _refuse_fsdp1(model)
-        advice = "Save it with model.save_pretrained, outside streaming()."
-        values = ((name, local_of(param)) for name, param in inner.named_parameters())
-        refuse_wrapped(values, "save_pretrained", advice)
+        make_ready(model, inner)
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
         settings = StreamingConfig.resolve(current_config(), found_config()[0])
@@ -345,6 +340,16 @@ class Save:
         if self._coordinator.is_main:
             logger.info(report.summary())
         return report
+
+
+def make_ready(model: Any, inner: torch.nn.Module) -> None:
+    """Have all parameters of `inner` be there to be read; raises if those of `model`, around it, cannot be."""
+    fill_whole(inner)
+    if isinstance(model, torch.nn.Module):
+        _refuse_fsdp1(model)
+    advice = "Save it with model.save_pretrained, outside streaming()."
+    values = ((name, local_of(param)) for name, param in inner.named_parameters())
+    refuse_wrapped(values, "save_pretrained", advice)
 
 
 def _refuse_fsdp1(model: torch.nn.Module) -> None:

@@ -52,7 +52,7 @@ def write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinato
     for of_round in plan.rounds:
         try:
             with opened(parameters.holdings) as values:
-                for segment, buffer in _exchange(of_round, values, coordinator):
+                for segment, buffer in exchange(of_round, values, coordinator, _new_buffer):
                     put(segment.shard, segment.position, [buffer])
         except PeerError:
             raise  # no exchange will come to an end any more
@@ -108,7 +108,9 @@ def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, torch.Tenso
         # On the device of the parameters, if there are any: a GPU orders elements faster.
         sources = [part.source for part in segment.parts if isinstance(part.source, str)]
         device = values(sources[0], 0).device if sources else torch.device("cpu")
-        yield segment.position, _assemble(segment, device, partial(_take, values=values))
+        buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
+        _assemble(segment, buffer, partial(_take, values=values))
+        yield segment.position, buffer
         return
     (part,) = segment.parts
     position = segment.position
@@ -118,8 +120,10 @@ def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, torch.Tenso
         position += piece.nbytes
 
 
-def _exchange(of_round: Round, values: Values, coordinator: Coordinator) -> Iterator[tuple[Segment, torch.Tensor]]:
-    """Send what this rank holds of the segments to their writers; yield those that this rank writes.
+def exchange(
+    of_round: Round, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
+) -> Iterator[tuple[Segment, torch.Tensor]]:
+    """Send what this rank holds of the segments to their writers; yield those that this rank writes, in flat buffers.
 
     An error of this rank's is raised after the exchange, because the others wait for it.
     """
@@ -145,7 +149,8 @@ def _exchange(of_round: Round, values: Values, coordinator: Coordinator) -> Iter
     except Exception as caught:
         error = caught
     received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
-    coordinator.run(dist.all_to_all_single, received, send, arriving, sent)
+    if any(part.rank != writer for writer, segment in of_round for part in segment.parts):  # the same on all ranks
+        coordinator.run(dist.all_to_all_single, received, send, arriving, sent)
     if error is not None:
         raise error
     starts = [0, *accumulate(arriving)]  # where what comes from each peer begins
@@ -160,16 +165,20 @@ def _exchange(of_round: Round, values: Values, coordinator: Coordinator) -> Iter
 
     for writer, segment in of_round:
         if writer == rank:
-            yield segment, _assemble(segment, device, partial(taken_or_received, dtype=segment.dtype))
+            buffer = buffer_of(segment)
+            _assemble(segment, buffer, partial(taken_or_received, dtype=segment.dtype))
+            yield segment, buffer
 
 
-def _assemble(segment: Segment, device: torch.device, take: Callable[[Part], torch.Tensor]) -> torch.Tensor:
-    """The elements of a segment, flat; `take` gives those of a part, cast, in the shape of its box."""
-    buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
+def _new_buffer(segment: Segment) -> torch.Tensor:
+    return torch.empty(segment.numel, dtype=segment.dtype, device=collective_device())
+
+
+def _assemble(segment: Segment, buffer: torch.Tensor, take: Callable[[Part], torch.Tensor]) -> None:
+    """Put the elements of a segment into a flat `buffer`; `take` gives those of a part, cast, in its box's shape."""
     for part in segment.parts:
         box = part.box
         copy_strided(buffer[box.to :].as_strided(box.sizes, box.to_strides), take(part))
-    return buffer
 
 
 def _take(part: Part, values: Values) -> torch.Tensor:

@@ -1,0 +1,110 @@
+"""Adapters merged into weights that leave the training, by PEFT's own functions; the training model keeps its own."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..destinations import fsdp
+from ..destinations.own_names import named_parameters
+from ..errors import UnsupportedError
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has put adapters on `model`."""
+    return next(_outermost_layers(model), None) is not None
+
+
+def base_of(model: Any) -> Any:
+    """The transformers model that a model of PEFT is around."""
+    peft = sys.modules.get("peft")
+    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+
+
+def trained_copies(model: nn.Module) -> dict[str, str]:
+    """Of modules trained in full beside adapters, the name of each parameter's copy in use, by its own name."""
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return {}
+    names = {id(param): name for name, param in named_parameters(model, remove_duplicate=False)}
+    found = {}
+    for module in model.modules():
+        if isinstance(module, peft.utils.other.ModulesToSaveWrapper) and module.active_adapters:
+            copies = dict(module.modules_to_save[module.active_adapters[0]].named_parameters())
+            for key, param in module.original_module.named_parameters():
+                found[names[id(param)]] = names[id(copies[key])]
+    return found
+
+
+class AdaptedLayers:
+    """The layers of a model that have adapters to be merged.
+
+    Attributes:
+        params: the parameters in each layer, by own name: its base's and its adapters'.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        names = {id(param): name for name, param in named_parameters(model)}
+        self._layers = list(_outermost_layers(model))
+        self.params = [
+            {names[id(param)]: param for param in layer.parameters() if id(param) in names} for layer in self._layers
+        ]
+        for layer in self._layers:
+            if layer.merged:
+                raise UnsupportedError(
+                    "The adapters of this model are merged into its weights now: call unmerge_adapter() on all ranks "
+                    "first. A weight stream merges them on its own, in what it sends."
+                )
+
+    def merged(self, number: int, values: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The values of a layer's parameters with its active adapters merged into the base's.
+
+        `values` gives those of the training, in memory that may be changed.
+        """
+        params = self.params[number]
+        stand_ins = {id(param): nn.Parameter(values(name), requires_grad=False) for name, param in params.items()}
+        layer = _stand_in(self._layers[number], stand_ins)
+        for each in reversed(list(_chain(layer))):
+            each.merge()
+        return {name: stand_ins[id(param)].data for name, param in params.items()}
+
+
+def _outermost_layers(model: nn.Module) -> Iterator[Any]:
+    """PEFT's layers that are inside no other one."""
+    peft = sys.modules.get("peft")
+    if peft is None:
+        return
+    if isinstance(model, peft.tuners.tuners_utils.BaseTunerLayer):
+        yield model
+        return
+    for child in model.children():
+        yield from _outermost_layers(child)
+
+
+def _chain(layer: Any) -> Iterator[Any]:
+    """A layer of PEFT's, and those that it is around: there is one for each parameter of fused experts."""
+    kind: Any = sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
+    while isinstance(layer, kind):
+        yield layer
+        layer = layer.base_layer
+
+
+def _stand_in(module: nn.Module, stand_ins: Mapping[int, nn.Parameter]) -> Any:
+    """A copy of a module with other parameters, and without hooks of the training."""
+    new = object.__new__(fsdp.original_class(module))
+    vars(new).update({key: copy.copy(value) for key, value in vars(module).items() if isinstance(value, (list, dict))})
+    vars(new).update({key: value for key, value in vars(module).items() if key not in vars(new)})
+    vars(new).update({key: value for key, value in vars(nn.Module()).items() if key != "training"})
+    new._parameters.update(
+        {key: None if param is None else stand_ins[id(param)] for key, param in module._parameters.items()}
+    )
+    new._buffers.update(module._buffers)
+    new._modules.update(
+        {key: None if child is None else _stand_in(child, stand_ins) for key, child in module._modules.items()}
+    )
+    return new

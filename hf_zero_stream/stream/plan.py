@@ -1,0 +1,241 @@
+"""Which bytes of which bucket come from which rank: a save plan whose files are buckets in memory."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+
+from ..checkpoint.nodes import Computed, Node, Stored, View
+from ..saving.plan import Round, Segment, Sources, segments_of
+
+
+LEAST_ROUND_BYTES = 2**20
+
+
+class Named(NamedTuple):
+    """A tensor that is streamed: what `view` gives, read as `dtype` and `shape`."""
+
+    name: str
+    view: View
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.numel * self.view.node.dtype.itemsize
+
+
+class Entry(NamedTuple):
+    """A tensor in the buckets of its owners, from byte `at` on."""
+
+    tensor: Named
+    owners: tuple[int, ...]
+    at: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Entries that their owners compute from whole parameters, because no ranges give them.
+
+    Attributes:
+        starts: where each of the parameters begins in the owners' memory, and what it is.
+        layers: the adapters that are merged into these parameters first, by number.
+    """
+
+    entries: tuple[Entry, ...]
+    starts: Mapping[str, tuple[int, Stored]]
+    nbytes: int
+    rounds: tuple[Round, ...]
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """What ranks do together for one bucket of each owner.
+
+    Attributes:
+        nbytes: by owner.
+    """
+
+    entries: tuple[Entry, ...]
+    nbytes: Mapping[int, int]
+    rounds: tuple[Round, ...]
+    evaluations: tuple[Evaluation, ...]
+
+
+@dataclass(frozen=True)
+class Merging:
+    """What adapters change.
+
+    Attributes:
+        layer_of: the number of the layer of adapters that a parameter belongs to, by the parameter's name.
+        stored: the parameters of each layer, its adapters' too.
+    """
+
+    layer_of: Mapping[str, int]
+    stored: Sequence[Sequence[Stored]]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans the buckets of some tensors.
+
+    Attributes:
+        replicas: sources that every rank holds in full, of which each takes its own copy.
+        spread: each tensor goes to one of the `ranks`; else all tensors to each of them.
+    """
+
+    sources: Sources
+    replicas: Set[str]
+    merging: Merging
+    ranks: Sequence[int]
+    spread: bool
+    bucket_bytes: int
+
+    def buckets(self, tensors: Sequence[Named]) -> Iterator[BucketPlan]:
+        owners = self._dealt(tensors) if self.spread else [tuple(self.ranks)] * len(tensors)
+        found: list[list[Entry]] = []
+        reached = {rank: (0, 0) for rank in self.ranks}  # the bucket, and bytes in it
+        for tensor, mine in zip(tensors, owners, strict=True):
+            number, position = reached[mine[0]]
+            at = position + -position % tensor.dtype.itemsize
+            if position and at + tensor.nbytes > self.bucket_bytes:
+                number, at = number + 1, 0
+            reached.update({rank: (number, at + tensor.nbytes) for rank in mine})
+            if number == len(found):
+                found.append([])
+            found[number].append(Entry(tensor, mine, at))
+        return map(self._bucket, found)
+
+    def _dealt(self, tensors: Sequence[Named]) -> list[tuple[int, ...]]:
+        """An owner of each: who holds most of it, of those that have not got their share of all bytes yet."""
+        share = sum(tensor.nbytes for tensor in tensors) / len(self.ranks)
+        dealt: Counter[int] = Counter()
+        owners: list[tuple[int, ...]] = []
+        for tensor in tensors:
+            held: Counter[int] = Counter()
+            for region in self.sources.regions(tensor.view, 0, tensor.view.numel):
+                if not isinstance(region.leaf, Computed):
+                    for part in self.sources.parts(region):
+                        held[part.rank] += part.box.numel if part.source not in self.replicas else 0
+            free = [rank for rank in self.ranks if dealt[rank] + tensor.nbytes / 2 <= share] or self.ranks
+            owner = min(free, key=lambda rank: (-held[rank], dealt[rank], rank))
+            dealt[owner] += tensor.nbytes
+            owners.append((owner,))
+        return owners
+
+    def _bucket(self, entries: Sequence[Entry]) -> BucketPlan:
+        nbytes: dict[int, int] = {}
+        for entry in entries:
+            for rank in entry.owners:
+                nbytes[rank] = max(nbytes.get(rank, 0), entry.at + entry.tensor.nbytes)
+        direct: list[tuple[Segment, tuple[int, ...]]] = []
+        evaluated: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Entry]] = defaultdict(list)
+        for entry in entries:
+            view = entry.tensor.view
+            names = stored_names(view)
+            regions = self.sources.regions(view, 0, view.numel)
+            if any(isinstance(region.leaf, Computed) for region in regions) or names & self.merging.layer_of.keys():
+                evaluated[tuple(sorted(names)), entry.owners].append(entry)
+            elif view.numel:
+                direct += self._segments(view, entry.at, entry.owners)
+        evaluations = [self._evaluation(entries) for entries in evaluated.values()]
+        return BucketPlan(tuple(entries), nbytes, tuple(self._rounds(direct)), tuple(evaluations))
+
+    def _evaluation(self, entries: Sequence[Entry]) -> Evaluation:
+        stored = {each.name: each for entry in entries for each in _stored(entry.tensor.view.node)}
+        layers = sorted({self.merging.layer_of[name] for name in stored if name in self.merging.layer_of})
+        stored.update({each.name: each for layer in layers for each in self.merging.stored[layer]})
+        starts: dict[str, tuple[int, Stored]] = {}
+        segments: list[tuple[Segment, tuple[int, ...]]] = []
+        at = 0
+        for name, each in stored.items():
+            at += -at % 16
+            starts[name] = at, each
+            segments += self._segments(View.whole(each), at, entries[0].owners)
+            at += each.numel * each.dtype.itemsize
+        return Evaluation(tuple(entries), starts, at, tuple(self._rounds(segments)), tuple(layers))
+
+    @property
+    def _round_bytes(self) -> int:
+        """What a rank may send or receive at once."""
+        return max(LEAST_ROUND_BYTES, self.bucket_bytes // 8)
+
+    def _segments(self, view: View, at: int, owners: tuple[int, ...]) -> list[tuple[Segment, tuple[int, ...]]]:
+        limit = max(1, self._round_bytes // len(owners) // view.node.dtype.itemsize)
+        return [(segment, owners) for segment in segments_of(view, self.sources, 0, at, limit)]
+
+    def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> Iterator[Round]:
+        of_round: list[tuple[int, Segment]] = []
+        sent: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        for segment, owners in sorted(segments, key=lambda each: (each[0].position, each[1])):
+            leaving: Counter[int] = Counter()
+            arriving: Counter[int] = Counter()
+            given = []
+            for owner in owners:
+                parts = tuple(
+                    part._replace(rank=owner) if part.source in self.replicas else part for part in segment.parts
+                )
+                given.append((owner, segment._replace(parts=parts)))
+                for part in parts:
+                    if part.rank != owner:
+                        leaving[part.rank] += part.box.numel * segment.dtype.itemsize
+                        arriving[owner] += part.box.numel * segment.dtype.itemsize
+            is_full = any(
+                so_far[rank] and so_far[rank] + nbytes > self._round_bytes
+                for so_far, more in ((sent, leaving), (received, arriving))
+                for rank, nbytes in more.items()
+            )
+            if is_full:
+                yield tuple(of_round)
+                of_round, sent, received = [], Counter(), Counter()
+            of_round += given
+            sent += leaving
+            received += arriving
+        if of_round:
+            yield tuple(of_round)
+
+
+def stored_names(view: View) -> set[str]:
+    """The parameters that `view` comes from."""
+    return {each.name for each in _stored(view.node)}
+
+
+def _stored(node: Node) -> Iterator[Stored]:
+    if isinstance(node, Stored):
+        yield node
+    for view in node.inputs():
+        yield from _stored(view.node)
+
+
+_LAYER = re.compile(r"(.*?\.\d+)\.")
+
+
+def layer_of(name: str) -> str:
+    """The layer that the tensor `name` belongs to; of one in no numbered layer, its module."""
+    found = _LAYER.match(name)
+    return found[1] if found else name.rpartition(".")[0]
+
+
+def by_layers(tensors: Sequence[Named]) -> list[Named]:
+    """Layer after layer: an engine holds a layer back until it is complete."""
+    layers: dict[str, list[Named]] = defaultdict(list)
+    for tensor in tensors:
+        layers[layer_of(tensor.name)].append(tensor)
+    return list(chain.from_iterable(layers.values()))
+
+
+def with_whole_layers(tensors: Sequence[Named], is_wanted: Callable[[str], bool]) -> list[Named]:
+    """Those of layers in which any comes from a parameter that `is_wanted`.
+
+    Engines put tensors of a layer together (q, k and v; experts); what is missing of such a one would be arbitrary.
+    """
+    wanted = {layer_of(tensor.name) for tensor in tensors if any(map(is_wanted, stored_names(tensor.view)))}
+    return [tensor for tensor in tensors if layer_of(tensor.name) in wanted]

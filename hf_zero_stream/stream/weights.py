@@ -1,0 +1,367 @@
+"""Weights of a sharded training for engines beside it: pass after pass, in buckets, and nothing is gathered."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from .. import patching
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import HostTensor, Stored, View
+from ..checkpoint.safetensors import NotedShard
+from ..destinations.own_names import adapter_names, named_buffers, named_parameters
+from ..engine.lanes import settle
+from ..errors import ConfigError, HfZeroStreamError, PeerError, SaveError, StreamError, UnsupportedError
+from ..packed.modules import is_packed
+from ..planning.plan import materialise_reason
+from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
+from ..ranks.rendezvous import STREAM
+from ..reports.memory import collector_paused
+from ..saving.arguments import dtype_of_argument
+from ..saving.lazy_parameters import holdings_of_model
+from ..saving.parameters import Layout, NewParameters, Parameters, Values, evaluated, opened
+from ..saving.plan import Segment
+from ..saving.preparation import circumstances, quiet
+from ..saving.save import make_ready
+from ..saving.write import exchange
+from ..seams.adapted import lay_out_adapters
+from ..seams.saving import lay_out_pretrained
+from ..seams.wrappers import unwrapped
+from .merging import AdaptedLayers, base_of, has_adapters, trained_copies
+from .plan import BucketPlan, Evaluation, Merging, Named, Planner, by_layers, with_whole_layers
+
+
+logger = logging.get_logger(__name__)
+
+BUCKET_BYTES = 256 * 2**20
+
+
+def weight_stream(
+    model: Any,
+    to: Literal["rank0", "all", "owners"] = "rank0",
+    *,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | str | None = None,
+    only: Literal["all", "trainable"] = "all",
+    layout: Literal["hub", "model"] = "hub",
+) -> WeightStream:
+    """The weights of a model that ranks share, in buckets, as often as they are wanted (all ranks).
+
+    Each pass over the stream gives what the ranks hold by then: what ``save_pretrained`` would save, bit for bit,
+    under the same names. Nothing is gathered on ranks that do not want it, and the plan is made once. Adapters of PEFT
+    are merged into what is given, and not into the model.
+
+    Args:
+        model: the model, or the engine, or what ``accelerator.prepare`` made of it.
+        to: who gets the tensors: ``"rank0"``, ``"all"`` ranks, or the ``"owners"``: each tensor goes to one rank,
+            which holds much of it already, and all ranks get about as many bytes.
+        bucket_bytes: size of a bucket. A larger tensor has a bucket of its own.
+        dtype: of the floating-point tensors; default: the model's own. ``torch.float32`` gives the fp32 values that
+            the optimizer trains, if it has them.
+        only: ``"trainable"`` leaves out layers of which nothing is trained; of a model with adapters it gives these
+            alone, under the names of PEFT's files.
+        layout: names and shapes are those of the ``"hub"``, or the ``"model"``'s own parameters.
+
+    Raises:
+        ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
+        StreamError, PeerError: on all ranks, if one of them fails, does not come, or dies.
+
+    Example:
+        >>> stream = hf_zero_stream.weight_stream(engine, to="rank0")
+        >>> for bucket in stream:  # on all ranks
+        ...     engine_client.load_weights(bucket.tensors)  # empty on other ranks than 0
+    """
+    with expected_at(STREAM):
+        return WeightStream(model, to, bucket_bytes, dtype_of_argument(dtype), only, layout)
+
+
+class StreamedTensor(NamedTuple):
+    """A tensor of a stream, and the ranks that get it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors in one piece of memory, which nobody else uses; of another rank's it is empty.
+
+    Attributes:
+        packed: the bytes of all tensors, one after the other. A tensor begins at a multiple of its elements' size: if
+            all have one dtype, there is nothing between them.
+        tensors: (name, tensor) of each, views of `packed`.
+    """
+
+    packed: torch.Tensor
+    tensors: Sequence[tuple[str, torch.Tensor]]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is kept from pass to pass. `circumstances`: what the plan depends on beside the `layout`."""
+
+    circumstances: Any
+    layout: Layout
+    buckets: Sequence[BucketPlan]
+    metadata: Sequence[StreamedTensor]
+    adapted: AdaptedLayers | None
+
+
+class WeightStream:
+    """The weights of a model, again and again; see :func:`weight_stream`.
+
+    All ranks go through each pass together: ``for bucket in stream``. A bucket of which a rank owns nothing is empty
+    there. If a loop ends early or raises on one rank, the pass ends with an error on all.
+
+    Attributes:
+        version: the number of passes that have begun.
+    """
+
+    def __init__(
+        self, model: Any, to: str, bucket_bytes: int, dtype: torch.dtype | None, only: str, layout: str
+    ) -> None:
+        for name, value, known in (
+            ("to", to, ("rank0", "all", "owners")),
+            ("only", only, ("all", "trainable")),
+            ("layout", layout, ("hub", "model")),
+        ):
+            if value not in known:
+                raise ConfigError(f"{name}: expected one of {', '.join(known)}; got {value!r}")
+        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
+            raise ConfigError(f"bucket_bytes: expected a size in bytes, at least 1; got {bucket_bytes!r}")
+        self._model = unwrapped(model)
+        self._base = base_of(self._model)
+        if not isinstance(self._base, PreTrainedModel):
+            raise UnsupportedError(
+                f"weight_stream: expected a transformers model, one of PEFT's, or an engine around one; got "
+                f"{type(self._base)}."
+            )
+        make_ready(model, self._base)
+        self._adapters = has_adapters(self._base)
+        if is_packed(self._base) and (layout == "model" or self._adapters):
+            raise UnsupportedError(
+                "The weights of this model are quantised and packed (hf_zero_stream's keep_quantized): they are "
+                'streamed as their save would hold them, with layout="hub", and nothing can be merged into them. '
+                'Stream adapters by themselves, with only="trainable", from an unpacked model.'
+            )
+        self._to, self._bucket_bytes, self._dtype, self._only, self._layout = to, bucket_bytes, dtype, only, layout
+        self.version = 0
+        self._plan: _Plan | None = None
+        with meeting(STREAM) as coordinator:
+            self._plan, _ = self._planned(coordinator)
+
+    @property
+    def metadata(self) -> Sequence[StreamedTensor]:
+        """All tensors, in the order in which they come; the same on all ranks."""
+        assert self._plan is not None
+        return self._plan.metadata
+
+    def __iter__(self) -> Generator[Bucket]:
+        with meeting(STREAM) as coordinator:
+            self._plan, parameters = self._planned(coordinator)
+            self.version += 1
+            settle(self._base.parameters())
+            for plan in self._plan.buckets:
+                bucket = self._filled(plan, parameters, coordinator)
+                try:
+                    yield bucket
+                except GeneratorExit:
+                    error = StreamError(
+                        f"A pass of a weight stream ended before its last bucket on rank {coordinator.rank}: the loop "
+                        "over it was left there, or raised."
+                    )
+                    with suppress(HfZeroStreamError):
+                        coordinator.agree(error)
+                    return
+                del bucket  # before the next one is there
+                coordinator.agree()  # a rank that has left the loop takes no part in the next exchange
+
+    def _planned(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
+        """The plan of the pass that begins, and what is held now (all ranks)."""
+        with torch.no_grad(), collector_paused():
+            return self._as_before(coordinator) or self._anew(coordinator)
+
+    @property
+    def _gives_adapters(self) -> bool:
+        return self._adapters and self._only == "trainable"
+
+    def _circumstances(self) -> Any:
+        trained = [param.requires_grad for param in self._model.parameters()]
+        active = [str(getattr(module, "active_adapters", "")) for module in self._model.modules()]
+        return circumstances(self._model), trained, active if self._adapters else None
+
+    def _as_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
+        plan = self._plan
+        with coordinator.reporting():
+            is_same = plan is not None and plan.circumstances == self._circumstances()
+        if not all(coordinator.all_gather(is_same)) or plan is None:
+            return None
+        held = partial(holdings_of_model, self._held, coordinator, self._dtype, None)
+        (parameters,) = Parameters.following([(plan.layout, held)], coordinator, compares=False, threads=1)
+        return None if parameters is None else (plan, parameters)
+
+    @property
+    def _held(self) -> nn.Module:
+        """The model whose parameters are streamed, by their own names in it."""
+        return self._model if self._gives_adapters else self._base
+
+    def _anew(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
+        parameters = NewParameters(self._held, coordinator, self._dtype, compares=False, threads=1)
+        with coordinator.reporting():
+            adapted = AdaptedLayers(self._base) if self._adapters and not self._gives_adapters else None
+            with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
+                tensors = by_layers(list(map(_named, *self._laid_out(Path(elsewhere), parameters))))
+            if self._only == "trainable" and not self._gives_adapters:
+                trained = {name for name, param in named_parameters(self._base) if param.requires_grad}
+                tensors = with_whole_layers(tensors, trained.__contains__)
+            gathered = {name for name, holding in parameters.holdings.items() if holding.is_gathered}
+            planner = Planner(
+                parameters.sources,
+                parameters.sources.replicas - gathered,
+                _merging(adapted, parameters.layout),
+                [0] if self._to == "rank0" else range(coordinator.world_size),
+                self._to == "owners",
+                self._bucket_bytes,
+            )
+            buckets = list(planner.buckets(tensors))
+            metadata = [
+                StreamedTensor(entry.tensor.name, entry.tensor.dtype, entry.tensor.shape, entry.owners)
+                for bucket in buckets
+                for entry in bucket.entries
+            ]
+            mine = hashlib.sha256(repr(metadata).encode()).hexdigest()
+        digests = coordinator.all_gather(mine)
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            raise SaveError(
+                f"Rank(s) {different} would stream other tensors than rank 0: the model must be the same on all ranks."
+            )
+        # Looked at afterwards: transformers completes a model's config when it lays it out.
+        plan = _Plan(self._circumstances(), parameters.layout, buckets, metadata, adapted)
+        computed = [entry.tensor for bucket in buckets for each in bucket.evaluations for entry in each.entries]
+        if computed and coordinator.is_main:
+            reason = materialise_reason(computed[0].view.node) or "adapters are merged into it"
+            logger.info(
+                f"Weight stream: whole parameters go to the ranks that compute {len(computed)} of {len(metadata)} "
+                f"tensors, for instance {computed[0].name}: {reason}."
+            )
+        return plan, parameters
+
+    def _laid_out(self, folder: Path, parameters: NewParameters) -> tuple[Sequence[str], Sequence[Any], Sequence[Any]]:
+        """Names, lazy tensors, and what has the dtype and the shape of each."""
+        if self._gives_adapters and self._model is not self._base:
+            noted = lay_out_adapters(self._model, folder, parameters.entries())
+        elif self._layout == "model" and not self._gives_adapters:
+            buffers = {name for name, _ in named_buffers(self._base, remove_duplicate=False)}
+            entries = {name: each for name, each in self._entries(parameters).items() if name not in buffers}
+            noted = [NotedShard("", entries, {})]
+        else:
+            entries = parameters.entries() if self._gives_adapters else self._entries(parameters)
+            with patching.standing_in(self._base, _hf_peft_config_loaded=self._gives_adapters):
+                noted = lay_out_pretrained(
+                    self._base, folder, dict(entries), entries, parameters.numel, self._dtype, own_code=False
+                )
+        found = {name: tensor for shard in noted for name, tensor in shard.tensors.items()}
+        described = found | {name: entry for shard in noted for name, entry in shard.packed.items()}
+        return list(found), list(found.values()), [described[name] for name in found]
+
+    def _entries(self, parameters: NewParameters) -> dict[str, Any]:
+        """The model's state dict, lazy, without adapters, and with the copies in use of what is trained in full."""
+        entries = parameters.own_entries() if self._adapters or self._layout == "model" else parameters.entries()
+        copies = {name: entries[in_use] for name, in_use in trained_copies(self._base).items()}
+        adapters = adapter_names(self._base)
+        return {name: copies.get(name, entry) for name, entry in entries.items() if name not in adapters}
+
+    @torch.no_grad()
+    def _filled(self, plan: BucketPlan, parameters: Parameters, coordinator: Coordinator) -> Bucket:
+        """This rank's bucket (all ranks)."""
+        packed = torch.empty(plan.nbytes.get(coordinator.rank, 0), dtype=torch.uint8, device=collective_device())
+        error: BaseException | None = None
+
+        def fill(rounds: Sequence[Any], memory: torch.Tensor, values: Values) -> None:
+            nonlocal error
+            for of_round in rounds:
+                try:
+                    for _ in exchange(of_round, values, coordinator, partial(_within, memory)):
+                        pass
+                except PeerError:
+                    raise  # no exchange will come to an end any more
+                except BaseException as caught:  # the others still wait, in the next rounds, for what this rank holds
+                    error = error or caught
+
+        with opened(parameters.holdings) as values:
+            fill(plan.rounds, packed, values)
+            for evaluation in plan.evaluations:
+                owns = coordinator.rank in evaluation.entries[0].owners
+                memory = torch.empty(evaluation.nbytes if owns else 0, dtype=torch.uint8, device=packed.device)
+                fill(evaluation.rounds, memory, values)
+                try:
+                    if owns and error is None:
+                        self._evaluate(evaluation, memory, packed)
+                except BaseException as caught:
+                    error = error or caught
+        coordinator.agree(error)
+        mine = [entry for entry in plan.entries if coordinator.rank in entry.owners]
+        return Bucket(packed, [(entry.tensor.name, _tensor(packed, entry.at, entry.tensor)) for entry in mine])
+
+    def _evaluate(self, evaluation: Evaluation, memory: torch.Tensor, packed: torch.Tensor) -> None:
+        """Compute entries of `packed` from the parameters in `memory`."""
+
+        def held(name: str) -> torch.Tensor:
+            at, stored = evaluation.starts[name]
+            return memory[at : at + stored.numel * stored.dtype.itemsize].view(stored.dtype).view(stored.sizes)
+
+        merged: dict[str, torch.Tensor] = {}
+        for number in evaluation.layers:
+            assert self._plan is not None and self._plan.adapted is not None
+            merged.update(self._plan.adapted.merged(number, held))
+
+        def whole(stored: Stored) -> torch.Tensor:
+            found = merged.get(stored.name)
+            return (held(stored.name) if found is None else found).cpu().contiguous().view(-1)
+
+        for entry in evaluation.entries:
+            view = entry.tensor.view
+            values = evaluated(view, whole, {}).view(-1)
+            packed[entry.at : entry.at + entry.tensor.nbytes].view(view.node.dtype).copy_(values)
+
+
+def _within(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return memory[segment.position : segment.position + segment.nbytes].view(segment.dtype)
+
+
+def _tensor(packed: torch.Tensor, at: int, tensor: Named) -> torch.Tensor:
+    return packed[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def _named(name: str, tensor: Any, described: Any) -> Named:
+    view = tensor.view_of_node if isinstance(tensor, LazyTensor) else View.whole(HostTensor.of(tensor))
+    return Named(name, view, described.dtype, tuple(described.shape))
+
+
+def _merging(adapted: AdaptedLayers | None, layout: Layout) -> Merging:
+    if adapted is None:
+        return Merging({}, [])
+    stored = {name: Stored(box.shape, dtype, name) for name, box, dtype, *_ in layout.held}
+    of_layers = [[stored[name] for name in params] for params in adapted.params]
+    numbers = {each.name: number for number, of_layer in enumerate(of_layers) for each in of_layer}
+    return Merging(numbers, of_layers)
