@@ -88,6 +88,7 @@ def test_a_size_needs_a_unit() -> None:
 
 def test_completion_is_installed(tmp_path: Path) -> None:
     environment = command_environment() | {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # there is no shell around this process
     subprocess.run(["hf-zero-stream", "--install-completion", "bash"], env=environment, check=True, timeout=60)
     assert (tmp_path / ".bash_completions" / "hf-zero-stream.sh").exists()
     asked = environment | {"_HF_ZERO_STREAM_COMPLETE": "complete_bash", "COMP_CWORD": "1"}

@@ -83,7 +83,7 @@ def test_ends_its_process_group(example: str) -> None:
 def test_config_engages_zero3(path: Path, launched: Callable[[Path], tuple[Any, dict[str, str]]]) -> None:
     config = load_config_from_file(str(path))
     assert config.distributed_type == DistributedType.DEEPSPEED
-    assert config.mixed_precision == "bf16"
+    assert config.mixed_precision == ("no" if "gloo" in path.name else "bf16")  # the Trainer takes no bf16 on a CPU
     assert config.num_processes == (2 if "gloo" in path.name else 8)
     arguments, environment = launched(path)
     assert arguments.use_deepspeed and not arguments.cpu

@@ -207,6 +207,7 @@ PUBLIC = {
 """Modules that any room that may import the package may import from."""
 
 HOMES = {
+    "torch.utils.cpp_extension": ("hf_zero_stream.extensions",),
     "transformers.models.auto": ("hf_zero_stream.auto",),
     "transformers.quantizers": ("hf_zero_stream.cli.models",),
     # HfDeepSpeedConfig, is_fsdp_enabled

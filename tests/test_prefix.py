@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ def result(*command: str, standard_input: str = "", **variables: str) -> tuple[i
     done = subprocess.run(
         command,
         env=command_environment() | variables,
+        cwd=tempfile.gettempdir(),  # the metadata of a working tree would come first
         input=standard_input,
         capture_output=True,
         text=True,
