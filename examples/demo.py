@@ -97,7 +97,8 @@ def launch(folder: Path, loader: str) -> dict[str, Any] | None:
     """Run the worker through `accelerate launch`; its results, or None, with its output shown, if it failed."""
     results = folder / f"{loader}.json"
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(CONFIG)]
-    command += ["--mixed_precision", "bf16", "--main_process_port", "0", "--module", "examples.demo_worker", "--loader", loader]
+    command += ["--mixed_precision", "bf16", "--main_process_port", "0"]
+    command += ["--module", "examples.demo_worker", "--loader", loader]
     with console.status(f"accelerate launch, {loader}"):
         done = subprocess.run(
             [*command, "--folder", str(folder), "--results", str(results)],
