@@ -1,15 +1,12 @@
-"""Replace attributes of classes and modules for a while, from several threads, and put them back."""
+"""Replace attributes of classes and modules for a while, and put them back."""
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
-
-from .errors import refuse_unknown_version
 
 
 Replacement = Callable[..., Any]
@@ -17,57 +14,25 @@ Replacement = Callable[..., Any]
 
 
 class Patches:
-    """Replaces the keys, ``(owner, attribute)``, of `replacements` as long as any thread is in this context.
+    """Attributes of classes and modules that are replaced just now; used by one thread at a time."""
 
-    As long, whoever is here is in the context `on_top_of`, too.
-    """
-
-    def __init__(
-        self, replacements: Mapping[tuple[Any, str], Replacement], *, on_top_of: Patches | None = None
-    ) -> None:
-        self._replacements = replacements
-        self._below = on_top_of
-        self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
-        self._users = 0
+    def __init__(self) -> None:
         self._saved: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
-    def __enter__(self) -> None:
-        with self._lock:
-            if self._below is not None:
-                self._below.__enter__()
-            if self._users == 0:
-                self._replace(self._replacements)
-            self._users += 1
-
-    def add(self, replacements: Mapping[tuple[Any, str], Replacement]) -> bool:
-        """Replace these too until the last thread leaves; returns whether any of them is replaced just now."""
-        with self._lock:
-            new = {place: each for place, each in replacements.items() if self._users and place not in self._saved}
-            self._replace(new)
-            return bool(new)
-
-    def _replace(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
-        """Raises a VersionError, before anything is replaced, if an owner has no such attribute."""
-        for owner, name in replacements:
-            if name not in vars(owner):
-                module = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
-                package = module.partition(".")[0]
-                refuse_unknown_version(package, [f"{owner.__name__.removeprefix(f'{package}.')}.{name}"])
+    def put(self, replacements: Mapping[tuple[Any, str], Replacement]) -> None:
+        """Replace these, ``(owner, attribute)``, which the owners must have, if they are not replaced already."""
         for (owner, name), replacement in replacements.items():
-            original = vars(owner)[name]
-            patched = _patched(owner, original, replacement)
-            setattr(owner, name, patched)
-            self._saved[owner, name] = original, patched
+            if (owner, name) not in self._saved:
+                original = vars(owner)[name]
+                patched = _patched(owner, original, replacement)
+                setattr(owner, name, patched)
+                self._saved[owner, name] = original, patched
 
-    def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            self._users -= 1
-            while self._users == 0 and self._saved:
-                (owner, name), (original, patched) = self._saved.popitem()
-                if vars(owner)[name] is patched:  # somebody else's patch on top of ours is theirs to remove
-                    setattr(owner, name, original)
-            if self._below is not None:
-                self._below.__exit__()
+    def restore(self) -> None:
+        while self._saved:
+            (owner, name), (original, patched) = self._saved.popitem()
+            if vars(owner)[name] is patched:  # somebody else's patch on top of ours is theirs to remove
+                setattr(owner, name, original)
 
 
 def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:

@@ -14,10 +14,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel, core_model_loading
 
 import hf_zero_stream
-from hf_zero_stream.bindings.rows import Moment, Row
+from hf_zero_stream.bindings.install import Installation
+from hf_zero_stream.bindings.rows import Moment, Row, Weight
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
-from hf_zero_stream.patching import Patches
 from tests.cluster import run_ranks
 from tests.fsdp2 import announce
 from tests.parity import ds_config
@@ -134,9 +134,12 @@ def test_what_values_depend_on_is_not_called(cluster: None, zoo_checkpoint: Chec
 # -------------------------------------------------------------------------------------------------- all libraries
 
 
-def test_an_absent_attribute_is_named_and_nothing_is_replaced() -> None:
-    places = {(core_model_loading, "dot_natural_key"): print, (accelerate.Accelerator, "no_such_method"): print}
+def test_an_absent_attribute_is_named_and_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = ("transformers.core_model_loading:dot_natural_key", "accelerate.accelerator:Accelerator.no_such_method")
+    rows = [Row(place, "builtins:print", weight=Weight.ESSENTIAL) for place in places]
+    monkeypatch.setitem(TABLE, Moment.LAYOUT, rows)  # type: ignore[arg-type]
     before = core_model_loading.dot_natural_key
-    with pytest.raises(VersionError, match=r"accelerate .* has no Accelerator.no_such_method"), Patches(places):
+    match = r"accelerate .* has no accelerator.Accelerator.no_such_method"
+    with pytest.raises(VersionError, match=match), Installation(Moment.LAYOUT):
         pass
     assert core_model_loading.dot_natural_key is before

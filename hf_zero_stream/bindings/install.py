@@ -43,7 +43,11 @@ class Installation:
     def __init__(self, moment: Moment, *, on_top_of: Installation | None = None) -> None:
         self._moment = moment
         self._below = on_top_of
-        self._patches = Patches({})
+        self._patches = Patches()
+        self._waiting: list[Row] = []
+        """Rows of modules that have not been imported yet."""
+        self._off: set[tuple[str, str]] = set()
+        """Packages and features that are left to stock."""
         self._watch = Watch({row.module for row in TABLE[moment]}, lambda module: self._install())
         self._lock = threading.RLock()  # a finaliser may leave from inside the garbage collector
         self._users = 0
@@ -59,8 +63,8 @@ class Installation:
                 self._below.__enter__()
             self._users += 1
             if self._users == 1:
+                self._waiting, self._off = list(TABLE[self._moment]), set()
                 self._watch.__enter__()
-                self._patches.__enter__()
             try:
                 self._install()
             except BaseException:
@@ -72,23 +76,26 @@ class Installation:
         with self._lock:
             self._users -= 1
             if not self._users:
-                self._patches.__exit__()
+                self._patches.restore()
                 self._watch.__exit__()
             if self._below is not None:
                 self._below.__exit__()
 
     def _install(self) -> None:
-        """Replace what has been imported, and is not replaced yet."""
+        """Replace what has been imported since the last time."""
         with self._lock:
-            lacking = [(row, what) for row in TABLE[self._moment] if (what := row.lacking())]
+            rows = {row: row.is_whole() for row in self._waiting}
+            new = [row for row, is_whole in rows.items() if is_whole]
+            lacking = [(row, what) for row in new if (what := row.lacking())]
             for (package, feature, weight), names in _grouped(lacking).items():
                 if weight is Weight.ESSENTIAL:
                     refuse_unknown_version(package, names, feature)
                 elif weight is Weight.FEATURE:
+                    self._off.add((package, feature))
                     _say_off(package, feature, *names)
-            off = {(row.package, row.feature) for row, _ in lacking if row.weight is Weight.FEATURE}
-            rows = [row for row in TABLE[self._moment] if row.leads_to and (row.package, row.feature) not in off]
-            self._patches.add({place: _Lead(row, self._moment) for row in rows for place in row.places()})
+            wanted = [row for row in new if row.leads_to and (row.package, row.feature) not in self._off]
+            self._patches.put({place: _Lead(row, self._moment) for row in wanted for place in row.places()})
+            self._waiting = [row for row, is_whole in rows.items() if not is_whole]
 
 
 @functools.cache

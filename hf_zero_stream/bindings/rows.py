@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 import sys
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from ..errors import installed_version
@@ -20,6 +19,7 @@ class Moment(enum.Enum):
     LOAD = "during a load"
     HIDING = "while ZeRO-3 is hidden from transformers"
     DEFERRED = "while models live that accelerate will shard"
+    COMPRESSED = "while compressed-tensors dequantises lazy tensors"
     LAYOUT = "while a save lays out its files"
     FLAT = "while DeepSpeed may take over flat buffers"
     EXPERTS = "from the first load of converted experts on"
@@ -69,39 +69,41 @@ class Row(NamedTuple):
         _, _, module = self.module.partition(".")
         return ".".join(filter(None, (module, self.of.partition(":")[2])))
 
-    def is_imported(self) -> bool:
-        """Whether its module has been imported, whole, and is of a version that should have the function."""
+    def is_whole(self) -> bool:
+        """Whether its module has been imported, to its end or as far as this function."""
         module = sys.modules.get(self.module)
-        if module is None or (getattr(module.__spec__, "_initializing", False) and not list(self._in(module))):
-            return False
-        return not (self.since or self.until) or self.is_of(installed_version(self.package))
+        return module is not None and (not getattr(module.__spec__, "_initializing", False) or bool(self._found()))
 
     def is_of(self, version: str) -> bool:
         """Whether `version` of the package should have the function."""
+        if not (self.since or self.until):
+            return True
         from packaging.version import Version  # an import that most calls can do without
 
         found = Version(version)
         return (not self.since or found >= Version(self.since)) and (not self.until or found < Version(self.until))
 
-    def places(self) -> Iterator[tuple[Any, str]]:
-        """Owner and attribute, once the module has been imported: none if it lacks it, several for ``*``."""
-        if self.is_imported():
-            yield from self._in(sys.modules[self.module])
+    def is_imported(self) -> bool:
+        """Whether its module has been imported, and is of a version that should have the function."""
+        return self.is_whole() and self.is_of(installed_version(self.package))
 
-    def _in(self, module: Any) -> Iterator[tuple[Any, str]]:
+    def places(self) -> list[tuple[Any, str]]:
+        """Owner and attribute, once the module has been imported: none if it lacks it, several for ``*``."""
+        return self._found() if self.is_imported() else []
+
+    def _found(self) -> list[tuple[Any, str]]:
         *path, name = self.of.partition(":")[2].split(".")
-        owners: list[Any] = [module]
+        owners: list[Any] = [sys.modules[self.module]]
         for step in path:
             owners = [inner for owner in owners for inner in _inside(owner, step)]
-        for owner in owners:
-            mro = owner.__mro__ if isinstance(owner, type) else [owner]
-            yield from [(place, name) for place in mro if name in vars(place)][:1]
+        of_owners = [owner.__mro__ if isinstance(owner, type) else [owner] for owner in owners]
+        return [place for mro in of_owners for place in [(each, name) for each in mro if name in vars(each)][:1]]
 
     def lacking(self) -> str:
         """What the imported module lacks of what the row relies on; empty if it has it all, or is not there yet."""
         if not self.is_imported():
             return ""
-        found = list(self.places())
+        found = self._found()
         if not found and "*" not in self.of:
             return self.name
         for owner, name in found:

@@ -217,6 +217,13 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
         Row(f"{module}:is_deepspeed_zero3_enabled", "seams.ds_config:is_enabled", weight=_ESSENTIAL)
         for module in (_MODELING, "transformers.integrations.deepspeed")
     ],
+    Moment.COMPRESSED: [
+        Row(f"compressed_tensors.compressors.pack_quantized.base:{of}", f"seams.quantised:{leads_to}", "", _ESSENTIAL)
+        for of, leads_to in (
+            ("unpack_from_int32", "unpack_from_int32"),
+            ("PackedQuantizationCompressor.decompress", "decompress_packed"),
+        )
+    ],
     Moment.LAYOUT: [
         Row(f"{_MODELING}:unwrap_model", "seams.saving:unwrap_model", weight=_SPEED),
         Row(f"{_MODELING}:split_torch_state_dict_into_shards", "seams.saving:split", weight=_ESSENTIAL),

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .. import patching
+from ..bindings.install import installed
+from ..bindings.rows import Moment
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from .session import Original, Session, in_session
@@ -125,9 +126,8 @@ def dequantising(hf_quantizer: Any) -> Iterator[None]:
             f"{', '.join(unknown)}, which hf_zero_stream cannot dequantise under ZeRO-3. Save the checkpoint "
             "dequantised first."
         )
-    base = importlib.import_module("compressed_tensors.compressors.pack_quantized.base")
-    unpack, decompress = (base, "unpack_from_int32"), (base.PackedQuantizationCompressor, "decompress")
-    with patching.Patches({unpack: _unpack_from_int32, decompress: _decompress_packed}):
+    importlib.import_module("compressed_tensors.compressors.pack_quantized.base")
+    with installed(Moment.COMPRESSED):
         yield
 
 
@@ -169,7 +169,7 @@ class _Stack:
         return torch.stack([self._values[index].detach() for index in range(len(self._values))])
 
 
-def _decompress_packed(original: Original, cls: Any, state_dict: Any, scheme: Any) -> Any:
+def decompress_packed(original: Original, cls: Any, state_dict: Any, scheme: Any) -> Any:
     """Compute the shape from the scales: it is a tensor in the shard too, but reading each takes a tiny read."""
     packed, scale = state_dict["weight_packed"], state_dict["weight_scale"]
     if isinstance(packed, LazyTensor) and scheme.weights.group_size and scale.dim() == 2:
@@ -179,7 +179,7 @@ def _decompress_packed(original: Original, cls: Any, state_dict: Any, scheme: An
     return original(cls, state_dict, scheme)
 
 
-def _unpack_from_int32(original: Original, value: Any, num_bits: int, shape: Any, packed_dim: int = 1) -> Any:
+def unpack_from_int32(original: Original, value: Any, num_bits: int, shape: Any, packed_dim: int = 1) -> Any:
     """32 integers of `num_bits` bits lie in `num_bits` words, side by side along `packed_dim`."""
     if not isinstance(value, LazyTensor) or value.dim() != 2:
         return original(value, num_bits, shape, packed_dim)

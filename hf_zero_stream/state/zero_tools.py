@@ -36,8 +36,6 @@ from .record import FILE, StateRecord
 from .zero_source import CLIENT
 
 
-_INNER, _OUTER = "_get_fp32_state_dict_from_zero_checkpoint", "get_fp32_state_dict_from_zero_checkpoint"
-
 SCRIPT = "zero_to_fp32.py"
 
 _TO_TORCH = """#!/usr/bin/env python
