@@ -6,6 +6,11 @@ import functools
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 __all__ = [
@@ -80,19 +85,25 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
     """Raise a :class:`VersionError` if names are `missing` in the installed `package`; `purpose`: what needs them."""
     if not missing:
         return
-    from importlib import metadata  # imports that every other call can do without
-
-    from packaging.requirements import Requirement
+    from importlib import metadata  # an import that every other call can do without
 
     known = [package]
     with suppress(metadata.PackageNotFoundError):  # this package may not be installed
-        requirements = map(Requirement, metadata.requires(PACKAGE) or [])
-        known = [f"{package}{it.specifier}" for it in requirements if it.name == package and not it.marker] or known
+        known = [f"{package}{it.specifier}" for it in requirements() if it.name == package and not it.marker] or known
     need = f", which {purpose} needs" if purpose else ""
     raise VersionError(
         f"{package} {installed_version(package)} has no {', '.join(missing)}{need}; this version is not known to "
         f"{PACKAGE}: install {known[0]} or a newer {PACKAGE}."
     )
+
+
+def requirements() -> list[Requirement]:
+    """What this package needs, by its metadata; a PackageNotFoundError if it is not installed, only imported."""
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    return [Requirement(text) for text in metadata.requires(PACKAGE) or []]
 
 
 @functools.cache

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from types import ModuleType
 
-from .errors import PACKAGE
+from .errors import PACKAGE, requirements
 from .imports import Watch
 from .launcher import announced_local_rank, announces_local_rank
 
@@ -52,11 +52,8 @@ def _unfit() -> str:
     """Which installed package is of a version that we do not know, and which one is needed; empty if none is."""
     from importlib import metadata
 
-    from packaging.requirements import Requirement
-
     try:
-        requirements = [Requirement(text) for text in metadata.requires(PACKAGE) or []]
-        for needed in requirements:
+        for needed in requirements():
             found = "" if needed.marker else metadata.version(needed.name)
             if found and not needed.specifier.contains(found, prereleases=True):
                 return f"{needed.name} is {found}, and {PACKAGE} needs {needed}"

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ..config import StreamingConfig, unknown_variables, values_in, without_own_section
-from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError
+from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError, requirements
 from ..launcher import announces_zero3, announces_zero3_init
 from ..reports.text import count_text
 from ..sources.base import SourceFile
@@ -100,16 +100,14 @@ def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems:
 
 def _check_versions() -> Iterator[Check]:
     """Whether the packages that we need have the versions that we need."""
-    from packaging.requirements import Requirement
-
     yield Check("python", "ok", platform.python_version())
     try:
-        wanted = metadata.requires(PACKAGE) or []
+        wanted = requirements()
         yield Check(PACKAGE, "ok", metadata.version(PACKAGE))
     except metadata.PackageNotFoundError:
         yield Check(PACKAGE, "problem", "not installed, only imported: pip install it, so that its needs are known")
         return
-    for requirement in map(Requirement, wanted):
+    for requirement in wanted:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
