@@ -16,7 +16,7 @@ from tests import vllm_stand_in
 from tests.cluster import run_ranks
 from tests.fsdp2 import announce, force_fsdp_on_cpu
 from tests.streams import counted_gathers, differing
-from tests.test_trl import make_tokenizer
+from tests.test_trl import ON_A_CPU, make_tokenizer
 
 
 STEPS = 3
@@ -63,19 +63,12 @@ def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool) -> 
         vllm_mode="server",
         max_completion_length=4,
         num_generations=2,
-        bf16=False,  # transformers wants a GPU for it
-        accelerator_config={"use_configured_state": True},
         max_steps=STEPS,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=1,
         learning_rate=1e-2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        optim="adamw_torch",
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
         gradient_checkpointing=False,
+        **ON_A_CPU,
         **options,
     )
     data = Dataset.from_dict({"prompt": ["a small model learns words"] * 16})

@@ -14,6 +14,19 @@ import torch
 from tests.cluster import run_ranks
 
 
+ON_A_CPU: dict[str, Any] = {
+    "bf16": False,  # transformers wants a GPU for it
+    "accelerator_config": {"use_configured_state": True},
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "optim": "adamw_torch",
+    "dataloader_pin_memory": False,
+    "disable_tqdm": True,
+}
+"""Arguments of TRL's trainers for a few steps whose losses are compared."""
+
+
 def make_tokenizer(folder: Path) -> None:
     """A word-level tokenizer of a few words, so that nothing is downloaded."""
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -48,16 +61,9 @@ def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
     args = SFTConfig(
         output_dir=str(output),
         deepspeed=deepspeed,
-        bf16=False,  # transformers wants a GPU for it
-        accelerator_config={"use_configured_state": True},
         max_steps=3,
         per_device_train_batch_size=1,
-        logging_steps=1,
-        save_strategy="no",
-        report_to=[],
-        optim="adamw_torch",
-        dataloader_pin_memory=False,
-        disable_tqdm=True,
+        **ON_A_CPU,
         model_init_kwargs={"experts_implementation": "eager", "dtype": "float32"},
     )
     data = Dataset.from_dict({"text": ["a small model learns words"] * 8})

@@ -61,7 +61,7 @@ def run_stacks(only: list[str]) -> bool:
         found = dict(stacks.outcomes(name))
         print(name, found, flush=True)
         is_right = is_right and all(what.startswith(ALLOWED) for what in found.values())
-        versions = stacks.versions_in(stacks.environment_of(name))
+        versions = stacks.versions_in(stacks.python_of(name))
         rows.append((name, *versions.values(), "; ".join(f"{home}: {what}" for home, what in found.items())))
     if not only:
         write("stacks", table(("set", *stacks.SHOWN, "loads, trains and resumes"), rows))

@@ -15,6 +15,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.venvs import environment_of
 from tests.cluster import ROOT
 
 
@@ -34,7 +35,7 @@ STACKS: dict[str, dict[str, str]] = {
 SHOWN = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
 
-def environment_of(name: str) -> Path:
+def python_of(name: str) -> Path:
     """The Python of the environment, made at the first call."""
     folder = ROOT / ".drift" / "".join(letter if letter.isalnum() else "-" for letter in name)
     python = folder / "bin" / "python"
@@ -57,16 +58,13 @@ def versions_in(python: Path) -> dict[str, str]:
 
 def outcomes(name: str) -> Iterator[tuple[str, str]]:
     """Each home of the smoke run, and what came of it."""
-    python = environment_of(name)
-    environment = {
-        **os.environ,
-        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",
-        "DS_ACCELERATOR": "cpu",
-        "OMP_NUM_THREADS": "1",
-    }
+    python = python_of(name)
+    environment = environment_of(python.parents[1])
     own = versions_in(python)["deepspeed"]
-    if own != importlib.metadata.version("deepspeed"):  # what it compiles is not shared between versions
-        environment["TORCH_EXTENSIONS_DIR"] = str(ROOT / ".drift" / f"extensions-{own}")
+    # What it compiles is not shared between its versions.
+    shares = own == importlib.metadata.version("deepspeed")
+    folder = os.environ.get("TORCH_EXTENSIONS_DIR") if shares else None
+    environment["TORCH_EXTENSIONS_DIR"] = folder or str(ROOT / ".drift" / f"extensions-{own}")
     launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*launcher, str(Path(__file__).with_name("smoke.py"))],
