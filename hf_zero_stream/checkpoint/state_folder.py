@@ -1,6 +1,7 @@
 """The folder of one of our training states, as a map of bytes: where the fp32 values of a model's tensors lie.
 
 What is trained lies in it; buffers and what is frozen in the weights beside it, of which :data:`NAMES` says the names.
+If conversions compute some of the weights, their exact values are in a file of the state.
 ``state/`` writes these files.
 """
 
@@ -20,7 +21,7 @@ from .nodes import View
 from .untrusted_json import excerpt, parse_object
 
 
-RECORD, NAMES = "training_state.json", "zero_to_fp32.json"
+RECORD, NAMES = "training_state.json", "names.json"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def read_state(folder: str | os.PathLike[str]) -> StateFolder:
         UnsupportedError: weights have other names, or another layout, than in the model.
     """
     folder = Path(folder).absolute()
-    masters = _index(folder, "model.fp32")
+    masters, exact = _index(folder, "model.fp32"), _index(folder, "model.exact")
     names = _object(folder / NAMES) if (folder / NAMES).exists() else {}
     places = dict(_places(folder, names))
     trained = [name for name in _trained(folder) if name not in masters.tensors]
@@ -54,7 +55,8 @@ def read_state(folder: str | os.PathLike[str]) -> StateFolder:
             f"{folder}: it lacks the fp32 values of {len(trained)} parameters, among them {excerpt(trained[0])}. A "
             "state of an earlier version has other names: load it into the training, and save it again."
         )
-    wanted = {name: places.get(name, name) for name in [*_names_in(names, "buffers", "frozen"), *trained]}
+    of_weights = [name for name in [*_names_in(names, "buffers", "frozen"), *trained] if name not in exact.tensors]
+    wanted = {name: places.get(name, name) for name in of_weights}
     weights = _index(folder.parent, "model") if wanted else CheckpointIndex((), {})
     lacking = [name for name, stored in wanted.items() if stored not in weights.tensors]
     if lacking:
@@ -62,14 +64,16 @@ def read_state(folder: str | os.PathLike[str]) -> StateFolder:
             f"{folder}: of {len(lacking)} tensors, among them {excerpt(lacking[0])}, the weights beside the state "
             "have no such tensor, or have it in another layout. Load the state into the training, and save the model."
         )
-    views = {name: view_of(weights.tensors[str(stored)], len(masters.shards)) for name, stored in wanted.items()}
+    beside = len(masters.shards) + len(exact.shards)
+    views = {name: view_of(weights.tensors[str(stored)], beside) for name, stored in wanted.items()}
+    views |= {name: view_of(entry, len(masters.shards)) for name, entry in exact.tensors.items()}
     views |= {name: view_of(entry) for name, entry in masters.tensors.items()}
     own = {live: name for name, live in names.get("live", {}).items()}
     for alias, name in names.get("shared", {}).items():
         if own.get(name, name) in views:
             views[own.get(alias, alias)] = views[own.get(name, name)]
     notes = (f"frozen parameters are not in it: {left_out}",) if (left_out := names.get("left_out")) else ()
-    return StateFolder((*masters.shards, *weights.shards), views, notes)
+    return StateFolder((*masters.shards, *exact.shards, *weights.shards), views, notes)
 
 
 def _names_in(names: Mapping[str, Any], *kinds: str) -> list[str]:
