@@ -18,6 +18,7 @@ from torch import nn
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
 from hf_zero_stream.destinations.deepspeed import zero3
+from hf_zero_stream.destinations.deepspeed.flat import replicas
 from hf_zero_stream.destinations.deepspeed.flat.layout import WAITING
 from hf_zero_stream.destinations.deepspeed.flat.replicas import FlatReplicas
 from hf_zero_stream.ranks.coordinator import Coordinator
@@ -139,17 +140,19 @@ def test_on_the_host_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path]
 
 @pytest.mark.parametrize("stage", [0, 2])
 def test_on_the_device(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
-    """`replicas_on`; a device without memory stands in for one."""
+    """Where it has room; a device without memory stands in for one."""
     monkeypatch.setattr(zero3, "local_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(replicas, "is_accelerator", lambda device: True)
     values = torch.arange(6.0).view(2, 3)
 
-    def devices(on_device: bool) -> tuple[str, bool]:
+    def devices(free: int) -> tuple[str, bool]:
+        monkeypatch.setattr(replicas, "free_bytes", lambda device: free)
         model = nn.Linear(3, 2, bias=False)
         model.weight = nn.Parameter(LazyTensor.whole(HostTensor.of(values), lambda _: values))
-        replicas = FlatReplicas(config_of(stage), Coordinator(0, 2, alone=True), 2**20, on_device=on_device)
-        (_, batch) = replicas.batches(model, set(), set())
+        destination = FlatReplicas(config_of(stage), Coordinator(0, 2, alone=True), 2**20)
+        (_, batch) = destination.batches(model, set(), set())
         assert [item.memory().device.type for item in batch.items] == [model.weight.device.type]
         return model.weight.device.type, WAITING.find(model.weight) is not None
 
-    assert devices(False) == ("cpu", False)
-    assert devices(True) == ("meta", False)  # no address, so no buffer is recognised
+    assert devices(2**20) == ("cpu", False)
+    assert devices(2**21) == ("meta", False)  # no address, so no buffer is recognised

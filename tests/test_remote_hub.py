@@ -25,12 +25,12 @@ repository, folder = sys.argv[1:]
 how = {"dtype": torch.bfloat16}
 plain = AutoModelForCausalLM.from_pretrained(folder, **how)
 found = []
-for path, more, settings in (
-    (f"hf://{repository}", {}, {}),
-    (f"hf://{repository}@main", {"token": "hf_secret"}, {}),
-    (repository, {"revision": "main"}, {"hub": "stream"}),
+for path, more in (
+    (f"hf://{repository}", {}),
+    (f"hf://{repository}@main", {"token": "hf_secret"}),
+    (f"hf://{repository}", {"revision": "main"}),
 ):
-    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False, **settings)):
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
         model = AutoModelForCausalLM.from_pretrained(path, ds_config=ds_config(torch.bfloat16), **how, **more)
     found += [f"{path}: {each}" for each in differences(model, plain, torch.bfloat16)]
 for path, more in ((f"hf://{repository}@main", {"revision": "v2"}), ("hf://name", {})):

@@ -121,24 +121,22 @@ def exchange_batches(
 
 
 class Replicated(Destination):
-    """Plain data parallelism: every rank has all of every parameter.
+    """Plain data parallelism: every rank has all of every parameter, in host memory, as in stock.
 
     Args:
         chunk_bytes: bound of the buffers of all ranks together, through which they exchange what they read.
-        on_device: put parameters on `device`, instead of into host memory.
+        device: on which this rank will train, and where these buffers are if collectives want them there.
     """
 
     into = "whole models, of which ranks read parts for each other"
 
     exchange_settings = ("staging_bytes",)
 
-    def __init__(
-        self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = _HOST, *, on_device: bool = False
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = _HOST) -> None:
         self.device = device
         self._coordinator = coordinator
         self._chunk_bytes = chunk_bytes
-        self._parameters_on = device if on_device else _HOST
+        self._parameters_on = _HOST
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
@@ -162,7 +160,7 @@ class Replicated(Destination):
         return [Batch(flat_items(buffers)), *exchanged]
 
     def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
-        """Memory of a subclass's own for lazy parameters, by their ``id``."""
+        """Memory of a subclass's own for lazy parameters, by their ``id``; the others' will be `_parameters_on`."""
         return {}
 
 

@@ -80,7 +80,7 @@ def free_device_bytes() -> int:
     accelerator.empty_cache()
     if accelerator.device_name() == accelerators.kind():
         # DeepSpeed's own figure is the total less this process's share where pynvml is not installed.
-        return accelerators.free_bytes(accelerator.device_name())
+        return accelerators.free_bytes(torch.device(accelerator.device_name()))
     return accelerator.available_memory()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....accelerators import on_device
+from ....accelerators import free_bytes, is_accelerator, on_device
 from ....checkpoint.lazy import LazyTensor
 from ....ranks.coordinator import Coordinator
 from ...replicated import Replicated
@@ -29,19 +29,23 @@ _FP32_NAMES = ("fp32", "float32", "float", "torch.float32")
 
 
 class FlatReplicas(Replicated):
-    """Stages 0 to 2; under 1 and 2, parameters lie as DeepSpeed will flatten them. `ds_config` may be empty."""
+    """Stages 0 to 2, whose engines move all parameters to the device: there at once, if it has room for them.
 
-    def __init__(
-        self, ds_config: Mapping[str, Any], coordinator: Coordinator, chunk_bytes: int, *, on_device: bool = False
-    ) -> None:
-        super().__init__(coordinator, chunk_bytes, zero3.local_device(), on_device=on_device)
+    Under stages 1 and 2 they lie as DeepSpeed will flatten them.
+    """
+
+    def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, chunk_bytes: int) -> None:
+        super().__init__(coordinator, chunk_bytes, zero3.local_device())
         self._ds_config = ds_config
 
     def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, Tensor]:
-        if self._parameters_on.type != self.device.type:
-            return {}  # moving parameters to the device gives each memory of its own
         named = model.named_parameters()
         lazy = [param for name, param in named if isinstance(param, LazyTensor) and name not in tied]
+        if is_accelerator(self.device):
+            needed = sum(param.nbytes for param in lazy) + self._chunk_bytes
+            if free_bytes(self.device) < needed:
+                return {}  # in host memory, as in stock: moving parameters to the device gives each memory of its own
+        self._parameters_on = self.device
         return allocate_flat(lazy, self._ds_config, self._coordinator.world_size, self._parameters_on)
 
 
