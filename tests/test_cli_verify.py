@@ -1,6 +1,5 @@
 """`verify` and checkpoint/soundness.py: every kind of fault is found and named, and several of them together."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -44,10 +43,6 @@ def write(path: Path, names: list[str], seed: int = 0) -> None:
 def write_index(folder: Path, **changes: Any) -> None:
     weight_map = {name: shard for shard, names in SHARDS.items() for name in names} | changes
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 300}, "weight_map": weight_map}))
-
-
-def sum_of(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 # --------------------------------------------------------------------------------------------- what may be wrong

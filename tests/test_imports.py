@@ -210,7 +210,6 @@ HOMES = {
     # HfDeepSpeedConfig, is_fsdp_enabled
     "transformers.integrations": ("hf_zero_stream.cli.bench_rank", "hf_zero_stream.loading.choice"),
     "torch.autograd": ("hf_zero_stream.packed.replicas",),  # Variable._execution_engine
-    "torch.multiprocessing.reductions": ("hf_zero_stream.destinations.deepspeed.flat.layout",),  # StorageWeakRef
     "torch.distributed.distributed_c10d": ("hf_zero_stream.ranks.presence", "hf_zero_stream.ranks.stand_in"),
     "torch.distributed.tensor.debug": ("hf_zero_stream.ranks.stand_in",),
     "torch.testing._internal.distributed.fake_pg": ("hf_zero_stream.ranks.stand_in",),

@@ -44,9 +44,9 @@ ACCELERATE = {"accelerate": False, "accelerate, on the host": True}
 
 def without_room(*arguments: Any) -> dict[str, Any]:
     """As :func:`zero`, with a model that stays in host memory until its engine takes it."""
-    from hf_zero_stream.destinations.deepspeed.flat import replicas
+    from hf_zero_stream.destinations.deepspeed import flat
 
-    with patch.object(replicas, "free_bytes", lambda device: 0):
+    with patch.object(flat, "free_bytes", lambda device: 0):
         return zero(*arguments)
 
 

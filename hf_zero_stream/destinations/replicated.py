@@ -141,15 +141,11 @@ class Replicated(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        storage = self._storage(model, tied)
-
         def parameter(name: str, param: torch.Tensor) -> nn.Parameter | None:
             if not isinstance(param, LazyTensor):
                 return None
             with allocating(name, param.nbytes, "the host", self._coordinator.rank):
-                values = storage.get(id(param))
-                if values is None:
-                    values = torch.empty(param.shape, dtype=param.dtype, device=self._parameters_on)
+                values = torch.empty(param.shape, dtype=param.dtype, device=self._parameters_on)
             return nn.Parameter(values, requires_grad=param.requires_grad)
 
         def buffer(old: torch.Tensor) -> torch.Tensor | None:
@@ -158,10 +154,6 @@ class Replicated(Destination):
         parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
         exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
         return [Batch(flat_items(buffers)), *exchanged]
-
-    def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
-        """Memory of a subclass's own for lazy parameters, by their ``id``; the others' will be `_parameters_on`."""
-        return {}
 
 
 def held_replicas(

@@ -149,9 +149,9 @@ def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator
     ds_config = completed(found)
     replicas: Destination
     if found:
-        from ..destinations.deepspeed.flat.replicas import FlatReplicas
+        from ..destinations.deepspeed.flat import EngineReplicas
 
-        replicas = FlatReplicas(ds_config, coordinator, settings.staging_bytes)
+        replicas = EngineReplicas(ds_config, coordinator, settings.staging_bytes)
     else:
         from ..destinations.replicated import Replicated
 
