@@ -1,8 +1,8 @@
-"""How long `deepspeed.initialize` takes under ZeRO stage 1 or 2 when parameters lie in its flat buffer already.
+"""How long `deepspeed.initialize` takes under ZeRO stage 1 or 2, and what memory, when ranks flatten together.
 
 Stock copies all parameters into one flat buffer (DeepSpeed PR #7828, "Z1/2 init: flatten params on device", 382 s ->
-130 s on 8 H100s where there is room for the copy). `ours` laid them out in that buffer before they were filled, so
-nothing is copied. The model is a stack of square linear layers; neither making nor filling it is timed.
+130 s on 8 H100s where there is room for the copy). With `ours` each rank copies 1/N, and they gather the buffer. The
+model is a stack of square linear layers; neither making nor filling it is timed.
 
     python -m benchmarks.engine_start                            # 1 GB of bf16, 2 ranks, gloo
     python -m benchmarks.engine_start --world 4 --stage 1 --repeats 5
@@ -29,30 +29,26 @@ from benchmarks.launch import run
 
 WIDTH = 2048
 
-# (arm, optimizer groups, free memory in sizes of the model, or None for what there is)
-ARMS: dict[str, tuple[str, int, float | None]] = {
-    "stock": ("stock", 1, None),
-    "ours": ("ours", 1, None),
-    "stock, two groups": ("stock", 2, None),
-    "ours, two groups": ("ours", 2, None),
-    "ours, two groups, little room": ("ours", 2, 0.75),
+# (arm, optimizer groups)
+ARMS = {
+    "stock": ("stock", 1),
+    "ours": ("ours", 1),
+    "stock, two groups": ("stock", 2),
+    "ours, two groups": ("ours", 2),
 }
 
 
-def build(arm: str, nbytes: int, config: dict[str, Any], device: str) -> nn.Module:
+def build(arm: str, nbytes: int, device: str) -> nn.Module:
     """A model of about `nbytes` bytes in bf16, each parameter filled with a number of its own."""
-    from hf_zero_stream.destinations.deepspeed.flat.replicas import allocate_flat
+    from hf_zero_stream.destinations.deepspeed import flat
 
     layers = max(1, round(nbytes / (2 * WIDTH * WIDTH)))
-    with torch.device("meta"):
+    with torch.device(device):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16) for _ in range(layers)))
-    # No flat buffer for stage 0: storages of their own, as stock's loading makes them.
-    found = config if arm == "ours" else {}
-    flat = allocate_flat(model.parameters(), found, torch.distributed.get_world_size(), device)
-    for index, (name, param) in enumerate(model.named_parameters()):
-        tensor = flat[id(param)] if flat else torch.empty_like(param, device=device, requires_grad=False)
-        module, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(module), attribute, nn.Parameter(tensor.fill_(index + 1)))
+    for index, param in enumerate(model.parameters()):
+        param.data.fill_(index + 1)
+    if arm == "ours":
+        flat.watch(model)
     return model
 
 
@@ -64,7 +60,7 @@ def optimizer_for(model: nn.Module, groups: int) -> torch.optim.Optimizer:
     return torch.optim.AdamW([{"params": weights}, {"params": biases, "weight_decay": 0.0}])
 
 
-def measure(arm: str, groups: int, free: float | None, nbytes: int, stage: int, device: str) -> dict[str, Any]:
+def measure(arm: str, groups: int, nbytes: int, stage: int, device: str) -> dict[str, Any]:
     """Start one engine on this rank; returns seconds, bytes and a checksum of the master weights."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -73,15 +69,13 @@ def measure(arm: str, groups: int, free: float | None, nbytes: int, stage: int, 
     from hf_zero_stream.reports.memory import AnonymousMemory
 
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
-    if free is not None:
-        type(get_accelerator()).available_memory = lambda *_: int(free * nbytes)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": stage},
     }
     place = get_accelerator().current_device_name()
-    model = build(arm, nbytes, config, place)
+    model = build(arm, nbytes, place)
     # What the first broadcast of a process costs is not the engine's.
     torch.distributed.broadcast(torch.zeros(1, device=place), 0)
     optimizer_seconds = 0.0
@@ -112,7 +106,6 @@ def measure(arm: str, groups: int, free: float | None, nbytes: int, stage: int, 
         "optimizer_seconds": optimizer_seconds,
         "host_growth_bytes": memory.growth_peak,
         "device_growth_bytes": torch.cuda.max_memory_allocated() - before if device == "cuda" else 0,
-        "how": getattr(engine.optimizer, "hf_zero_stream_flatten", "stock"),
         "checksum": f"{checksum:08x}",
     }
     torch.distributed.barrier()
@@ -135,8 +128,8 @@ def main() -> int:
     for repeat in range(arguments.repeats):
         # Each repeat begins with another arm, so that a change of the machine's speed meets all.
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            arm, groups, free = ARMS[name]
-            task = {"arm": arm, "groups": groups, "free": free, "nbytes": int(arguments.gigabytes * 1e9)}
+            arm, groups = ARMS[name]
+            task = {"arm": arm, "groups": groups, "nbytes": int(arguments.gigabytes * 1e9)}
             task |= {"stage": arguments.stage, "device": arguments.device}
             ranks = run(
                 json.dumps(task), arguments.world, 900.0, "benchmarks.engine_start", DS_ACCELERATOR=arguments.device
@@ -145,20 +138,20 @@ def main() -> int:
 
     where = "device_growth_bytes" if arguments.device == "cuda" else "host_growth_bytes"
     print(f"{arguments.gigabytes:g} GB bf16, stage {arguments.stage}, {arguments.world} ranks, {arguments.device}")
-    print("| arm | flattened | initialize s (range) | its optimizer s | peak growth GB |")
-    print("|---|---|--:|--:|--:|")
+    print("| arm | initialize s (range) | its optimizer s | peak growth GB |")
+    print("|---|--:|--:|--:|")
     for name, repeats in found.items():
         seconds = [max(rank["seconds"] for rank in ranks) for ranks in repeats]
         in_optimizer = statistics.median(max(rank["optimizer_seconds"] for rank in ranks) for ranks in repeats)
         growth = max(rank[where] for ranks in repeats for rank in ranks)
         print(
-            f"| {name} | {repeats[0][0]['how']} | {statistics.median(seconds):.2f} "
+            f"| {name} | {statistics.median(seconds):.2f} "
             f"({min(seconds):.2f} - {max(seconds):.2f}) | {in_optimizer:.2f} | {growth / 1e9:.2f} |"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     checksums = {(ARMS[name][1], tuple(rank["checksum"] for rank in ranks)) for name in names for ranks in found[name]}
-    if len(checksums) != len({groups for _, groups, _ in ARMS.values()}):
+    if len(checksums) != len({groups for _, groups in ARMS.values()}):
         print("master weights differ between the arms", file=sys.stderr)
         return 1
     return 0

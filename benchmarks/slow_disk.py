@@ -32,10 +32,9 @@ REQUEST_BYTES = 2**20
 
 
 ARMS = (
-    ("a plain loop, 8 MiB at a time", -1, False),
-    ("streamed, 4 threads", 4, False),
-    ("streamed, as it chooses", 0, False),
-    ("streamed, `direct_io`", 0, True),
+    ("a plain loop, 8 MiB at a time", -1),
+    ("streamed, 4 threads", 4),
+    ("streamed, as it chooses", 0),
 )
 
 
@@ -44,7 +43,6 @@ class Task:
     """One load: by a plain loop of one thread (`threads` -1), or streamed with so many threads (0: the default)."""
 
     threads: int
-    direct_io: bool
     folder: str
     auto_class: str
 
@@ -131,9 +129,7 @@ def load(task: Task) -> dict[str, Any]:
     config = transformers.AutoConfig.from_pretrained(task.folder)
     getattr(transformers, config.architectures[0])
     ds_config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
-    settings = hf_zero_stream.StreamingConfig(
-        reader_threads=max(0, task.threads), direct_io=task.direct_io, progress=False
-    )
+    settings = hf_zero_stream.StreamingConfig(reader_threads=max(0, task.threads), progress=False)
 
     def stream() -> Any:
         with hf_zero_stream.streaming(settings):
@@ -190,11 +186,11 @@ def main() -> None:
     checkpoint = cached_checkpoint("moe", settings.gigabytes)
     print(f"{settings.latency:g} ms, {settings.rate:g} MB/s, {checkpoint.nbytes / 1e9:.2f} GB")
     print("| | reading s | MB/s | of the link | in all s |\n|---|--:|--:|--:|--:|")
-    for what, threads, direct_io in ARMS:
+    for what, threads in ARMS:
         found = []
         for _ in range(settings.repeats):
             with slow_folder(checkpoint.folder, settings.latency, settings.rate) as place:
-                task = Task(threads, direct_io, str(place), checkpoint.auto_class)
+                task = Task(threads, str(place), checkpoint.auto_class)
                 found += run(json.dumps(asdict(task)), 1, 600, "benchmarks.slow_disk")
         reading = statistics.median(each["reading"] for each in found)
         speed = checkpoint.nbytes / reading / 1e6

@@ -88,9 +88,9 @@ def peak_bytes(device: torch.device) -> int:
     return torch.get_device_module(device).max_memory_allocated(device) if is_accelerator(device) else 0
 
 
-def free_bytes(kind: str) -> int:
-    """Memory of the current device of this `kind` that no process uses."""
-    return torch.get_device_module(kind).mem_get_info()[0]
+def free_bytes(device: torch.device) -> int:
+    """Memory of this accelerator that no process uses; of the current one, if `device` has no index."""
+    return torch.get_device_module(device).mem_get_info(device)[0]
 
 
 def random_state(kind: str) -> torch.Tensor:

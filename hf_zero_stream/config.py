@@ -22,14 +22,8 @@ logger = logging.getLogger(__name__)
 _SECTION = "hf_zero_stream"  # the top-level key of a DeepSpeed config that holds our settings
 _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in capitals follows
 
-CHUNK_ALIAS = "stage3_partition_stream_chunk_size"
-"""DeepSpeed's own name for `chunk_bytes`, in elements (DeepSpeed PR #8103)."""
-
-WriteFrom = Literal["auto", "all", "rank0"]
-WRITERS: tuple[str, ...] = get_args(WriteFrom)
-
 # Numbers that must not be 0; the switch may, and none may be negative.
-_AT_LEAST_ONE = ("chunk_bytes", "staging_bytes", "peer_timeout_s")
+_AT_LEAST_ONE = ("staging_bytes", "peer_timeout_s")
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -47,21 +41,15 @@ class StreamingConfig:
     """How a streaming load or save uses memory, disks, threads and the terminal.
 
     None of the settings but `keep_quantized` changes what is loaded, only how, and what `strict` refuses. Each rank
-    may have its own settings, except for `read_from`, `chunk_bytes`, `share_reads`, `strict`, `verify`,
-    `keep_quantized` and, where ranks share the reading, `staging_bytes` and `seek_bytes`.
+    may have its own settings, except for `read_from`, `share_reads`, `strict`, `verify`, `keep_quantized` and, where
+    ranks share the reading, `staging_bytes`.
 
     Raises:
         ConfigError: a value has the wrong type or lies outside its range.
     """
 
     staging_bytes: int = 64 * 2**20
-    """Bound, in bytes, of all staging buffers of one rank together; at least `request_bytes`."""
-
-    request_bytes: int = 0
-    """Largest single positional read, in bytes; a longer span is split, so that several threads share it.
-
-    0: 2 MiB, 4 MiB from `hf://`, 8 MiB with `direct_io`.
-    """
+    """Bound, in bytes, of all staging buffers of one rank together; a single read takes an eighth of it at most."""
 
     reader_threads: int = 0
     """Threads that read, per rank; each has a staging buffer, so `staging_bytes` bounds their number too.
@@ -70,32 +58,11 @@ class StreamingConfig:
     per host, up to 32 per rank.
     """
 
-    seek_bytes: int = 4096
-    """Two reads with a gap of up to so many bytes become one read. At a URL the limit is at least 1 MiB."""
-
-    hub: Literal["cache", "stream"] = "cache"
-    """What a repository's id means, as `organisation/name`: `"cache"`, as in transformers, files that are downloaded.
-
-    `"stream"`: `hf://organisation/name`, from which each rank reads its own bytes, and nothing is stored.
-    """
-
     read_from: Literal["all", "rank0", "local_rank0"] = "all"
     """Which ranks read the shards: `"all"`; `"rank0"`, where other nodes cannot see them; `"local_rank0"`, one a node.
 
     The readers send every other rank only its own bytes. Every rank must still see the checkpoint's small files
     (config, index), and files that are not safetensors.
-    """
-
-    chunk_bytes: int = 8 * 2**20
-    """Largest piece that a reading rank sends at once, in bytes; bounds the memory that it needs for the switch.
-
-    DeepSpeed's `zero_optimization.stage3_partition_stream_chunk_size`, in elements, sets it too.
-    """
-
-    direct_io: bool = False
-    """Read past the page cache (O_DIRECT), where the file system can, so that what is cached stays there.
-
-    Each reader thread then has a second staging buffer of `request_bytes`.
     """
 
     share_reads: bool = True
@@ -116,12 +83,6 @@ class StreamingConfig:
     raises where weights cannot be kept so in a sharded model; `"auto"` warns, and loads as with False.
     """
 
-    replicas_on: Literal["cpu", "device"] = "cpu"
-    """Where a load that shares reads puts parameters: `"cpu"`, as stock, or `"device"`, on which this rank trains.
-
-    On the device, under stage 1 or 2, they lie in one buffer, which `deepspeed.initialize` uses without a copy.
-    """
-
     strict: bool = False
     """Raise on all ranks, before any weights are read, if a key is missing, unexpected or of another shape.
 
@@ -132,10 +93,11 @@ class StreamingConfig:
     """What is checked beyond structure: `"sizes"`, that no shard changed while it was read, which is free.
 
     `"sample"`: besides, some chunks of every parameter are read again and compared with what was placed. `"full"`: all
-    chunks, which costs one more pass over this rank's bytes. `"off"`: nothing.
+    chunks, which costs one more pass over this rank's bytes; and of a save, the files are compared with what the ranks
+    hold, before they get their final names. `"off"`: nothing.
     """
 
-    write_from: WriteFrom = "auto"
+    write_from: Literal["auto", "all", "rank0"] = "auto"
     """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the switch send what they hold.
 
     `"auto"`: all, if all can write into the folder that rank 0 has made; else rank 0. Rank 0's setting counts.
@@ -150,12 +112,6 @@ class StreamingConfig:
     asynchronous_save: bool = False
     """Have these states written in the background, from copies in host memory (`save_state(asynchronous=True)`)."""
 
-    read_retries: int = 4
-    """How often an open or a read is tried again after a passing error (EIO, ESTALE, ETIMEDOUT, ...).
-
-    The first time after 0.1 s, then after twice as long each time.
-    """
-
     peer_timeout_s: int = 8
     """Seconds without a heartbeat after which a rank counts as dead.
 
@@ -169,19 +125,11 @@ class StreamingConfig:
     Where stderr is a log file, rank 0 alone writes it.
     """
 
-    log_report: bool = True
-    """Log the table of the load report, at level INFO, on the main process."""
-
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if allowed := _unmet(field.name, value, field.default):
                 raise ConfigError(f"{field.name}: expected {allowed}; got {value!r}")
-        if self.staging_bytes < self.request_bytes:
-            raise ConfigError(
-                f"staging_bytes: expected at least request_bytes ({self.request_bytes}), because a request is staged "
-                f"whole; got {self.staging_bytes}"
-            )
 
     @classmethod
     def resolve(
@@ -265,13 +213,6 @@ def _variables() -> dict[str, str]:
 def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """A shallow copy of a DeepSpeed config without our section, for readers that refuse unknown keys."""
     return {key: value for key, value in ds_config.items() if key != _SECTION}
-
-
-def adopt_alias(ds_config: dict[str, Any], itemsize: int) -> None:
-    """Move :data:`CHUNK_ALIAS` into our section, in place: a DeepSpeed without that PR refuses the key."""
-    elements = ds_config.get("zero_optimization", {}).pop(CHUNK_ALIAS, 0)
-    if elements and elements != "auto":
-        ds_config[_SECTION] = {"chunk_bytes": elements * itemsize, **ds_config.get(_SECTION, {})}
 
 
 def _check_known(name: str, known: Iterable[str], kind: str) -> None:

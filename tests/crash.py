@@ -73,7 +73,7 @@ def strike(step: int, fault: str) -> Callable[[], int]:
 def save(model: Any, folder: Path) -> None:
     import hf_zero_stream
 
-    hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE, progress=False)
+    hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE)
 
 
 def check(folder: Path, old: dict[str, bytes], new: dict[str, bytes]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.saving import SHARD_SIZE
+from tests.saving import SHARD_SIZE, saves_with
 from tests.sharded import load_sharded
 from tests.zoo import ZOO
 
@@ -178,18 +179,25 @@ def gathered(model: nn.Module, checkpoint: Path) -> Any:
     return plain
 
 
-def save_live(checkpoint: Path, folder: Path, ways: list[Way], settings: dict[str, Any]) -> dict[str, Any]:
+def save_live(
+    checkpoint: Path,
+    folder: Path,
+    ways: list[Way],
+    arguments: dict[str, Any],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
     """Save each model our way, then as a whole; the reports."""
     import hf_zero_stream
 
-    options = {name: value for name, value in settings.items() if name in ("variant",)}
+    options = {name: value for name, value in arguments.items() if name in ("variant",)}
     reports = {}
     for way in ways:
         model, name = way(checkpoint), way.__name__
-        reports[name] = hf_zero_stream.save_pretrained(
-            model, folder / name / "ours", max_shard_size=SHARD_SIZE, **settings
-        )
-        whole = gathered(model, checkpoint).to(settings.get("dtype"))
+        with saves_with(**settings):
+            reports[name] = hf_zero_stream.save_pretrained(
+                model, folder / name / "ours", max_shard_size=SHARD_SIZE, **arguments
+            )
+        whole = gathered(model, checkpoint).to(arguments.get("dtype"))
         if dist.get_rank() == 0:
             whole.save_pretrained(folder / name / "whole", max_shard_size=SHARD_SIZE, **options)
     return reports

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero_stream import StreamingConfig, streaming
+from hf_zero_stream.saving import plan
 from tests.loading import load_with
 from tests.parity import ds_config, three_losses
 from tests.zoo import ZOO
@@ -37,6 +41,13 @@ def trainer_arguments(output: Path, **changes: Any) -> Any:
         save_only_model=True,
         **changes,
     )
+
+
+@contextmanager
+def saves_with(*, chunk_bytes: int = plan.CHUNK_BYTES, **settings: Any) -> Iterator[None]:
+    """Inside, our saves have these settings, and what passes through buffers does so in chunks of this size."""
+    with streaming(StreamingConfig(**settings)), patch.object(plan, "CHUNK_BYTES", chunk_bytes):
+        yield
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -53,7 +53,7 @@ def compared(model: Any, folder: Path, to: str, **options: Any) -> dict[str, Any
     import hf_zero_stream
 
     dtype = options.get("dtype")
-    hf_zero_stream.save_pretrained(model, folder, dtype=dtype, progress=False)
+    hf_zero_stream.save_pretrained(model, folder, dtype=dtype)
     stream = hf_zero_stream.weight_stream(model, to, **options)
     found = taken(stream)
     expected = saved(folder)
@@ -108,7 +108,7 @@ def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], optio
     for number in range(2):
         three_losses(engine, ZOO["qwen3_moe"].inputs)
         where = folder / str(number)
-        hf_zero_stream.save_pretrained(engine, where, dtype=options.get("dtype"), progress=False)
+        hf_zero_stream.save_pretrained(engine, where, dtype=options.get("dtype"))
         with counted_gathers() as gathers:
             tensors = taken(stream)
         expected = saved(where) if tensors else {}

@@ -32,7 +32,6 @@ IGNORED = {
         "sub_group_size": "auto",
         "stage3_prefetch_bucket_size": "auto",
         "stage3_param_persistence_threshold": "auto",
-        "stage3_partition_stream_chunk_size": "auto",
         "zero_hpz_partition_size": "auto",
         "offload_param": {"device": "auto", "buffer_size": "auto"},
         "offload_optimizer": {"device": "auto", "ratio": "auto", "pin_memory": "auto"},

@@ -66,13 +66,13 @@ def test_the_source_says_how_it_is_read(source: MemoryFiles) -> None:
     assert (checkpoint.request_bytes, checkpoint.threads()) == (100, 48)
     tensors["a"].materialise()
     assert source.reads == 12, "1200 bytes"
-    checkpoint, _ = open_checkpoint(source, request_bytes=1000, reader_threads=3)
-    assert (checkpoint.request_bytes, checkpoint.threads()) == (1000, 3), "settings come first"
+    checkpoint, _ = open_checkpoint(source, staging_bytes=320, reader_threads=3)
+    assert (checkpoint.request_bytes, checkpoint.threads()) == (40, 3), "settings come first"
 
 
 def test_faults_that_pass_are_those_that_the_source_names(source: MemoryFiles, pauses: list[float]) -> None:
     source.failures = [Busy(), Busy()]
-    checkpoint, tensors = open_checkpoint(source, read_retries=2)
+    checkpoint, tensors = open_checkpoint(source)
     assert (checkpoint.retries.count, len(pauses)) == (2, 2), "of headers"
     source.failures = [Busy(), Busy()]
     assert torch.equal(tensors["c"].materialise(), TENSORS["c"])

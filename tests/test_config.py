@@ -15,11 +15,8 @@ MIB = 2**20
 def test_defaults():
     assert StreamingConfig.resolve(environ={}) == StreamingConfig(
         staging_bytes=64 * MIB,
-        request_bytes=0,
         reader_threads=0,
-        seek_bytes=4096,
         progress=True,
-        log_report=True,
     )
 
 
@@ -44,17 +41,13 @@ def test_every_field_is_documented():
         ({"staging_bytes": True}, "staging_bytes", "True"),
         ({"staging_bytes": 1.0}, "staging_bytes", "1.0"),
         ({"staging_bytes": 0}, "staging_bytes", "0"),
-        ({"staging_bytes": MIB, "request_bytes": 2 * MIB}, "staging_bytes", f"{MIB}"),
-        ({"request_bytes": -1}, "request_bytes", "-1"),
         ({"reader_threads": -1}, "reader_threads", "-1"),
         ({"reader_threads": None}, "reader_threads", "None"),
-        ({"seek_bytes": -4096}, "seek_bytes", "-4096"),
         ({"progress": 1}, "progress", "1"),
         ({"verify": "all"}, "verify", "'all'"),
-        ({"read_retries": -1}, "read_retries", "-1"),
         ({"peer_timeout_s": 0}, "peer_timeout_s", "0"),
         ({"write_from": "rank1"}, "write_from", "'rank1'"),
-        ({"log_report": "no"}, "log_report", "'no'"),
+        ({"strict": "no"}, "strict", "'no'"),
     ],
 )
 def test_invalid_value_names_field_and_value(values, field, found):
@@ -65,24 +58,24 @@ def test_invalid_value_names_field_and_value(values, field, found):
 
 
 def test_smallest_values_are_accepted():
-    StreamingConfig(staging_bytes=1, request_bytes=1, reader_threads=0, seek_bytes=0)
+    StreamingConfig(staging_bytes=1, reader_threads=0, peer_timeout_s=1)
 
 
 def test_sources_in_order():
-    section = {"hf_zero_stream": {"seek_bytes": 1, "reader_threads": 2, "progress": False}, "train_batch_size": 8}
-    environ = {"HF_ZERO_STREAM_READER_THREADS": "3", "HF_ZERO_STREAM_LOG_REPORT": "0", "HOME": "/"}
+    section = {"hf_zero_stream": {"staging_bytes": 1, "reader_threads": 2, "progress": False}, "train_batch_size": 8}
+    environ = {"HF_ZERO_STREAM_READER_THREADS": "3", "HF_ZERO_STREAM_STRICT": "1", "HOME": "/"}
 
     assert StreamingConfig.resolve(None, section, environ) == StreamingConfig(
-        seek_bytes=1, reader_threads=3, progress=False, log_report=False
+        staging_bytes=1, reader_threads=3, progress=False, strict=True
     )
-    explicit = StreamingConfig(seek_bytes=7)
+    explicit = StreamingConfig(staging_bytes=7)
     assert StreamingConfig.resolve(explicit, section, environ) is explicit
     assert StreamingConfig.resolve(None, {"zero_optimization": {"stage": 3}}, {}) == StreamingConfig()
 
 
 def test_reads_the_process_environment(monkeypatch):
-    monkeypatch.setenv("HF_ZERO_STREAM_SEEK_BYTES", "12345")
-    assert StreamingConfig.resolve().seek_bytes == 12345
+    monkeypatch.setenv("HF_ZERO_STREAM_STAGING_BYTES", "12345")
+    assert StreamingConfig.resolve().staging_bytes == 12345
 
 
 @pytest.mark.parametrize(
@@ -139,12 +132,6 @@ def test_threads_have_no_unit():
         StreamingConfig.resolve(None, None, {"HF_ZERO_STREAM_READER_THREADS": "4K"})
 
 
-def test_range_is_checked_whatever_the_source():
-    with pytest.raises(ConfigError, match="staging_bytes: expected at least request_bytes"):
-        sizes = {"HF_ZERO_STREAM_STAGING_BYTES": "1MiB", "HF_ZERO_STREAM_REQUEST_BYTES": "2MiB"}
-        StreamingConfig.resolve(None, None, sizes)
-
-
 def test_unknown_key_suggests_the_nearest_and_lists_the_known():
     with pytest.raises(ConfigError, match="'staging_byte'; did you mean staging_bytes?") as error:
         StreamingConfig.resolve(None, {"hf_zero_stream": {"staging_byte": 1}}, {})
@@ -157,7 +144,7 @@ def test_unknown_key_suggests_the_nearest_and_lists_the_known():
     [
         ("READ_FROM", "rank1", "one of all, rank0, local_rank0"),
         ("VERIFY", "all", "one of off, sizes, sample, full"),
-        ("CHUNK_BYTES", "0", "at least 1"),
+        ("STAGING_BYTES", "0", "at least 1"),
         ("KEEP_QUANTIZED", "maybe", 'a boolean .*, no. or "auto"'),
     ],
 )

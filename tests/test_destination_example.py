@@ -27,7 +27,7 @@ from hf_zero_stream.planning.plan import Target
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.reports.load import LoadReport
 from tests.cluster import run_ranks
-from tests.saving import SHARD_SIZE, different
+from tests.saving import SHARD_SIZE, different, saves_with
 
 
 class Columns(Destination):
@@ -67,7 +67,7 @@ def held_columns(model: Any, params: Mapping[str, Any], **ranks: Any) -> dict[st
 def loaded(folder: Path, rank: int, world_size: int) -> tuple[Any, LoadReport]:
     """A model that has its columns, by the path of any load, each element verified; what was done."""
     alone = Coordinator(rank, world_size, alone=True)
-    load = Load(StreamingConfig(verify="full", seek_bytes=64), {}, alone, Columns(rank, world_size))
+    load = Load(StreamingConfig(verify="full"), {}, alone, Columns(rank, world_size))
     with closing(load):
         model, missing, tied = lazily_loaded(str(folder), load)
         load.place(model, missing, tied)
@@ -91,7 +91,8 @@ def test_loading(zoo_checkpoint: Callable[..., Path], name: str) -> None:
 def save(folder: Path, target: Path, write_from: str) -> None:
     kinds.HOLDERS.insert(0, held_columns)
     model, _ = loaded(folder, dist.get_rank(), dist.get_world_size())
-    hf_zero_stream.save_pretrained(model, target, max_shard_size=SHARD_SIZE, write_from=write_from)
+    with saves_with(write_from=write_from):
+        hf_zero_stream.save_pretrained(model, target, max_shard_size=SHARD_SIZE)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])

@@ -173,7 +173,11 @@ def read_from_one_rank(folder: Path) -> dict[str, Any]:
         with hf_zero_stream.streaming(settings):
             auto_class.from_pretrained(folder, ds_config=ds_config(), **kwargs)
 
-    ways = (load_it, lambda: load_it(dtype="auto"), lambda: hf_zero_stream.load_into(model, folder, config=settings))
+    def load_into_it() -> None:
+        with hf_zero_stream.streaming(settings):
+            hf_zero_stream.load_into(model, folder)
+
+    ways = (load_it, lambda: load_it(dtype="auto"), load_into_it)
     found["errors"] = []
     for way in ways:
         try:

@@ -151,7 +151,7 @@ def assert_survivors_name(victim: int, outcomes: list[Outcome], lines: int = 0) 
         (3, 0, kill_in_first_read, {}, {}),
         (4, 2, kill_in_first_read, {}, {}),
         (3, 1, kill_in_first_read, None, {}),
-        (4, 1, kill_in_second_all_gather, None, {"staging_bytes": 2**16, "request_bytes": 2**12}),
+        (4, 1, kill_in_second_all_gather, None, {"staging_bytes": 2**15}),
         (3, 0, kill_in_first_read, {}, {"read_from": "rank0"}),
         (3, 2, kill_in_a_request, {}, {"read_from": "rank0"}),
     ],

@@ -248,7 +248,6 @@ def test_settings_come_from_deepspeeds_own_parser(zoo_checkpoint: Callable[..., 
     assert bucket(reduce_bucket_size="auto") == {"cpu": 35**2 * 2}, "transformers takes the square of hidden_size"
     assert bucket(reduce_bucket_size=1e3) == {"cpu": 2000}
     assert bucket(contiguous_gradients=False) == {}
-    assert bucket(stage3_partition_stream_chunk_size=1000) == bucket()
 
 
 def test_plan_for_a_device_that_is_not_here(zoo_checkpoint: Callable[..., Path]) -> None:

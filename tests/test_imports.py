@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import importlib
 import os
 import subprocess
@@ -163,11 +162,9 @@ def test_what_is_imported_in_a_block_is_replaced_there() -> None:
 
 def test_what_needs_no_deepspeed_does_not_import_it(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """DeepSpeed takes seconds to import; the package, and commands that only look at files, must not wait for it."""
-    folder, new, sums = str(zoo_checkpoint("qwen3_moe")), str(tmp_path / "new"), tmp_path / "sums"
-    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in Path(folder).glob("*.safetensors")}
-    sums.write_text("".join(f"{digest}  {name}\n" for name, digest in digests.items()))
+    folder, new = str(zoo_checkpoint("qwen3_moe")), str(tmp_path / "new")
     commands = [
-        ["verify", folder, "--sums", str(sums)],
+        ["verify", folder],
         ["convert", folder, new],
         ["convert", folder, new, "--layout", "hub"],
         ["inspect", folder],
@@ -213,7 +210,6 @@ HOMES = {
     # HfDeepSpeedConfig, is_fsdp_enabled
     "transformers.integrations": ("hf_zero_stream.cli.bench_rank", "hf_zero_stream.loading.choice"),
     "torch.autograd": ("hf_zero_stream.packed.replicas",),  # Variable._execution_engine
-    "torch.multiprocessing.reductions": ("hf_zero_stream.destinations.deepspeed.flat.layout",),  # StorageWeakRef
     "torch.distributed.distributed_c10d": ("hf_zero_stream.ranks.presence", "hf_zero_stream.ranks.stand_in"),
     "torch.distributed.tensor.debug": ("hf_zero_stream.ranks.stand_in",),
     "torch.testing._internal.distributed.fake_pg": ("hf_zero_stream.ranks.stand_in",),

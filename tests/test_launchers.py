@@ -46,7 +46,7 @@ if rank == victim:
     os._exit(9)  # the first process of a namespace cannot kill itself
 began = time.monotonic()
 try:
-    hf_zero_stream.save_pretrained(model, sys.argv[2], progress=False)
+    hf_zero_stream.save_pretrained(model, sys.argv[2])
 except hf_zero_stream.errors.PeerError as error:
     print(f"\\nrank {rank} after {time.monotonic() - began:.0f} s: {error}", flush=True)
 os._exit(0)

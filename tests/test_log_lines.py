@@ -14,7 +14,6 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream import config
-from hf_zero_stream.config import StreamingConfig
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
@@ -48,7 +47,7 @@ def act(folder: Path, saved: Path) -> tuple[list[Line], list[Line]]:
         engine.save_checkpoint(saved / "state")
         engine.load_checkpoint(saved / "state")
         dist.barrier()  # so that the two that come next wait at the same time
-        with hf_zero_stream.streaming(StreamingConfig(log_report=False)):
+        with hf_zero_stream.streaming():
             if dist.get_rank() % 2:  # it is not shared, and each rank that comes knows that
                 transformers.AutoModel.from_pretrained(folder, ds_config={"zero_optimization": {"stage": 0}})
         dist.barrier()  # rank 0 keeps the store, through which they agree who speaks
@@ -88,7 +87,7 @@ def call_outside_of_streaming(folder: Path, saved: Path) -> dict[str, int]:
     optimizer.step()
     optimizer.zero_grad()
     calls: dict[str, Callable[[], object]] = {
-        "save_pretrained": lambda: hf_zero_stream.save_pretrained(model, saved / "model", write_from="all"),
+        "save_pretrained": lambda: hf_zero_stream.save_pretrained(model, saved / "model"),
         "load_into": lambda: hf_zero_stream.load_into(model, str(saved / "model")),
         "save_state": lambda: hf_zero_stream.save_state(model, saved / "state", optimizer=optimizer),
         "load_state": lambda: hf_zero_stream.load_state(model, saved / "state", optimizer=optimizer),

@@ -360,7 +360,7 @@ def test_saving_replaces_links(zoo_checkpoint: Callable[..., Path], tmp_path: Pa
     model = transformers.LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.model.norm.weight.add_(1)
-    hf_zero_stream.save_pretrained(model, folder, progress=False)
+    hf_zero_stream.save_pretrained(model, folder)
     assert {path.name: path.read_bytes() for path in elsewhere.iterdir()} == before
     weights = [path for path in folder.iterdir() if "safetensors" in path.name]
     assert [path.name for path in weights] == ["model.safetensors"] and not weights[0].is_symlink()

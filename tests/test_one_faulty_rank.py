@@ -154,7 +154,7 @@ def faulty_op(folder: Path) -> Any:
 def load(folder: Path) -> Any:
     import hf_zero_stream
 
-    config = {**ds_config(), "hf_zero_stream": {"read_retries": 1, "reader_threads": 2, "request_bytes": 4096}}
+    config = {**ds_config(), "hf_zero_stream": {"reader_threads": 2, "staging_bytes": 8 * 4096}}
     return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
 
 

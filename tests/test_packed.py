@@ -69,11 +69,11 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def saved_twice(folders: dict[str, Path], out: Path) -> list[str]:
     for name, folder in folders.items():
         model = load(folder, ds_config(torch.bfloat16))
-        hf_zero_stream.save_pretrained(model, out / name, progress=False)
+        hf_zero_stream.save_pretrained(model, out / name)
         again = load(out / name, ds_config(torch.bfloat16))
         with hf_zero_stream.streaming():
             again.save_pretrained(out / f"{name} again", max_shard_size="20KB")
-        hf_zero_stream.save_pretrained(again, out / f"{name} once more", progress=False)
+        hf_zero_stream.save_pretrained(again, out / f"{name} once more")
     return packed_names(again)
 
 

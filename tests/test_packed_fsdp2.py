@@ -281,7 +281,7 @@ def save_native(folders: dict[str, Path], out: Path) -> None:
     for name, folder in folders.items():
         with hf_zero_stream.streaming():
             load_native(folder).save_pretrained(out / name)
-        hf_zero_stream.save_pretrained(load_native(out / name), out / f"{name} again", progress=False)
+        hf_zero_stream.save_pretrained(load_native(out / name), out / f"{name} again")
 
 
 def save_prepared(folders: dict[str, Path], out: Path) -> None:
@@ -289,7 +289,7 @@ def save_prepared(folders: dict[str, Path], out: Path) -> None:
         announce()
         accelerator = make_accelerator()
         model, _ = trained(with_adapters(load(folder, dtype=torch.bfloat16)), accelerator)
-        hf_zero_stream.save_pretrained(model.base_model.unload(), out / name, progress=False)
+        hf_zero_stream.save_pretrained(model.base_model.unload(), out / name)
 
 
 @pytest.mark.parametrize("save", [save_native, save_prepared])
@@ -314,7 +314,7 @@ def quantise(folder: Path, out: Path, is_native: bool) -> dict[str, Any]:
     base = model
     model, losses = trained(with_adapters(model), accelerator)
     read = base.streaming_report.ranks[dist.get_rank()].bytes_read
-    hf_zero_stream.save_pretrained(base, out / "base", progress=False) if is_native else None
+    hf_zero_stream.save_pretrained(base, out / "base") if is_native else None
     return {"losses": losses, "names": packed_names(model), "read": read, "held": shard_bytes(base)}
 
 

@@ -48,7 +48,7 @@ def save_zero3(folders: dict[str, Path], out: Path) -> None:
                     refused(lambda: model.save_pretrained(out / "streaming"), out / "streaming")
         with_adapters(model).save_pretrained(out / name)
         check_adapters(out / name)
-        hf_zero_stream.save_pretrained(model, out / f"{name} base", progress=False)
+        hf_zero_stream.save_pretrained(model, out / f"{name} base")
 
 
 def check_adapters(saved: Path) -> None:

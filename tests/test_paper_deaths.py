@@ -18,6 +18,7 @@ from transformers.integrations import HfDeepSpeedConfig
 import hf_zero_stream
 from tests.cluster import PAPER_GPUS, SOON_S, run_ranks_expecting_errors
 from tests.paper_gpu.trials import COMMON, sharded_model, zero_config, zero_model
+from tests.saving import saves_with
 from tests.test_dying_ranks import kill_this_process
 from tests.test_load_into_sharded import with_both_ends
 from tests.test_odd_parameters import save, without
@@ -34,7 +35,7 @@ def load_under_zero(folder: Path, target: Path, arm: Callable[[], None]) -> None
 
 def load_together(folder: Path, target: Path, arm: Callable[[], None]) -> None:
     arm()
-    zero_model(folder, zero_config(2, {}), {"replicas_on": "device"})
+    zero_model(folder, zero_config(2, {}), {})
 
 
 def load_in_a_new_group(folder: Path, target: Path, arm: Callable[[], None]) -> None:
@@ -59,13 +60,14 @@ def load_by_columns(folder: Path, target: Path, arm: Callable[[], None]) -> None
 def save_under_zero(folder: Path, target: Path, arm: Callable[[], None]) -> None:
     model = zero_model(folder, zero_config(3, {}), {})
     arm()
-    hf_zero_stream.save_pretrained(model, target, progress=False)
+    hf_zero_stream.save_pretrained(model, target)
 
 
 def save_by_rank_0(folder: Path, target: Path, arm: Callable[[], None]) -> None:
     model = zero_model(folder, zero_config(3, {}), {})
     arm()
-    hf_zero_stream.save_pretrained(model, target, write_from="rank0", progress=False)
+    with saves_with(write_from="rank0"):
+        hf_zero_stream.save_pretrained(model, target)
 
 
 def load_by_rank_0(folder: Path, target: Path, arm: Callable[[], None]) -> None:

@@ -23,7 +23,7 @@ from tests.paper_gpu.trials import COMMON, plain_model
 
 pytestmark = pytest.mark.usefixtures("paper_gpus")
 
-MANY_READS = StreamingConfig(request_bytes=2048, reader_threads=2, progress=False)
+MANY_READS = StreamingConfig(staging_bytes=8 * 2048, reader_threads=2, progress=False)
 """So many that buffers come round again while copies out of them are under way."""
 
 
@@ -154,7 +154,8 @@ def wrong_after_load_into(folder: Path, devices: int, mistake: str = "") -> list
         other = torch.ones_like(last)
         for _ in range(10_000):  # a second or more
             last.copy_(other)
-    hf_zero_stream.load_into(model, folder, config=MANY_READS)
+    with hf_zero_stream.streaming(MANY_READS):
+        hf_zero_stream.load_into(model, folder)
     return wrong(model, expected)
 
 

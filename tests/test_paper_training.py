@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_proces
 pytestmark = pytest.mark.usefixtures("paper_gpus")
 
 BOTH_GROUPS = replace(PAPER_GPUS, backend="cuda:nccl,cpu:gloo", sets_device=True)
+NO_ROOM = ", no room on the device"
 PINNED = {"device": "cpu", "pin_memory": True}
 
 ZERO: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
@@ -25,10 +27,10 @@ ZERO: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "ZeRO-3, pinned parameters": (3, {"offload_param": PINNED}, {}),
     "ZeRO-3, pinned optimizer": (3, {"offload_optimizer": PINNED}, {}),
     "ZeRO-3, hpZ": (3, {"zero_hpz_partition_size": 2}, {}),
-    "stage 1, replicas on the host": (1, {}, {"replicas_on": "cpu"}),
-    "stage 1, replicas on the device": (1, {}, {"replicas_on": "device"}),
-    "stage 2, replicas on the host": (2, {}, {"replicas_on": "cpu"}),
-    "stage 2, replicas on the device": (2, {}, {"replicas_on": "device"}),
+    "stage 1": (1, {}, {}),
+    f"stage 1{NO_ROOM}": (1, {}, {}),
+    "stage 2": (2, {}, {}),
+    f"stage 2{NO_ROOM}": (2, {}, {}),
 }
 SHARDED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "FSDP2": ({"fsdp_size": 2}, {}),
@@ -41,10 +43,20 @@ SHARDED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 ACCELERATE = {"accelerate": False, "accelerate, on the host": True}
 
 
+def without_room(*arguments: Any) -> dict[str, Any]:
+    """As :func:`zero`, with a model that stays in host memory until its engine takes it."""
+    from hf_zero_stream.destinations.deepspeed import flat
+
+    with patch.object(flat, "free_bytes", lambda device: 0):
+        return zero(*arguments)
+
+
 @pytest.fixture(scope="module")
 def of_zero(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
     """Nobody sets the current device: with DeepSpeed alone, nobody does before a model is loaded."""
-    trials: dict[str, Any] = {name: partial(zero, even_checkpoint, *how) for name, how in ZERO.items()}
+    trials: dict[str, Any] = {
+        name: partial(without_room if NO_ROOM in name else zero, even_checkpoint, *how) for name, how in ZERO.items()
+    }
     for stage, variation in ((3, {}), (3, {"offload_param": PINNED}), (3, {"offload_optimizer": PINNED}), (2, {})):
         trials[f"stock {stage} {variation}"] = partial(zero, even_checkpoint, stage, variation, None)
     return run_ranks(2, in_one_process, trials, on=PAPER_GPUS, timeout=280)

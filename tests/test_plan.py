@@ -74,7 +74,7 @@ def test_a_plan_is_data(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> 
 
 
 def test_plan_takes_settings(zoo_checkpoint: Callable[..., Path]) -> None:
-    config = {**ds_config(), "hf_zero_stream": {"request_bytes": 4096}}
+    config = {**ds_config(), "hf_zero_stream": {"staging_bytes": 8 * 4096}}
     plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1, ds_config=config).load
     assert max(read.length for read in plan) <= 4096
 

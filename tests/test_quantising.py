@@ -70,9 +70,9 @@ def saved_by_us(folder: Path, out: Path, kinds: list[str]) -> dict[str, Any]:
     found = {}
     for kind in kinds:
         model = load(folder, ds_config(torch.bfloat16), quantization_config=bitsandbytes_config(kind))
-        hf_zero_stream.save_pretrained(model, out / f"ours {kind}", progress=False)
+        hf_zero_stream.save_pretrained(model, out / f"ours {kind}")
         again = load(out / f"ours {kind}", ds_config(torch.bfloat16))
-        hf_zero_stream.save_pretrained(again, out / f"again {kind}", progress=False)
+        hf_zero_stream.save_pretrained(again, out / f"again {kind}")
         found[kind] = packed_names(model), packed_names(again), model.streaming_report.to_dict()
     return found
 
@@ -176,7 +176,7 @@ def watched(folder: Path) -> dict[str, Any]:
     from hf_zero_stream.packed import together
 
     quantising.VALUES_BYTES, together.CHUNK_NUMEL = 2**18, 2**14
-    settings = hf_zero_stream.StreamingConfig(request_bytes=2**16, staging_bytes=2**20, progress=False)
+    settings = hf_zero_stream.StreamingConfig(staging_bytes=2**19, progress=False)
     with hf_zero_stream.streaming(settings), AllocationWatch() as watch:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, ds_config=ds_config(torch.bfloat16), quantization_config=bitsandbytes_config("double nf4")

@@ -189,10 +189,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Recorded]]:
         ({}, 2, False, 2**40, False),
         ({}, 4, True, 2**40, False),
         ({}, 4, False, WINDOW_BYTES, False),
-        ({"direct_io": True}, 4, False, 2**40, False),
         ({"read_from": "rank0"}, 4, False, 2**40, False),
     ],
-    ids=["one host", "two hosts", "over a network", "too large", "past the page cache", "read by another rank"],
+    ids=["one host", "two hosts", "over a network", "too large", "read by another rank"],
 )
 def test_only_where_it_is_of_use(
     cold_files: list[str],

@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from hf_zero_stream.config import CHUNK_ALIAS
+from hf_zero_stream.sources import relay
 from tests.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
 from tests.commands import run_command
 from tests.disk import failing, replace_reads
@@ -20,9 +20,11 @@ from tests.hosts import move_to_host
 from tests.parity import differences, ds_config
 
 
-def load_elsewhere(folder: Path, scratch: Path, section: dict[str, Any], zero: dict[str, Any]) -> dict[str, Any]:
-    """Load where every rank but 0 sees a folder without shards."""
+def load_elsewhere(folder: Path, scratch: Path) -> dict[str, Any]:
+    """Load where every rank but 0 sees a folder without shards, in many chunks."""
     import hf_zero_stream
+
+    relay.CHUNK_BYTES = 1000
 
     rank = torch.distributed.get_rank()
     seen = folder
@@ -31,7 +33,7 @@ def load_elsewhere(folder: Path, scratch: Path, section: dict[str, Any], zero: d
         shutil.copytree(folder, seen, ignore=shutil.ignore_patterns("*.safetensors"))
     # Loaded before a DeepSpeed config is alive: afterwards a load on one rank alone would wait for the others.
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    config = {**ds_config(**zero), "hf_zero_stream": section}
+    config = {**ds_config(), "hf_zero_stream": {"read_from": "rank0"}}
     keep = transformers.integrations.HfDeepSpeedConfig(config)
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen)
     del keep
@@ -43,30 +45,8 @@ def load_elsewhere(folder: Path, scratch: Path, section: dict[str, Any], zero: d
 def test_rank0_reads_for_all(
     cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, name: str, world_size: int
 ) -> None:
-    section = {"read_from": "rank0", "chunk_bytes": 1000}
-    for result in run_ranks(world_size, load_elsewhere, zoo_checkpoint(name), tmp_path, section, {}):
+    for result in run_ranks(world_size, load_elsewhere, zoo_checkpoint(name), tmp_path):
         assert result["differences"] == []
-
-
-def test_deepspeeds_own_key_is_an_alias(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    zero = {CHUNK_ALIAS: 512}
-    section = {"read_from": "rank0"}
-    for result in run_ranks(2, load_elsewhere, zoo_checkpoint("llama"), tmp_path, section, zero):
-        assert result["differences"] == []
-
-
-def chunk_bytes_in_force(folder: Path) -> tuple[int, bool]:
-    """What an alias in the config that is in force becomes, and whether DeepSpeed still finds it there."""
-    import hf_zero_stream
-    from hf_zero_stream.config import StreamingConfig
-
-    keep = transformers.integrations.HfDeepSpeedConfig(ds_config(torch.bfloat16, **{CHUNK_ALIAS: 512}))
-    hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder)
-    return StreamingConfig.resolve(None, keep.config).chunk_bytes, CHUNK_ALIAS in keep.config["zero_optimization"]
-
-
-def test_alias_counts_elements_and_is_stripped(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
-    assert run_ranks(1, chunk_bytes_in_force, zoo_checkpoint("llama")) == [(1024, False)]
 
 
 def load_with_local_readers(folder: Path, hosts: list[str]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from transformers.core_model_loading import WeightConverter
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.sources import relay
 from hf_zero_stream.sources.relay import Server
 from tests import odd_models
 from tests.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
@@ -46,8 +49,11 @@ def by_its_name(folder: Path) -> str:
     return folder.name
 
 
-def relayed(read_from: str = "rank0", **settings: Any) -> hf_zero_stream.streaming:
-    return hf_zero_stream.streaming(StreamingConfig(read_from=read_from, chunk_bytes=1000, **settings))
+@contextmanager
+def relayed(read_from: str = "rank0", **settings: Any) -> Iterator[None]:
+    config = StreamingConfig(read_from=read_from, **settings)
+    with hf_zero_stream.streaming(config), patch.object(relay, "CHUNK_BYTES", 1000):
+        yield
 
 
 # -------------------------------------------------------------------------------------------- values while planning
@@ -143,7 +149,8 @@ def load_in_other_ways(folder: Path) -> dict[str, Any]:
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
-    hf_zero_stream.load_into(model, str(own_view(folder)), config=StreamingConfig(read_from="rank0"))
+    with hf_zero_stream.streaming(StreamingConfig(read_from="rank0")):
+        hf_zero_stream.load_into(model, str(own_view(folder)))
     found["into"] = unequal(model, plain)
     os.environ |= {"LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2"}
     seen = by_its_name(own_view(folder, reader=rank - rank % 2))

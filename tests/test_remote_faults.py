@@ -22,6 +22,7 @@ from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError
 from hf_zero_stream.loading.dry_load import load_of_layouts
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources import remote
+from hf_zero_stream.sources.base import RETRIES
 from tests.cluster import SOON_S, run_ranks_expecting_errors
 from tests.http_files import Behaviour, http_files
 from tests.parity import ds_config
@@ -100,10 +101,10 @@ def test_what_does_not_pass(server: Behaviour, fault: str, error: type[Exception
     server.fault = at(range(FIRST, 1000), fault)
     began = time.monotonic()
     with pytest.raises(error, match=rf"^{server.address}/x.safetensors: .*{text}") as caught:
-        read_all(server, read_retries=2)
+        read_all(server)
     assert "Debug source" not in str(caught.value) and time.monotonic() - began < SOON_S
     if fault != "in_circles":
-        assert len(server.requests) - FIRST == (3 if fault in ("503", "429", "short") else 1)
+        assert len(server.requests) - FIRST == (1 + RETRIES if fault in ("503", "429", "short") else 1)
 
 
 def test_what_an_upload_was_encoded_in_says_nothing(server: Behaviour) -> None:
@@ -186,7 +187,7 @@ def test_any_answer_gives_the_values_or_our_error(
     server.hostile = answer
     server.fault = lambda path, number: "hostile" if number >= length % 2 else ""
     try:
-        found = read_all(server, read_retries=0)[1]
+        found = read_all(server)[1]
     except HfZeroStreamError as error:
         assert "x.safetensors" in str(error)
     else:
@@ -196,10 +197,10 @@ def test_any_answer_gives_the_values_or_our_error(
 # ------------------------------------------------------------------------------------------- several ranks
 
 
-def load_remote(url: str, retries: int) -> tuple[int, int]:
+def load_remote(url: str) -> tuple[int, int]:
     from transformers import AutoModelForCausalLM
 
-    with streaming(StreamingConfig(read_retries=retries, request_bytes=20_000, progress=False)):
+    with streaming(StreamingConfig(staging_bytes=160_000, progress=False)):
         model = AutoModelForCausalLM.from_pretrained(url, ds_config=ds_config(torch.bfloat16), dtype=torch.bfloat16)
     return sum(rank.retries for rank in model.streaming_report.ranks), model.num_parameters()
 
@@ -209,12 +210,12 @@ def test_all_ranks_alike(cluster: None, tmp_path: Path) -> None:
     make_checkpoint("qwen3_moe", tmp_path, torch.bfloat16)
     with http_files(tmp_path) as how:
         how.fault = lambda path, number: "503" if "safetensors" in path and number % 10 == 9 else ""
-        for outcome in run_ranks_expecting_errors(2, load_remote, how.address, 4):
+        for outcome in run_ranks_expecting_errors(2, load_remote, how.address):
             assert outcome.error_type is None, outcome.traceback
             assert outcome.value[0] >= 3
         how.requests.clear()
         values = lambda path, number: path.endswith("-00002-of-00002.safetensors") and number > 12  # noqa: E731
         how.fault = lambda path, number: "403" if values(path, number) else ""
-        for outcome in run_ranks_expecting_errors(2, load_remote, how.address, 4):
+        for outcome in run_ranks_expecting_errors(2, load_remote, how.address):
             assert outcome.error_type in ("ReadError", "PeerError"), outcome.error_message
             assert "access is denied (403)" in str(outcome.error_message) and outcome.seconds < SOON_S

@@ -47,15 +47,14 @@ def read(files: LocalFiles, start: int = 3, length: int = 100) -> bytes:
     return bytes(buffer)
 
 
-@pytest.mark.parametrize("direct_io", [False, True])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN])
 def test_a_fault_that_passes(
-    shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int, direct_io: bool
+    shard: SourceFile, pauses: list[float], monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     monkeypatch.setattr(os, "open", partial(failing(number, 1), os.open))
     before = len(os.listdir("/proc/self/fd"))
     retries = Retries(4)
-    with closing(LocalFiles([shard], direct_io=direct_io, retries=retries)) as files, disk(failing(number, 3)):
+    with closing(LocalFiles([shard], retries=retries)) as files, disk(failing(number, 3)):
         assert read(files) == Path(shard.path).read_bytes()[3:103]
         assert retries.count == 4
         assert pauses == [0.1, 0.1, 0.2, 0.4], "each call begins anew, and waits twice as long each time"
@@ -162,7 +161,7 @@ def load_through_faults(folder: Path) -> dict[str, Any]:
         os.open = lambda path, *args, **kwargs: (failing_open if str(path).endswith(".safetensors") else real_open)(
             path, *args, **kwargs
         )
-    config = {**ds_config(), "hf_zero_stream": {"read_retries": 3}}
+    config = ds_config()
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
     os.open = real_open
     report = model.streaming_report

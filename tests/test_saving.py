@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import nn
 
 from tests.cluster import run_ranks
 from tests.parity import ds_config, three_losses
-from tests.saving import different, save_loaded, save_stock, save_trained
+from tests.saving import different, save_loaded, save_stock, save_trained, saves_with
 from tests.zoo import ZOO, make_moe_checkpoint
 
 
@@ -40,7 +41,7 @@ def test_every_architecture(
     write_from: str,
 ) -> None:
     checkpoints = [zoo_checkpoint(name, BF16) for name in ZOO]
-    found = run_ranks(world_size, save_with, list(ZOO), checkpoints, tmp_path, {"write_from": write_from})
+    found = run_ranks(world_size, save_with, list(ZOO), checkpoints, tmp_path, {}, {"write_from": write_from})
     assert all(found[0] == reports for reports in found)
     for name, report in zip(ZOO, found[0], strict=True):
         assert different(tmp_path / name, stock / name) == [], name
@@ -62,9 +63,16 @@ def test_in_another_dtype(cluster: None, zoo_checkpoint: Callable[..., Path], tm
         assert different(tmp_path / "ours" / name, tmp_path / "stock" / name) == [], name
 
 
-def save_with(names: list[str], checkpoints: list[Path], folder: Path, kwargs: dict[str, Any]) -> Any:
+def save_with(
+    names: list[str],
+    checkpoints: list[Path],
+    folder: Path,
+    kwargs: dict[str, Any],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
     # Chunks of a few elements, so that there are many of them.
-    return save_loaded(names, checkpoints, folder, ds_config(BF16), chunk_bytes=4096, verify=True, **kwargs)
+    with saves_with(chunk_bytes=4096, verify="full", **settings):
+        return save_loaded(names, checkpoints, folder, ds_config(BF16), **kwargs)
 
 
 def without_zero(names: list[str], checkpoints: list[Path], folder: Path) -> Any:
@@ -76,7 +84,8 @@ def without_zero(names: list[str], checkpoints: list[Path], folder: Path) -> Any
     reports = []
     for name, checkpoint in zip(names, checkpoints, strict=True):
         model = getattr(transformers, ZOO[name].auto_class).from_pretrained(checkpoint, dtype=BF16)
-        report = hf_zero_stream.save_pretrained(model, folder / name, max_shard_size="40KB", chunk_bytes=4096)
+        with saves_with(chunk_bytes=4096):
+            report = hf_zero_stream.save_pretrained(model, folder / name, max_shard_size="40KB")
         reports.append([rank.bytes_written for rank in report.ranks])
     return reports
 
@@ -165,7 +174,8 @@ def save_trained_from_swap_files(checkpoint: Path, folder: Path, config: dict[st
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, ds_config=config)
     engine, *_ = deepspeed.initialize(model=model, config=config)
     three_losses(engine, inputs)
-    hf_zero_stream.save_pretrained(engine, folder / "bf16", save_original_format=False, verify=True)
+    with saves_with(verify="full"):
+        hf_zero_stream.save_pretrained(engine, folder / "bf16", save_original_format=False)
     hf_zero_stream.save_pretrained(engine, folder / "fp32", save_original_format=False, dtype=FP32)
     saved = {dtype: load_file(folder / dtype / "model.safetensors") for dtype in ("bf16", "fp32")}
     found = []

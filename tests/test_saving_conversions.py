@@ -14,7 +14,7 @@ from transformers.core_model_loading import ConversionOps, Transpose, WeightConv
 
 from tests.cluster import run_ranks
 from tests.parity import ds_config
-from tests.saving import different
+from tests.saving import different, saves_with
 
 
 class Scaled(ConversionOps):
@@ -86,9 +86,8 @@ def save_odd(checkpoint: Path, folder: Path, write_from: str) -> list[dict[str, 
     plain.save_pretrained(folder / "stock", max_shard_size="2KB")
     with hf_zero_stream.streaming():
         model = OddModel.from_pretrained(checkpoint, ds_config=ds_config())
-    report = hf_zero_stream.save_pretrained(
-        model, folder / "ours", max_shard_size="2KB", write_from=write_from, chunk_bytes=512, verify=True
-    )
+    with saves_with(write_from=write_from, chunk_bytes=512, verify="full"):
+        report = hf_zero_stream.save_pretrained(model, folder / "ours", max_shard_size="2KB")
     rounds = [rank.rounds for rank in report.ranks]
     return [dict(report.materialised), {"rounds": rounds[0]}]
 
@@ -110,6 +109,7 @@ def test_in_one_process_without_a_group(tmp_path: Path) -> None:
     OddModel(OddConfig()).save_pretrained(tmp_path / "odd")
     model = OddModel.from_pretrained(tmp_path / "odd")
     model.save_pretrained(tmp_path / "stock")
-    report = hf_zero_stream.save_pretrained(model, tmp_path / "ours", verify=True)
+    with saves_with(verify="full"):
+        report = hf_zero_stream.save_pretrained(model, tmp_path / "ours")
     assert report.materialised.keys() == {"scaled.file_weight", "sorted.file_weight"}
     assert different(tmp_path / "ours", tmp_path / "stock") == []

@@ -15,7 +15,7 @@ from hf_zero_stream.errors import SaveError
 from tests.cluster import run_ranks
 from tests.loading import load_with
 from tests.parity import ds_config, unequal
-from tests.saving import SHARD_SIZE, different
+from tests.saving import SHARD_SIZE, different, saves_with
 from tests.test_saving_hooks import INDEX, prepared
 
 
@@ -83,10 +83,11 @@ def save_in_many_ways(checkpoint: Path, folder: Path) -> dict[str, str]:
                 errors["one rank, some gathered"] = str(caught.value)
         saving.OTHERS_COME_S = 60.0
     with merged(model):
-        hf_zero_stream.save_pretrained(engine, folder / "explicit", max_shard_size=SHARD_SIZE, verify=True)
+        with saves_with(verify="full"):
+            hf_zero_stream.save_pretrained(engine, folder / "explicit", max_shard_size=SHARD_SIZE)
     with merged(model, everything=False):
-        kwargs = {"max_shard_size": SHARD_SIZE, "write_from": "rank0"}
-        hf_zero_stream.save_pretrained(engine, folder / "explicit, some gathered", **kwargs)
+        with saves_with(write_from="rank0"):
+            hf_zero_stream.save_pretrained(engine, folder / "explicit, some gathered", max_shard_size=SHARD_SIZE)
         with pytest.raises(hf_zero_stream.errors.UnsupportedError) as refused:
             hf_zero_stream.save_pretrained(engine, folder / "nothing", dtype=torch.float32)
         errors["fp32"] = str(refused.value)

@@ -102,7 +102,6 @@ def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bo
             Sources(shares, everywhere={"p"} if everywhere else set()),
             rank=rank,
             world_size=world_size,
-            chunk_bytes=64,
             single_writer=single_writer,
         )
         written += plan.bytes_written
@@ -142,7 +141,7 @@ def test_a_constant_among_what_another_rank_holds() -> None:
     assert isinstance(joined, LazyTensor)
     shard = ShardToWrite("file", b"", {"joined": 0}, {"joined": joined.view_of_node}, 24)
     sources = Sources({"p": (Share(1, 0, 4),)})
-    plan = make_save_plan([shard], sources, rank=1, world_size=2, chunk_bytes=64, single_writer=False)
+    plan = make_save_plan([shard], sources, rank=1, world_size=2, single_writer=False)
     assert [writer for of_round in plan.rounds for writer, _ in of_round] == [0] and plan.alone == ()
 
 
@@ -151,10 +150,7 @@ def test_constants_are_everybodys() -> None:
     values = torch.arange(6.0)
     view = View.whole(HostTensor.of(values))
     shard = ShardToWrite("file", b"", {"buffer": 0}, {"buffer": view}, 24)
-    plans = [
-        make_save_plan([shard], Sources(), rank=rank, world_size=2, chunk_bytes=64, single_writer=False)
-        for rank in range(2)
-    ]
+    plans = [make_save_plan([shard], Sources(), rank=rank, world_size=2, single_writer=False) for rank in range(2)]
     (segment,) = plans[0].alone
     assert plans[1].alone == () and plans[0].rounds == ()
     memory = Memory(24)

@@ -17,7 +17,7 @@ from hf_zero_stream.saving.digests import digest
 from tests.cluster import run_ranks
 from tests.loading import load_with
 from tests.parity import ds_config
-from tests.saving import SHARD_SIZE, different
+from tests.saving import SHARD_SIZE, different, saves_with
 
 
 class Listener(logging.Handler):
@@ -51,8 +51,8 @@ def save_replicas(checkpoint: Path, folder: Path) -> dict[str, Any]:
         model.save_pretrained(folder / "stock", max_shard_size=SHARD_SIZE)
     dist.barrier()
     for write_from in ("all", "rank0"):
-        kwargs = {"max_shard_size": SHARD_SIZE, "chunk_bytes": 512, "write_from": write_from, "verify": True}
-        hf_zero_stream.save_pretrained(model, folder / write_from, **kwargs)
+        with saves_with(chunk_bytes=512, write_from=write_from, verify="full"):
+            report = hf_zero_stream.save_pretrained(model, folder / write_from, max_shard_size=SHARD_SIZE)
     return {"messages": listener.messages, "written": [rank.bytes_written for rank in report.ranks]}
 
 

@@ -32,7 +32,7 @@ Checkpoint = Callable[..., Path]
 def load(folder: Path, *args: Any, **settings: Any) -> Any:
     import hf_zero_stream
 
-    config = hf_zero_stream.StreamingConfig(read_retries=1, reader_threads=2, request_bytes=4096, **settings)
+    config = hf_zero_stream.StreamingConfig(reader_threads=2, staging_bytes=8 * 4096, **settings)
     with hf_zero_stream.streaming(config):
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, distributed_config={"fsdp_size": dist.get_world_size()}

@@ -28,7 +28,7 @@ def shard(tmp_path: Path) -> SourceFile:
     return SourceFile(str(path), SIZE)
 
 
-@pytest.mark.parametrize("settings", [{}, {"direct_io": True}, {"cache_bytes": 0}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"cache_bytes": 0}], ids=str)
 def test_every_range(shard: SourceFile, settings: dict[str, Any]) -> None:
     data = Path(shard.path).read_bytes()
     rng = random.Random(1)
@@ -45,40 +45,14 @@ def test_every_range(shard: SourceFile, settings: dict[str, Any]) -> None:
         assert bytes(read) == data
 
 
-def test_direct_io_is_really_direct(shard: SourceFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags: list[int] = []
-    real_open = os.open
-    monkeypatch.setattr(os, "open", lambda path, flag, *rest: flags.append(flag) or real_open(path, flag, *rest))
-    with closing(LocalFiles([shard], direct_io=True)) as files:
-        files.read_into(0, 3, [memoryview(bytearray(10))])
-    assert flags and flags[0] & os.O_DIRECT
-
-
-def test_direct_io_falls_back(shard: SourceFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system without O_DIRECT refuses it with EINVAL at opening."""
-    real_open = os.open
-
-    def refusing(path: str, flags: int, *rest: int) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(22, "Invalid argument")
-        return real_open(path, flags, *rest)
-
-    monkeypatch.setattr(os, "open", refusing)
-    buffer = bytearray(10)
-    with closing(LocalFiles([shard], direct_io=True)) as files:
-        files.read_into(0, 3, [memoryview(buffer)])
-    assert bytes(buffer) == Path(shard.path).read_bytes()[3:13]
-
-
-@pytest.mark.parametrize("direct_io", [False, True])
-def test_short_reads_go_on(shard: SourceFile, direct_io: bool) -> None:
+def test_short_reads_go_on(shard: SourceFile) -> None:
     """A kernel may return less than was asked for."""
 
     def read_little(real: Callable[..., int], handle: int, buffers: list[memoryview], position: int) -> int:
         return real(handle, [buffers[0][:8192]], position)
 
     buffers = [memoryview(bytearray(20_000)), memoryview(bytearray(20_000))]
-    with closing(LocalFiles([shard], direct_io=direct_io)) as files, disk(read_little):
+    with closing(LocalFiles([shard])) as files, disk(read_little):
         files.read_into(0, 123, buffers)
     assert b"".join(buffers) == Path(shard.path).read_bytes()[123:40_123]
 
@@ -91,10 +65,9 @@ def test_many_buffers(shard: SourceFile) -> None:
     assert b"".join(buffers) == Path(shard.path).read_bytes()[5 : 5 + len(buffers)]
 
 
-@pytest.mark.parametrize("direct_io", [False, True])
-def test_past_the_end(shard: SourceFile, direct_io: bool) -> None:
+def test_past_the_end(shard: SourceFile) -> None:
     with (
-        closing(LocalFiles([shard], direct_io=direct_io)) as files,
+        closing(LocalFiles([shard])) as files,
         pytest.raises(ReadError, match="the file ends here") as e,
     ):
         files.read_into(0, SIZE - 5, [memoryview(bytearray(5000))])

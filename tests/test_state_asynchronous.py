@@ -20,6 +20,7 @@ from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving import pending, preparation
 from hf_zero_stream.saving.host_copy import HostMemory
 from tests.cluster import run_ranks, run_ranks_expecting_errors
+from tests.saving import saves_with
 from tests.test_upstream_training import losses_of, make_trainer
 from tests.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
 
@@ -71,14 +72,10 @@ def save_both_ways(folder: Path, target: Path, configs: dict[str, Any]) -> dict[
         for steps in (range(2), range(2, 3)):
             train(engine, steps)
             hf_zero_stream.save_state(engine, target / name / "waited", data={"step": steps[-1]}, **SHARDS)
-            saved = hf_zero_stream.save_state(
-                engine,
-                target / name / "background",
-                data={"step": steps[-1]},
-                asynchronous=True,
-                verify=True,
-                **SHARDS,
-            )
+            with saves_with(verify="full"):
+                saved = hf_zero_stream.save_state(
+                    engine, target / name / "background", data={"step": steps[-1]}, asynchronous=True, **SHARDS
+                )
             assert isinstance(saved, hf_zero_stream.PendingSave)
             train(engine, (7, 8))  # changes all values
             report = saved.wait()
@@ -166,9 +163,8 @@ def save_without_engine(folder: Path, target: Path, sizes: dict[str, Any] | None
     arguments = {"optimizer": optimizer, "scheduler": scheduler, **SHARDS}
     hf_zero_stream.save_state(model, target / "waited", **arguments)
     hf_zero_stream.save_state(model, target / "background", asynchronous=True, **arguments)
-    at_once = hf_zero_stream.save_state(
-        model, target / "one writer", asynchronous=True, write_from="rank0", **arguments
-    )
+    with saves_with(write_from="rank0"):
+        at_once = hf_zero_stream.save_state(model, target / "one writer", asynchronous=True, **arguments)
     assert isinstance(at_once, hf_zero_stream.PendingSave) and at_once.done and at_once.wait().bytes_written
     model.config.use_cache = not model.config.use_cache  # what a kept plan has written before
     hf_zero_stream.save_state(model, target / "other config", asynchronous=True, **arguments)

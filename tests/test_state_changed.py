@@ -52,7 +52,7 @@ def train_here(model: Any, optimizer: Any, steps: Sequence[int], all_since: int 
 
 
 def save(model: Any, folder: Path, optimizer: Any, **kwargs: Any) -> None:
-    hf_zero_stream.save_state(model, folder, optimizer=optimizer, progress=False, **kwargs)
+    hf_zero_stream.save_state(model, folder, optimizer=optimizer, **kwargs)
 
 
 def load(model: Any, folder: Path, optimizer: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def test_weights_of_another_step(zoo_checkpoint: Checkpoint, tmp_path: Path) -> 
     load(model, tmp_path, optimizer)
     assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
     train_here(model, optimizer, [4])
-    hf_zero_stream.save_pretrained(model, tmp_path, progress=False)
+    hf_zero_stream.save_pretrained(model, tmp_path)
     with pytest.raises(CheckpointError, match="and that has none of its own"):
         load(model, tmp_path, optimizer)
 

@@ -31,7 +31,7 @@ def test_weights_that_cannot_be_read_again(tmp_path: Path, monkeypatch: pytest.M
     """A state without a fingerprint would go on with any weights."""
     checkpoint = make_checkpoint("llama", tmp_path / "model", torch.float32)
     model, optimizer, _ = plain_training(checkpoint, None)
-    hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer, progress=False)
+    hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer)
     before, original = tree(tmp_path / "state"), os.open
 
     def failing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
@@ -43,7 +43,7 @@ def test_weights_that_cannot_be_read_again(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(
         SaveError, match="state/global_step0.*: cannot finish this training state: .*model.safetensors"
     ):
-        hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer, progress=False)
+        hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer)
     assert tree(tmp_path / "state") == before
 
 

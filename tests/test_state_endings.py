@@ -30,7 +30,7 @@ tiny = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attenti
 torch.manual_seed(0)
 model = LlamaForCausalLM(LlamaConfig(**tiny))
 optimizer = torch.optim.AdamW(model.parameters())
-hf_zero_stream.save_state(model, folder, optimizer=optimizer, progress=False)
+hf_zero_stream.save_state(model, folder, optimizer=optimizer)
 write = os.pwritev
 
 
@@ -43,7 +43,7 @@ def write_when_the_program_ends(*arguments):
 
 
 os.pwritev = write_when_the_program_ends
-saved = hf_zero_stream.save_state(model, folder, optimizer=optimizer, tag="last", asynchronous=True, progress=False)
+saved = hf_zero_stream.save_state(model, folder, optimizer=optimizer, tag="last", asynchronous=True)
 with torch.no_grad():
     for param in model.parameters():
         param.fill_(7)  # the bytes are those of the call

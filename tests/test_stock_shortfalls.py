@@ -365,7 +365,7 @@ def resident_growth(folder: Path, how: str) -> dict[str, int]:
     import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.engine.load  # noqa: F401
 
-    config = {**ds_config(torch.bfloat16), "hf_zero_stream": {"staging_bytes": 4 * MIB, "request_bytes": MIB}}
+    config = {**ds_config(torch.bfloat16), "hf_zero_stream": {"staging_bytes": 4 * MIB}}
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     model = load_with(how, "AutoModelForCausalLM", folder, config, {"dtype": "auto"})

@@ -58,9 +58,9 @@ def hints_of(on_network: bool, monkeypatch: pytest.MonkeyPatch) -> Hints:
     return LocalFiles().hints(["/anywhere/model.safetensors"])
 
 
-def request_bytes_of(wanted: int, staging_bytes: int, hints: Hints) -> int:
+def request_bytes_of(staging_bytes: int, hints: Hints) -> int:
     """What is asked for at once from a source with these hints."""
-    settings = StreamingConfig(request_bytes=wanted, staging_bytes=staging_bytes)
+    settings = StreamingConfig(staging_bytes=staging_bytes)
     return OpenCheckpoint(settings, Coordinator(0, 1, alone=True), lambda: MemoryFiles({}, hints=hints)).request_bytes
 
 
@@ -71,16 +71,14 @@ def request_bytes_of(wanted: int, staging_bytes: int, hints: Hints) -> int:
 def test_threads(monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, on_network: bool, threads: int) -> None:
     monkeypatch.setattr(opened.os, "sched_getaffinity", lambda pid: set(range(cores)))
     hints = hints_of(on_network, monkeypatch)
-    request_bytes = request_bytes_of(0, 64 * MIB, hints)
+    request_bytes = request_bytes_of(64 * MIB, hints)
     assert request_bytes == 2 * MIB
     assert choose_threads(0, 64 * MIB // request_bytes, ranks, hints) == threads
 
 
 def test_settings_win_and_the_staging_bound_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     local, remote = hints_of(False, monkeypatch), hints_of(True, monkeypatch)
-    assert request_bytes_of(3 * MIB, 64 * MIB, remote) == 3 * MIB
-    assert request_bytes_of(0, MIB, local) == MIB
-    assert request_bytes_of(0, 64 * MIB, LocalFiles(direct_io=True).hints([])) == 8 * MIB
+    assert request_bytes_of(8 * MIB, local) == request_bytes_of(8 * MIB, remote) == MIB
     assert choose_threads(7, 8, 1, local) == 7
     assert choose_threads(7, 2, 1, local) == 2
     assert choose_threads(0, 1, 8, remote) == 1

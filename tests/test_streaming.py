@@ -53,18 +53,18 @@ def test_nested_and_reentered() -> None:
 def test_settings_hold_inside_what_has_none_of_its_own() -> None:
     """Such as the Streaming classes, which open a streaming() themselves."""
 
-    def retries() -> int | None:
+    def threads() -> int | None:
         settings = scope.active_configs()[-1]
-        return settings and settings.read_retries
+        return settings and settings.reader_threads
 
-    with streaming(StreamingConfig(read_retries=7)):
+    with streaming(StreamingConfig(reader_threads=7)):
         with streaming():
-            assert retries() == 7
-            with streaming(StreamingConfig(read_retries=3)):
-                assert retries() == 3
-        assert retries() == 7
+            assert threads() == 7
+            with streaming(StreamingConfig(reader_threads=3)):
+                assert threads() == 3
+        assert threads() == 7
     with streaming():
-        assert retries() is None
+        assert threads() is None
 
 
 def test_restored_after_an_exception() -> None:
@@ -169,15 +169,15 @@ def test_a_wrong_variable_is_an_error_on_entering(monkeypatch: pytest.MonkeyPatc
 def test_a_variable_with_a_typo_is_named_once_per_host(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, local_rank: str
 ) -> None:
-    monkeypatch.setenv("HF_ZERO_STREAM_READ_RETRYS", local_rank)
+    monkeypatch.setenv("HF_ZERO_STREAM_READER_THREDS", local_rank)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     config._warn_of_variable.cache_clear()
     for _ in range(2):
         with streaming():
             pass
-    said = [text for text in caplog.messages if "READ_RETRYS" in text]
+    said = [text for text in caplog.messages if "READER_THREDS" in text]
     assert len(said) == (local_rank == "0")
-    assert all("Did you mean HF_ZERO_STREAM_READ_RETRIES?" in text for text in said)
+    assert all("Did you mean HF_ZERO_STREAM_READER_THREADS?" in text for text in said)
 
 
 @pytest.mark.parametrize(("flag", "text"), [("true", "Move the line"), ("false", "zero3_init_flag: true")])
@@ -254,8 +254,9 @@ def load_quietly(folder: Path, config: StreamingConfig | None, section: dict[str
 def test_settings_reach_the_engine(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
     folder = zoo_checkpoint("llama")
     (plain,) = run_ranks(1, load_quietly, folder, None, {})
-    (by_section,) = run_ranks(1, load_quietly, folder, None, {"request_bytes": 1024})
-    (by_argument,) = run_ranks(1, load_quietly, folder, StreamingConfig(request_bytes=512), {"request_bytes": 1024})
+    (by_section,) = run_ranks(1, load_quietly, folder, None, {"staging_bytes": 8 * 1024})
+    config = StreamingConfig(staging_bytes=8 * 512)
+    (by_argument,) = run_ranks(1, load_quietly, folder, config, {"staging_bytes": 8 * 1024})
     assert plain["reads"] < by_section["reads"] < by_argument["reads"]
 
 

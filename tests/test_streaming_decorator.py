@@ -340,7 +340,7 @@ def test_a_task_that_outlives_the_block_has_left_it() -> None:
 # -------------------------------------------------- blocks that are not left in order
 
 
-FIRST, SECOND = StreamingConfig(read_retries=1), StreamingConfig(read_retries=2)
+FIRST, SECOND = StreamingConfig(reader_threads=1), StreamingConfig(reader_threads=2)
 
 
 def test_a_generator_takes_only_its_own_block_with_it() -> None:
@@ -374,11 +374,11 @@ def test_one_object_in_several_threads() -> None:
     found: list[Any] = []
 
     def run(number: int) -> None:
-        with shared, streaming(StreamingConfig(read_retries=10 + number)):
+        with shared, streaming(StreamingConfig(reader_threads=10 + number)):
             barrier.wait()
             with shared:
                 barrier.wait()
-                found.append([config and config.read_retries for config in scope.active_configs()])
+                found.append([config and config.reader_threads for config in scope.active_configs()])
             barrier.wait()
             assert streams()
         assert not scope.active_configs()

@@ -246,8 +246,8 @@ def verified_live(folder: Path) -> tuple[str, str, str]:
     import hf_zero_stream
 
     model = load(folder, "zero3", "full")
-    settings = hf_zero_stream.StreamingConfig(verify="full")
-    again = hf_zero_stream.load_into(model, str(folder), config=settings)
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(verify="full")):
+        again = hf_zero_stream.load_into(model, str(folder))
     return model.streaming_report.digest, again.digest, again.ranks[0].verification.how
 
 

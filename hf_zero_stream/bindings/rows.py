@@ -21,7 +21,7 @@ class Moment(enum.Enum):
     DEFERRED = "while models live that accelerate will shard"
     COMPRESSED = "while compressed-tensors dequantises lazy tensors"
     LAYOUT = "while a save lays out its files"
-    FLAT = "while DeepSpeed may take over flat buffers"
+    FLAT = "while models live that stages 1 and 2 may flatten"
     EXPERTS = "from the first load of converted experts on"
     RECORDERS = "while DeepSpeed converts experts"
 

@@ -273,17 +273,23 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
     ],
     Moment.FLAT: [
         Row(
-            f"deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.{name}",
-            f"destinations.deepspeed.flat.flatten_hook:{leads_to}",
+            f"deepspeed.{of}",
+            f"destinations.deepspeed.flat:{leads_to}",
+            relies_on,
             weight=_ESSENTIAL,
         )
-        for name, leads_to in (("__init__", "construct"), ("flatten_dense_tensors_aligned", "flatten"))
-    ]
-    + [
-        Row(
-            "deepspeed.accelerator:get_accelerator().available_memory",
-            "destinations.deepspeed.flat.flatten_hook:available_memory",
-            weight=_ESSENTIAL,
+        for of, leads_to, relies_on in (
+            (
+                "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.__init__",
+                "construct",
+                "init_optimizer dp_process_group has_moe_layers",
+            ),
+            (
+                "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.flatten_dense_tensors_aligned",
+                "flatten",
+                "tensor_list alignment use_cpu_data",
+            ),
+            ("accelerator:get_accelerator().available_memory", "available_memory", ""),
         )
     ],
     Moment.EXPERTS: [

@@ -5,16 +5,12 @@ Nothing is listed there: a web server has no list of files, and who may read a b
 
 from __future__ import annotations
 
-import hashlib
-import re
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .. import scope
 from ..errors import CheckpointError, ReadError
 from ..sources.failed import RequestFailed
-from ..sources.remote import REQUEST_BYTES
 from ..sources.small_files import SmallFiles
 from ..sources.urls import joined
 from . import safetensors
@@ -25,7 +21,6 @@ from .soundness import Soundness, check_tensors, read_weight_map
 
 
 _AT_ONCE = 32
-_SHA256 = re.compile(r'"?([0-9a-f]{64})"?')
 _ABSENT = (403, 404)
 """Who may not list a bucket is told 403 of objects that are not there."""
 
@@ -69,17 +64,8 @@ def _index_at(url: str, files: SmallFiles) -> Path:
         raise ReadError(f"{url}: there is no {SINGLE}, and {INDEX} cannot be read: {error}") from error
 
 
-def check_soundness_at(
-    url: str,
-    *,
-    sha256: bool = False,
-    sums: Mapping[str, str] | None = None,
-    on_bytes: Callable[[int], None] = lambda nbytes: None,
-) -> Soundness:
-    """As :func:`.soundness.check_soundness`, for the checkpoint at `url`; called inside a block.
-
-    With `sha256`, contents are compared with the Hub's ETags, which are checksums for all files that it stores as LFS.
-    """
+def check_soundness_at(url: str) -> Soundness:
+    """As :func:`.soundness.check_soundness`, for the checkpoint at `url`; called inside a block."""
     found, files = Soundness(), scope.resource(SmallFiles)
     weight_map: dict[str, str] | None = None
     if has_file(url, SINGLE):
@@ -98,9 +84,6 @@ def check_soundness_at(
         found.tensors += len(header.tensors)
         found.nbytes += header.shards[0].size_bytes
     check_tensors(indexes, weight_map, found)
-    if sha256 or sums is not None:
-        for name, index in indexes.items():
-            _check_contents(joined(url, name), name, index, files, sums, found, on_bytes)
     return found
 
 
@@ -114,31 +97,3 @@ def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointIndex |
         return kind, str(error).removeprefix(f"{path}: ")
     except CheckpointError as error:
         return "header", str(error).removeprefix(f"{path}: ")
-
-
-def _check_contents(
-    path: str,
-    name: str,
-    index: CheckpointIndex,
-    files: SmallFiles,
-    sums: Mapping[str, str] | None,
-    found: Soundness,
-    on_bytes: Callable[[int], None],
-) -> None:
-    (shard,) = index.shards
-    match = _SHA256.fullmatch(shard.tag)
-    expected = (match[1] if match else None) if sums is None else sums.get(name)
-    if expected is None:
-        found.fault(name, "sha256", "No SHA-256 is known for it: the server's ETag is none, and no file names it.")
-        return
-    digest = hashlib.sha256()
-    try:
-        for piece in files.pieces(shard, REQUEST_BYTES):
-            digest.update(piece)
-            on_bytes(len(piece))
-    except (ReadError, CheckpointError) as error:
-        found.fault(name, "unreadable", str(error).removeprefix(f"{path}: "))
-        return
-    found.hashed += 1
-    if digest.hexdigest() != expected:
-        found.fault(name, "sha256", f"Expected contents with SHA-256 {expected}; found {digest.hexdigest()}.")

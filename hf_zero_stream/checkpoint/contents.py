@@ -6,7 +6,7 @@ To add a format of folders, write a function that returns :class:`Contents`, and
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from .format import Shard
 from .index import CheckpointIndex, view_of
 from .kinds import has_weights, is_distributed
 from .nodes import View
-from .soundness import Soundness, check_soundness, check_sums, shards_of
+from .soundness import Soundness, check_soundness, shards_of
 from .state_folder import is_state, read_state
 from .torch_files import NotAMap
 from .untrusted_json import excerpt
@@ -131,13 +131,7 @@ def _contents_of_zero(folder: Path) -> Contents:
     return Contents("ZeRO", zero.shards, views, (), {"format": "pt"})
 
 
-def soundness_of(
-    path: str | os.PathLike[str],
-    *,
-    sha256: bool = False,
-    sums: Mapping[str, str] | None = None,
-    on_bytes: Callable[[int], None] = lambda nbytes: None,
-) -> Soundness:
+def soundness_of(path: str | os.PathLike[str]) -> Soundness:
     """As :func:`.soundness.check_soundness`, whatever the format.
 
     In a ZeRO or distributed checkpoint, or a training state, it finds only the first fault, because no file says what
@@ -146,7 +140,7 @@ def soundness_of(
     folder = Path(path)
     zero = zero_folder_of(folder)
     if zero is None and not is_state(folder) and not is_distributed(folder):
-        return check_soundness(folder, sha256=sha256, sums=sums, on_bytes=on_bytes)
+        return check_soundness(folder)
     found = Soundness()
     try:
         contents = contents_of(folder)
@@ -156,6 +150,4 @@ def soundness_of(
     found.shards = [os.path.relpath(shard.path, folder) for shard in contents.shards]
     found.tensors, found.notes = len(contents.views), list(contents.notes)
     found.nbytes = sum(shard.size_bytes for shard in contents.shards)
-    if sha256 or sums is not None:
-        check_sums(folder, sums, found, on_bytes)
     return found

@@ -1,20 +1,17 @@
 """Whether a checkpoint of safetensors or ``torch.save`` files is whole and sound: all faults, not only the first.
 
-For the structure only headers are read. Contents can only be compared with checksums that somebody else wrote down:
-the Hub names what it stores by SHA-256, and its downloads keep that (see :func:`_known_sum`).
+Only headers are read. Contents are not compared with checksums: ``hf cache verify`` and ``sha256sum --check`` do that.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointError, ReadError
-from ..sources.local import open_nonblocking
 from .index import CheckpointIndex
 from .index_file import check_files, fault_of_name, faults_of_index, read_index_text
 from .kinds import INDEX, SINGLE, WEIGHTS
@@ -24,9 +21,7 @@ from .untrusted_json import excerpt, parse_object
 
 CONFIG = "config.json"
 
-_CHUNK_BYTES = 8 << 20
 _JSON_SPACE = b" \t\r\n"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _SHARD_OF_SET = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -36,8 +31,8 @@ class Fault:
 
     The kinds: "missing" (a file, or a tensor that the index promises), "unreadable", "header" (not valid, or the file
     is truncated), "index", "duplicate" (a tensor in two shards), "misplaced" (a tensor in another shard than
-    promised), "link" (to something that is no regular file), "sha256" (contents that differ, or no checksum), "map"
-    (files of a ZeRO or distributed checkpoint do not fit together), "config" (``config.json`` is not one JSON object).
+    promised), "link" (to something that is no regular file), "map" (files of a ZeRO or distributed checkpoint do not
+    fit together), "config" (``config.json`` is not one JSON object).
     """
 
     file: str
@@ -49,14 +44,12 @@ class Fault:
 class Soundness:
     """What was checked (`shards`, by name) and what was found.
 
-    `tensors` and `nbytes` count what is in shards with sound headers, `hashed` the shards that were compared with a
-    checksum; `notes` are odd, and no faults.
+    `tensors` and `nbytes` count what is in shards with sound headers; `notes` are odd, and no faults.
     """
 
     shards: list[str] = field(default_factory=list)
     tensors: int = 0
     nbytes: int = 0
-    hashed: int = 0
     faults: list[Fault] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -64,18 +57,8 @@ class Soundness:
         self.faults.append(Fault(file, kind, message))
 
 
-def check_soundness(
-    path: str | os.PathLike[str],
-    *,
-    sha256: bool = False,
-    sums: Mapping[str, str] | None = None,
-    on_bytes: Callable[[int], None] = lambda nbytes: None,
-) -> Soundness:
-    """Check all of a checkpoint: a folder, or one file.
-
-    With `sha256`, or with `sums` (file name -> SHA-256 in hexadecimal digits), the SHA-256 of every shard is compared
-    with `sums`, or else with what the Hub's download noted. `on_bytes` gets the length of each piece that was hashed.
-    """
+def check_soundness(path: str | os.PathLike[str]) -> Soundness:
+    """Check all of a checkpoint: a folder, or one file."""
     found = Soundness()
     folder = Path(path)
     weight_map: dict[str, str] | None = None
@@ -89,8 +72,6 @@ def check_soundness(
         found.notes.append(f"Safetensors files that the index does not name: {', '.join(map(excerpt, leftovers))}.")
     _check_config(folder, found)
     _note_links(folder, found)
-    if sha256 or sums is not None:
-        check_sums(folder, sums, found, on_bytes)
     return found
 
 
@@ -241,68 +222,3 @@ def _is_at_home(file: Path, own: Path) -> bool:
         for folder in real.parents
         if folder.name == "blobs"
     )
-
-
-def _known_sum(folder: Path, name: str) -> str | None:
-    """The SHA-256 of a file that huggingface_hub downloaded, if the Hub stores it by checksum.
-
-    In the Hub's cache a file is a link to ``blobs/<sha256>``; beside a download to another folder,
-    ``.cache/huggingface/download/<name>.metadata`` has commit, checksum and time, a line each.
-    """
-    blob = Path(os.path.realpath(folder / name))
-    if blob.parent.name == "blobs" and _SHA256.fullmatch(blob.name):
-        return blob.name
-    metadata = folder / ".cache" / "huggingface" / "download" / f"{name}.metadata"
-    lines = metadata.read_text(errors="replace").splitlines() if metadata.is_file() else []
-    return lines[1] if len(lines) > 1 and _SHA256.fullmatch(lines[1]) else None
-
-
-def read_sums(path: str | os.PathLike[str]) -> dict[str, str]:
-    """File name -> SHA-256, from a file as ``sha256sum`` writes it."""
-    try:
-        lines = Path(path).read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise ReadError(f"{path}: cannot read the checksums: {error.strerror or error}.") from error
-    sums: dict[str, str] = {}
-    for number, line in enumerate(lines, start=1):
-        if match := re.fullmatch(r"([0-9a-fA-F]{64}) [ *](.+)", line):
-            sums[os.path.normpath(match[2])] = match[1].lower()
-        elif line.strip():
-            raise CheckpointError(
-                f'{path}, line {number}: expected "<64 hexadecimal digits>  <file name>", as sha256sum writes it; '
-                f"found {line!r:.80}."
-            )
-    return sums
-
-
-def check_sums(
-    folder: Path, sums: Mapping[str, str] | None, found: Soundness, on_bytes: Callable[[int], None]
-) -> None:
-    """Compare the SHA-256 of each file with `sums`, or else with what the Hub's download noted."""
-    for name in found.shards:
-        if not (folder / name).is_file():
-            continue  # a fault already
-        expected = _known_sum(folder, name) if sums is None else sums.get(name)
-        if expected is None:
-            message = "No SHA-256 is known for it: the Hub's cache has none, and no file of checksums names it."
-            found.fault(name, "sha256", message)
-            continue
-        try:
-            actual = _sha256_of(folder / name, on_bytes)
-        except OSError as error:
-            found.fault(name, "unreadable", f"Cannot read it to its end: {error.strerror or error}.")
-            continue
-        found.hashed += 1
-        if actual != expected:
-            message = f"Expected contents with SHA-256 {expected}; found {actual}. Download it again."
-            found.fault(name, "sha256", message)
-
-
-def _sha256_of(path: Path, on_bytes: Callable[[int], None]) -> str:
-    digest, buffer = hashlib.sha256(), bytearray(_CHUNK_BYTES)
-    view = memoryview(buffer)
-    with open(path, "rb", buffering=0, opener=open_nonblocking) as file:
-        while length := file.readinto(buffer):
-            digest.update(view[:length])
-            on_bytes(length)
-    return digest.hexdigest()

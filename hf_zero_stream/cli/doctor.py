@@ -204,13 +204,13 @@ def _check_storage(path: str) -> Iterator[Check]:
     with open(largest, "rb") as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     wanted, buffer = min(size, _MOST_READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
-    with closing(LocalFiles([SourceFile(str(largest), size)], direct_io=True)) as source:
+    with closing(LocalFiles([SourceFile(str(largest), size)])) as source:
         start = time.perf_counter()
         for position in range(0, wanted, len(buffer)):
             source.read_into(0, position, [buffer[: min(len(buffer), wanted - position)]])
         seconds = max(time.perf_counter() - start, 1e-9)
     text = f"{wanted / seconds / 1e6:.0f} MB/s: {wanted / 1e6:.1f} MB of {largest.name}, one thread"
-    yield Check("speed", "ok", f"{text}, past the page cache where the file system can")
+    yield Check("speed", "ok", f"{text}, after it was dropped from the page cache")
 
 
 def _check_checkpoint(folder: Path) -> Iterator[Check]:

@@ -1,15 +1,16 @@
-"""Draws the picture of ``plan --plot``: which rank reads what of which shard, and memory by phase."""
+"""Draws the picture of ``plan``: which rank reads what of which shard, and memory by phase and by rank."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from io import StringIO
 from itertools import product
 from operator import add
 from pathlib import Path
 from typing import Any
 
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 
 from ..footprint.memory import DISK, HOST, MemoryFootprint
@@ -17,21 +18,56 @@ from ..loading.dry_load import Forecast
 from ..planning.plan import LoadPlan
 
 
-_MOST_SHARDS = 40
+_MOST_SHARDS, _MOST_READERS = 40, 8
+_COLOURS = {
+    "peak": "0.8",
+    "partitions": "#4477aa",
+    "buffers": "#66ccee",
+    "fp32 copies": "#228833",
+    "gradients": "#ccbb44",
+    "reduce bucket": "#ee6677",
+    "hpZ copies": "#aa3377",
+    "optimizer states": "#bbbbbb",
+    "swap buffers": "#999933",
+    "largest gather": "#332288",
+}
 _PIXELS = 2000
 """Reads are drawn as one if the gap between them is below the largest shard's size divided by this."""
 _GIB = 2**30
 
 
-def draw(path: Path, forecasts: Sequence[Forecast], device: str) -> None:
-    """Write the picture in the format that the ending of `path` names; memory is that of the first forecast."""
-    plans = [forecast.load for forecast in forecasts]
-    height = 4 + 0.25 * min(_MOST_SHARDS, len(plans[0].shards))
-    figure = Figure(figsize=(13, height), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
-    _draw_reads(left, plans)
-    _draw_memory(right, forecasts[0].memory, device)
-    figure.savefig(path, dpi=120)
+def draw(path: Path, forecasts: Sequence[Forecast], device: str, limits: Mapping[str, int]) -> None:
+    """Write the picture in the format that the ending of `path` names.
+
+    Args:
+        forecasts: one for each rank that is shown; memory by phase is that of the first.
+        limits: bytes that a rank may use, by place: "cpu" or `device`.
+    """
+    _figure(forecasts, device, limits).savefig(path, dpi=120)
+
+
+def as_svg(forecasts: Sequence[Forecast], device: str, limits: Mapping[str, int]) -> str:
+    """The picture of :func:`draw` as an element of a page."""
+    file = StringIO()
+    with rc_context({"svg.fonttype": "none"}):  # text that can be searched
+        _figure(forecasts, device, limits).savefig(file, format="svg")
+    return file.getvalue()[file.getvalue().index("<svg") :]
+
+
+def _figure(forecasts: Sequence[Forecast], device: str, limits: Mapping[str, int]) -> Figure:
+    ordered = sorted(forecasts, key=lambda forecast: forecast.load.rank)
+    plans = [forecast.load for forecast in ordered[:: -(-len(ordered) // _MOST_READERS)]]
+    heights = 4 + 0.25 * min(_MOST_SHARDS, len(plans[0].shards)), 1.5 + 0.25 * len(ordered)
+    figure = Figure(figsize=(13, sum(heights)), layout="constrained")
+    (reads, phases), of_ranks = figure.subplots(2, 2, width_ratios=(2, 1), height_ratios=heights)
+    _draw_reads(reads, plans)
+    _draw_phases(phases, forecasts[0].memory, device)
+    for axes, place in zip(of_ranks, (HOST, device), strict=True):
+        if axes is of_ranks[0] or place != HOST:
+            _draw_ranks(axes, ordered, place, limits.get(place))
+        else:
+            axes.remove()
+    return figure
 
 
 def _draw_reads(axes: Any, plans: Sequence[LoadPlan]) -> None:
@@ -65,21 +101,12 @@ def _spans(plan: LoadPlan, shard: int, near: int) -> list[tuple[int, int]]:
     return spans
 
 
-def _draw_memory(axes: Any, footprint: MemoryFootprint, device: str) -> None:
-    peaks = {"load": footprint.load_peak}
-    if footprint.engine == "deepspeed":
-        peaks["deepspeed.\ninitialize"] = footprint.start_peak
-    phases = [*peaks, "training", "step"]
-    peaks["step"] = footprint.step_peak
-    parts: dict[str, Mapping[str, Mapping[str, int]]] = {
-        "peak": peaks,
-        "partitions": {"training": footprint.partitions},
-        "fp32 copies": {"training": footprint.master},
-        "gradients": {"training": footprint.gradients},
-        "reduce bucket": {"training": footprint.reduce_bucket},
-        "optimizer states": {"training": footprint.optimizer_states},
-        "largest gather": {"training": {device: footprint.largest_gather}},
-    }
+def _draw_phases(axes: Any, footprint: MemoryFootprint, device: str) -> None:
+    peaks = _peaks(footprint)
+    phases = [*peaks, "training"]
+    parts = {"peak": peaks}
+    held = {**_parts(footprint), "largest gather": {device: footprint.largest_gather}}
+    parts |= {part: {"training": places} for part, places in held.items()}
     places = list(dict.fromkeys((device, HOST, DISK)))
     width = 0.8 / len(places)
     bars = list(product(range(len(phases)), range(len(places))))
@@ -88,8 +115,7 @@ def _draw_memory(axes: Any, footprint: MemoryFootprint, device: str) -> None:
     for part, at in parts.items():
         heights = [at.get(phases[phase], {}).get(places[lane], 0) / _GIB for phase, lane in bars]
         if any(heights):
-            colour = "0.55" if part == "peak" else f"C{len(axes.containers)}"
-            axes.bar(middles, heights, width * 0.9, bottom=tops, color=colour, label=part)
+            axes.bar(middles, heights, width * 0.9, bottom=tops, color=_COLOURS[part], label=part)
             tops = list(map(add, tops, heights))
     for middle, top, (_, lane) in zip(middles, tops, bars, strict=True):
         if top:
@@ -99,3 +125,41 @@ def _draw_memory(axes: Any, footprint: MemoryFootprint, device: str) -> None:
     axes.set_ylabel("GiB of one rank, computed")
     axes.set_title("Memory by phase")
     axes.legend(fontsize=7)
+
+
+def _draw_ranks(axes: Any, forecasts: Sequence[Forecast], place: str, limit: int | None) -> None:
+    """What each rank holds between steps, and behind it the highest peak."""
+    names = [f"rank {forecast.load.rank}" for forecast in forecasts]
+    peaks = [max(peak.get(place, 0) for peak in _peaks(forecast.memory).values()) for forecast in forecasts]
+    axes.barh(names, [peak / _GIB for peak in peaks], color=_COLOURS["peak"], label="peak")
+    ends = [0.0] * len(names)
+    for part in _parts(forecasts[0].memory):
+        widths = [_parts(forecast.memory)[part].get(place, 0) / _GIB for forecast in forecasts]
+        if any(widths):
+            axes.barh(names, widths, left=ends, color=_COLOURS[part], label=part)
+            ends = list(map(add, ends, widths))
+    if limit:
+        axes.axvline(limit / _GIB, color="red", label="limit")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    axes.set_title("Host memory of each rank" if place == HOST else f"Memory of each rank's device ({place})")
+    axes.legend(fontsize=7)
+
+
+def _peaks(footprint: MemoryFootprint) -> dict[str, Mapping[str, int]]:
+    start = {"deepspeed.\ninitialize": footprint.start_peak} if footprint.engine == "deepspeed" else {}
+    return {"load": footprint.load_peak, **start, "step": footprint.step_peak}
+
+
+def _parts(footprint: MemoryFootprint) -> dict[str, Mapping[str, int]]:
+    """What a rank holds between steps, in bytes by place."""
+    return {
+        "partitions": footprint.partitions,
+        "buffers": footprint.buffers,
+        "fp32 copies": footprint.master,
+        "gradients": footprint.gradients,
+        "reduce bucket": footprint.reduce_bucket,
+        "hpZ copies": footprint.secondary,
+        "optimizer states": footprint.optimizer_states,
+        "swap buffers": {HOST: footprint.swap_buffers},
+    }

@@ -26,14 +26,15 @@ EXAMPLE = "hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --ds-config ds
 HOST = "cpu"
 MOST_RANKS = 8
 MOST_BARS = 64
-_PICTURES = (".png", ".svg", ".pdf")
 _UNEVEN = 2.0
 """Warn of a shard this many times the mean size: storage that is striped by file reads it slower."""
 _MUCH_MORE = 1.5
 """Warn of reading this many times the bytes that are needed."""
 
 
-def _file(text: str, *endings: str) -> Path:
+def _drawn(text: str, *endings: str) -> Path:
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
     path = Path(text)
     if path.suffix not in endings:
         raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
@@ -42,14 +43,12 @@ def _file(text: str, *endings: str) -> Path:
     return path
 
 
-def _page(text: str) -> Path:
-    return _file(text, ".html")
-
-
 def _picture(text: str) -> Path:
-    if find_spec("matplotlib") is None:
-        raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
-    return _file(text, *_PICTURES)
+    return _drawn(text, ".png", ".svg", ".pdf")
+
+
+def _page(text: str) -> Path:
+    return _drawn(text, ".html")
 
 
 def _memory_option(of: str) -> Any:
@@ -89,12 +88,12 @@ def run(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", parser=_picture, help="Draw who reads what, and memory by phase: .png, .svg or .pdf."
+            metavar="FILE", parser=_picture, help="Draw who reads what, and the memory of ranks: .png, .svg or .pdf."
         ),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", parser=_page, help="Write a page with the memory of all ranks: .html."),
+        typer.Option(metavar="FILE", parser=_page, help="Write a page with that picture and these tables: .html."),
     ] = None,
     revision: frame.RevisionOption = None,
     trust_remote_code: frame.TrustOption = False,
@@ -145,10 +144,6 @@ def run(
                 forecasts = {number: plan(place, rank=number, **how) for number in ranks}
                 forecast = forecasts[rank]
                 stock = None if sharding else stock_load(forecast, place, arguments, device)
-        if plot is not None:
-            from .picture import draw
-
-            draw(plot, [forecasts[number] for number in ranks_to_draw(world_size, rank)], device)
     given = {"device": device_memory, "host": host_memory}
     limits = {place: limit for place, limit in given.items() if limit is not None}
     needs = _needs(forecast.memory, device, min(ranks_per_node, world_size))
@@ -168,19 +163,19 @@ def run(
         "limits": limits,
         "fits": fits if limits else None,
     }
-    if html is not None:
-        from .page import write_page
+    if plot or html:
+        from .picture import as_svg, draw
 
-        shown = "" if len(ranks) == world_size else f", {len(ranks)} of them shown"
         on_rank = {HOST: host_memory and host_memory // min(ranks_per_node, world_size), device: device_memory}
-        write_page(
-            html,
-            f"{path}: {count_text(world_size, 'rank')}{shown}",
-            [forecast, *(forecasts[number] for number in ranks if number != rank)],
-            device,
-            {place: limit for place, limit in on_rank.items() if limit},
-            list(_blocks(data, forecast.memory)),
-        )
+        drawn = [forecast, *(forecasts[number] for number in ranks if number != rank)]
+        shown = drawn, device, {place: limit for place, limit in on_rank.items() if limit}
+        if plot:
+            draw(plot, *shown)
+        if html:
+            from .page import write_page
+
+            title, blocks = f"{path}: {count_text(world_size, 'rank')}", list(_blocks(data, forecast.memory))
+            write_page(html, title, as_svg(*shown), blocks)
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
 

@@ -121,37 +121,31 @@ def exchange_batches(
 
 
 class Replicated(Destination):
-    """Plain data parallelism: every rank has all of every parameter.
+    """Plain data parallelism: every rank has all of every parameter, in host memory, as in stock.
 
     Args:
         chunk_bytes: bound of the buffers of all ranks together, through which they exchange what they read.
-        on_device: put parameters on `device`, instead of into host memory.
+        device: on which this rank will train, and where these buffers are if collectives want them there.
     """
 
     into = "whole models, of which ranks read parts for each other"
 
     exchange_settings = ("staging_bytes",)
 
-    def __init__(
-        self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = _HOST, *, on_device: bool = False
-    ) -> None:
+    def __init__(self, coordinator: Coordinator, chunk_bytes: int, device: torch.device = _HOST) -> None:
         self.device = device
         self._coordinator = coordinator
         self._chunk_bytes = chunk_bytes
-        self._parameters_on = device if on_device else _HOST
+        self._parameters_on = _HOST
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        storage = self._storage(model, tied)
-
         def parameter(name: str, param: torch.Tensor) -> nn.Parameter | None:
             if not isinstance(param, LazyTensor):
                 return None
             with allocating(name, param.nbytes, "the host", self._coordinator.rank):
-                values = storage.get(id(param))
-                if values is None:
-                    values = torch.empty(param.shape, dtype=param.dtype, device=self._parameters_on)
+                values = torch.empty(param.shape, dtype=param.dtype, device=self._parameters_on)
             return nn.Parameter(values, requires_grad=param.requires_grad)
 
         def buffer(old: torch.Tensor) -> torch.Tensor | None:
@@ -160,10 +154,6 @@ class Replicated(Destination):
         parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
         exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
         return [Batch(flat_items(buffers)), *exchanged]
-
-    def _storage(self, model: nn.Module, tied: set[str]) -> Mapping[int, torch.Tensor]:
-        """Memory of a subclass's own for lazy parameters, by their ``id``."""
-        return {}
 
 
 def held_replicas(

@@ -384,7 +384,7 @@ class Load:
         report = LoadReport(
             world_size=self.coordinator.world_size, ranks=ranks, into=self.destination.into, recast=recast
         )
-        if self.coordinator.is_main and self.config.log_report and log.isEnabledFor(logging.INFO):
+        if self.coordinator.is_main and log.isEnabledFor(logging.INFO):
             log.info(report.table())
         return report
 

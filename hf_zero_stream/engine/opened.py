@@ -21,7 +21,7 @@ from ..checkpoint.nodes import View
 from ..config import StreamingConfig
 from ..errors import ReadError
 from ..ranks.coordinator import Coordinator
-from ..sources.base import ByteSource, Hints, Retries
+from ..sources.base import RETRIES, ByteSource, Hints, Retries
 from ..sources.by_path import FilesByPath
 from ..sources.local import LocalFiles
 from ..sources.read_ahead import ReadAhead
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from ..sources.relay import Server
     from ..sources.remote import RemoteFiles
 
+
+READS_STAGED = 8
+"""For how many reads at once there is a buffer at least, so that several threads share what is to be read."""
 
 SAMPLES, SAMPLE_BYTES = 8, 4096
 """How many pieces of a file are compared with those of its copy on another host, and how large each is."""
@@ -67,8 +70,8 @@ class OpenCheckpoint:
         self._server: Server | None = None
         self._ahead: ReadAhead | None = None
         self.shards: tuple[Shard, ...] = ()
-        self.retries = Retries(config.read_retries)
-        local = partial(LocalFiles, direct_io=config.direct_io, cache_bytes=psutil.virtual_memory().total)
+        self.retries = Retries(RETRIES)
+        local = partial(LocalFiles, cache_bytes=psutil.virtual_memory().total)
         self.source = make_source() if make_source else FilesByPath(local(retries=self.retries), self._remote_files)
         """Where this rank reads from; once there are files, that is another rank if that one reads for this one."""
         self._use_hints()
@@ -95,14 +98,13 @@ class OpenCheckpoint:
         self.source.close()
 
     def read_ahead(self, paths: Sequence[str]) -> None:
-        """Begin to bring files into the page cache, if the ranks of this host will read all of them, and through it.
+        """Begin to bring files into the page cache, if the ranks of this host will read all of them.
 
         Not over a network, where many streams are faster than one long run. A second call does nothing.
         """
         topology = self.coordinator.topology
         shares = len(topology.ranks_of_host)
-        through_cache = self.config.read_from == "all" and not self.config.direct_io
-        if self._ahead is not None or shares != self.coordinator.world_size or not through_cache:
+        if self._ahead is not None or shares != self.coordinator.world_size or self.config.read_from != "all":
             return
         with suppress(OSError, RuntimeError):  # ignored here: the reads themselves will raise
             # Files that do not fit would push everything else out of the page cache, and then their own beginnings.
@@ -187,9 +189,9 @@ class OpenCheckpoint:
             with self.coordinator.naming_dead_rank():
                 group = dist.new_group(backend="gloo")
             if self.coordinator.rank == reader:
-                self._server = Server(self.source, clients, group, self.config.chunk_bytes)
+                self._server = Server(self.source, clients, group)
             else:
-                self.source = RelayedFiles(self.source, reader, group, self.config.chunk_bytes)
+                self.source = RelayedFiles(self.source, reader, group)
             self._is_relayed = True
         self.source.add(shards)
         if self._is_relayed:
@@ -199,9 +201,9 @@ class OpenCheckpoint:
 
     def _use_hints(self) -> None:
         self._hints = self.source.hints([shard.path for shard in self.shards])
-        self.request_bytes = self.config.request_bytes or min(self.config.staging_bytes, self._hints.request_bytes)
+        self.request_bytes = max(1, min(self.config.staging_bytes // READS_STAGED, self._hints.request_bytes))
         """Largest single read."""
-        self.seek_bytes = max(self.config.seek_bytes, self._hints.seek_bytes)
+        self.seek_bytes = self._hints.seek_bytes
         """Longest hole that is read through."""
         self._evaluator = self.evaluator()
 

@@ -12,7 +12,7 @@ from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
 from .. import accelerators, scope
-from ..config import StreamingConfig, adopt_alias, completed
+from ..config import StreamingConfig, completed
 from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import UnsupportedError
@@ -102,7 +102,6 @@ def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Co
     from ..destinations.deepspeed import zero3, zero_init
     from ..destinations.deepspeed.partitioned import Partitioned
 
-    adopt_alias(found, zero3.partition_dtype(found).itemsize)
     settings, around = settings_for(found, strict), zero_init.open_init()
     ds_config = completed(found) if around is None else zero_init.config_of(around, completed(found) if found else {})
     load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator, around=around))
@@ -147,18 +146,18 @@ def shares_columns(settings: StreamingConfig) -> bool:
 
 
 def _into_replicas(found: dict[str, Any], settings: StreamingConfig, coordinator: Coordinator) -> Load:
-    ds_config, on_device = completed(found), settings.replicas_on == "device"
+    ds_config = completed(found)
     replicas: Destination
     if found:
-        from ..destinations.deepspeed.flat.replicas import FlatReplicas
+        from ..destinations.deepspeed.flat import EngineReplicas
 
-        replicas = FlatReplicas(ds_config, coordinator, settings.staging_bytes, on_device=on_device)
+        replicas = EngineReplicas(ds_config, coordinator, settings.staging_bytes)
     else:
         from ..destinations.replicated import Replicated
 
         kind = accelerators.kind()
         device = (kind and accelerators.device_of_rank(kind, announced_local_rank())) or torch.device("cpu")
-        replicas = Replicated(coordinator, settings.staging_bytes, device, on_device=on_device)
+        replicas = Replicated(coordinator, settings.staging_bytes, device)
     return Load(settings, ds_config, coordinator, replicas)
 
 

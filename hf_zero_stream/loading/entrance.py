@@ -65,12 +65,7 @@ def _may_stream() -> bool:
 
 def _may_be_at_url(path: Any) -> bool:
     """Whether `path` may name a checkpoint that is read from a URL."""
-    if not scope.active_configs():
-        return False
-    if is_url(path):
-        return True
-    looks_like_a_name = isinstance(path, str) and path.count("/") == 1
-    return looks_like_a_name and StreamingConfig.resolve(scope.current_config()).hub != "cache"
+    return bool(scope.active_configs()) and is_url(path)
 
 
 def of_auto_model(original: Original, *args: Any, **kwargs: Any) -> Any:

@@ -30,6 +30,7 @@ from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
 from ..seams.buffers import computed_buffers
+from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from ..seams.wrappers import unwrapped
 from .choice import refuse_sharding
@@ -40,15 +41,15 @@ from .integration import finish_saves_into
 logger = logging.get_logger(__name__)
 
 
-def load_into(
-    model: Any, path: str, *, config: StreamingConfig | None = None, strict: bool = True, **kwargs: Any
-) -> LoadReport:
+def load_into(model: Any, path: str, *, strict: bool = True, **kwargs: Any) -> LoadReport:
     """Stream the checkpoint at `path` into `model`. All ranks must call it together, between steps.
 
     Every rank reads only the bytes of its partitions or DTensor shards, straight into their memory. Where a DeepSpeed
     optimizer trains fp32 values in place of the model's own, at any ZeRO stage, these get the checkpoint's values too,
     without rounding. The optimizer's other states stay as they are. Refresh afterwards what hf_zero_stream does not
     know: averages of weights, and master copies that another optimizer keeps.
+
+    Settings are those of :class:`streaming` around the call.
 
     A sharded model (FSDP2, HSDP, tensor and expert parallelism) may come from anywhere; built on the meta device, it
     needs ``model.to_empty(device=...)`` before. Its buffers that are in no checkpoint get the values that transformers
@@ -58,7 +59,6 @@ def load_into(
         model: a transformers model, or what is around one: a DeepSpeed engine, DistributedDataParallel, the result
             of ``torch.compile``.
         path: a folder or the id of a repository, as for ``from_pretrained``.
-        config: our settings; default: from the environment.
         strict: raise if a key is missing, unexpected or of another shape. If false, what is missing stays as it is.
         kwargs: anything else that ``from_pretrained`` takes (``revision``, ``subfolder``, ``key_mapping``, ...).
 
@@ -76,7 +76,7 @@ def load_into(
         >>> engine, *_ = deepspeed.initialize(model=model, config=ds_config)
         >>> hf_zero_stream.load_into(engine, "checkpoints/best")
     """
-    return load_some_into(model, path, set(), config=config, strict=strict, **kwargs)
+    return load_some_into(model, path, set(), strict=strict, **kwargs)
 
 
 def load_some_into(
@@ -84,7 +84,7 @@ def load_some_into(
     path: str,
     without: set[str],
     *,
-    config: StreamingConfig | None,
+    config: StreamingConfig | None = None,
     strict: bool = True,
     needs_adapters: bool = False,
     with_masters: bool = True,
@@ -97,7 +97,7 @@ def load_some_into(
     ZeRO-3 trains in place of parameters keeps its values. A `coordinator` is that of a meeting that this is a part of.
     """
     with _before_meeting(coordinator):
-        config = replace(StreamingConfig.resolve(config, {}), strict=strict)
+        config = replace(config or settings_in_force(), strict=strict)
         refuse_sharding(path, kwargs)
         live_model = _inside(model)
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..config import WRITERS
 from ..errors import ConfigError, UnsupportedError, UrlError
 from ..sources.urls import is_url
 
@@ -34,8 +33,8 @@ def refuse_url(folder: Any) -> None:
         )
 
 
-def refuse_unknown(arguments: Mapping[str, Any], settings: Iterable[str] = ()) -> None:
-    """Raise if an argument of a save by all ranks is neither transformers' nor in `settings`, or has no effect.
+def refuse_unknown(arguments: Mapping[str, Any], others: Iterable[str] = ()) -> None:
+    """Raise if an argument of a save by all ranks is neither transformers' nor one of the `others`, or has no effect.
 
     ``model.save_pretrained`` itself ignores arguments that it does not know.
 
@@ -43,7 +42,7 @@ def refuse_unknown(arguments: Mapping[str, Any], settings: Iterable[str] = ()) -
         ConfigError: no such argument, or no such value.
         UnsupportedError: the argument asks for files of ``torch.save``.
     """
-    known = {*SIGNATURE.parameters, *_OF_EARLIER_VERSIONS, *settings} - {"self", "save_directory", "kwargs"}
+    known = {*SIGNATURE.parameters, *_OF_EARLIER_VERSIONS, *others} - {"self", "save_directory", "kwargs"}
     if unknown := sorted(set(arguments) - known):
         raise ConfigError(f"save: unknown argument {unknown[0]}; known are {', '.join(sorted(known))}")
     if arguments.get("safe_serialization") not in (None, True):
@@ -57,16 +56,8 @@ def refuse_unknown(arguments: Mapping[str, Any], settings: Iterable[str] = ()) -
         raise ConfigError(f'max_shard_size: expected bytes, at least 1, or a text like "5GB"; got {size!r}')
 
 
-def refuse_values(
-    *, write_from: Any, verify: Any, chunk_bytes: Any, state_dict: Mapping[str, Any] | None, variant: Any
-) -> None:
+def refuse_values(state_dict: Mapping[str, Any] | None, variant: Any) -> None:
     """Raise a ConfigError if one of these arguments has a value that means nothing."""
-    if write_from is not None and write_from not in WRITERS:
-        raise ConfigError(f"write_from: expected one of {', '.join(WRITERS)}; got {write_from!r}")
-    if not isinstance(verify, bool):
-        raise ConfigError(f"verify: expected True or False; got {verify!r}")
-    if not isinstance(chunk_bytes, int) or chunk_bytes < 1:
-        raise ConfigError(f"chunk_bytes: expected a size in bytes, at least 1; got {chunk_bytes!r}")
     if state_dict is not None and not state_dict:
         raise ConfigError("state_dict: expected at least one tensor; got none. Leave it out to save all of the model.")
     if variant is not None and re.search(r"[/\\\0]", str(variant)):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from ..seams.dequantised import forget_quantizer
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
 from .arguments import SIGNATURE, refuse_unknown, refuse_url
-from .plan import CHUNK_BYTES
 
 
 def save_pretrained(
@@ -42,10 +41,6 @@ def save_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | str | None = None,
-    write_from: Literal["auto", "all", "rank0"] | None = None,
-    verify: bool = False,
-    chunk_bytes: int = CHUNK_BYTES,
-    progress: bool = True,
     **kwargs: Any,
 ) -> SaveReport:
     """Save the whole of a model that ranks share, as transformers' ``save_pretrained`` would; nothing is gathered.
@@ -56,6 +51,7 @@ def save_pretrained(
     DeepSpeed, and with models that FSDP2 or tensor parallelism has sharded into DTensors.
 
     Files get their final names when all are complete. If anything fails, an earlier checkpoint in the folder stays.
+    Settings (who writes, whether files are compared, a bar) are those of :class:`streaming` around the call.
 
     Args:
         model: the model, or the engine, or what ``accelerator.prepare`` made of it.
@@ -63,11 +59,6 @@ def save_pretrained(
         max_shard_size: of a file, in bytes, or as in ``"5GB"``.
         dtype: of the floating-point weights; default: the model's own. ``torch.float32`` saves the fp32 values that
             the optimizer trains, if it has them.
-        write_from: ``"all"``: every rank writes its part. ``"rank0"``: the others send theirs to rank 0, in chunks.
-            ``"auto"``: all, if all see the folder, else rank 0. Default: :attr:`StreamingConfig.write_from`.
-        verify: compare the files with what the ranks hold, before the files get their final names.
-        chunk_bytes: size of the buffers by which ranks exchange elements; a rank needs a few of them.
-        progress: show a bar on the first rank of each host.
         kwargs: anything else that transformers' ``save_pretrained`` takes, for instance ``variant``.
 
     Returns:
@@ -81,8 +72,7 @@ def save_pretrained(
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
     """
-    settings = dict(dtype=dtype, write_from=write_from, verify=verify, chunk_bytes=chunk_bytes, progress=progress)
-    call = {"max_shard_size": max_shard_size, **settings, **kwargs}
+    call = {"max_shard_size": max_shard_size, "dtype": dtype, **kwargs}
     leader = _leader.get()
     if leader is not None:  # a save_pretrained of the model's own calls this
         return leader.save(model, folder, call)
@@ -94,7 +84,7 @@ def save_pretrained(
         if not has_own and type(save.model).save_pretrained is PreTrainedModel.save_pretrained:
             refuse_unknown({"max_shard_size": max_shard_size, **kwargs})
             return save.pretrained()
-        report = led(save.model, save.call_own_code, settings)
+        report = led(save.model, save.call_own_code, {"dtype": dtype})
         if report is None:
             raise SaveError(f"{folder}: {type(save.model).__name__}.save_pretrained has saved nothing.")
         return report

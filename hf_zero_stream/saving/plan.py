@@ -29,7 +29,7 @@ from ..planning.plan import materialise_reason
 
 
 CHUNK_BYTES = 16 * 2**20
-"""Default size of the largest segment that passes through a buffer."""
+"""The largest segment that passes through a buffer, and what a rank sends or writes in one round."""
 
 
 class Share(NamedTuple):
@@ -152,10 +152,9 @@ def make_save_plan(
     *,
     rank: int,
     world_size: int,
-    chunk_bytes: int,
     single_writer: bool,
 ) -> SavePlan:
-    """Plan what `rank` writes; a `single_writer` is rank 0. Segments that are no runs have at most `chunk_bytes`."""
+    """Plan what `rank` writes; a `single_writer` is rank 0. Segments that are no runs have at most `CHUNK_BYTES`."""
     alone: list[Segment] = []
     exchanged: list[Segment] = []
     computations: list[Computation] = []
@@ -182,7 +181,7 @@ def make_save_plan(
                         here = part._replace(box=part.box._replace(to=0))
                         alone.append(Segment(number, at, part.box.numel, dtype, (here,)))
                 continue
-            for segment in segments_of(view, sources, number, position, max(1, chunk_bytes // dtype.itemsize)):
+            for segment in segments_of(view, sources, number, position, max(1, CHUNK_BYTES // dtype.itemsize)):
                 turn += 1
                 is_of_rank_0 = segment.is_of_rank_0(single_writer)
                 segment = _given_by_one(segment, sources.everywhere, 0 if is_of_rank_0 else turn % world_size)
@@ -192,7 +191,7 @@ def make_save_plan(
                     exchanged.append(segment)
                 elif writer == rank:
                     alone.append(segment)
-    rounds = tuple(_rounds(exchanged, world_size, chunk_bytes, single_writer))
+    rounds = tuple(_rounds(exchanged, world_size, single_writer))
     written = [segment for of_round in rounds for writer, segment in of_round if writer == rank]
     nbytes += sum(segment.nbytes for segment in chain(alone, written))
     return SavePlan(tuple(alone), rounds, tuple(computations), nbytes)
@@ -215,14 +214,14 @@ def _given_by_one(segment: Segment, everywhere: Set[str], turn: int) -> Segment:
     return segment._replace(parts=parts)
 
 
-def _rounds(segments: Sequence[Segment], world_size: int, chunk_bytes: int, single_writer: bool) -> Iterator[Round]:
+def _rounds(segments: Sequence[Segment], world_size: int, single_writer: bool) -> Iterator[Round]:
     """Rounds in file order; a writer is one of those that hold the segment, if one of them has room."""
     of_round: list[tuple[int, Segment]] = []
     written: Counter[int] = Counter()  # bytes, by rank
     sent: Counter[int] = Counter()
 
     def has_room(done: Counter[int], rank: int, nbytes: int) -> bool:
-        return done[rank] + nbytes <= chunk_bytes or rank not in done
+        return done[rank] + nbytes <= CHUNK_BYTES or rank not in done
 
     for segment in segments:
         leaving: Counter[int] = Counter()

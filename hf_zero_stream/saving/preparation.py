@@ -64,7 +64,6 @@ class Preparation:
     model: nn.Module
     coordinator: Coordinator
     single_writer: bool
-    chunk_bytes: int
     threads: int
     settings: Any = None
 
@@ -98,7 +97,7 @@ class Preparation:
     def _circumstances(self, contents: Sequence[Content]) -> Any:
         """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
         kinds = [(content.index_name, content.dtype, len(content.beside)) for content in contents]
-        settings = (self.single_writer, self.chunk_bytes, self.coordinator.world_size, self.settings)
+        settings = (self.single_writer, self.coordinator.world_size, self.settings)
         return circumstances(self.model), kinds, settings
 
     def _planned_as_before(self, folder: Path, contents: Sequence[Content]) -> list[list[Planned]] | None:
@@ -167,7 +166,6 @@ class Preparation:
                 parameters.sources,
                 rank=coordinator.rank,
                 world_size=coordinator.world_size,
-                chunk_bytes=self.chunk_bytes,
                 single_writer=self.single_writer,
             )
             return Planned(parameters, shards, plan, content.folder)

@@ -18,7 +18,6 @@ from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
 from ..checkpoint.without_values import refuse_wrapped
-from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_gathered
 from ..destinations.deferred import fill_whole
 from ..destinations.shards import local_of
@@ -31,8 +30,7 @@ from ..reports.load import PhaseClock
 from ..reports.memory import AnonymousMemory, collector_paused
 from ..reports.progress import progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
-from ..scope import current_config
-from ..seams.ds_config import found_config
+from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .arguments import dtype_of_argument, refuse_url, refuse_values
@@ -42,7 +40,6 @@ from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import Finished, PendingSave, finish_pending
-from .plan import CHUNK_BYTES
 from .planned import Content, Ending, Planned, Prepared
 from .preparation import Preparation
 from .write import Task, bytes_of, execute_saves, write_alone, write_exchanged
@@ -75,10 +72,6 @@ class Save:
         folder: str | os.PathLike[str],
         *,
         dtype: torch.dtype | str | None = None,
-        write_from: str | None = None,
-        verify: bool = False,
-        chunk_bytes: int = CHUNK_BYTES,
-        progress: bool = True,
         state_dict: Mapping[str, Any] | None = None,
         coordinator: Coordinator | None = None,
         keeps_plans: bool = False,
@@ -86,13 +79,7 @@ class Save:
         **kwargs: Any,
     ) -> None:
         refuse_url(folder)
-        refuse_values(
-            write_from=write_from,
-            verify=verify,
-            chunk_bytes=chunk_bytes,
-            state_dict=state_dict,
-            variant=kwargs.get("variant"),
-        )
+        refuse_values(state_dict, kwargs.get("variant"))
         dtype = dtype_of_argument(dtype)
         if kwargs.get("push_to_hub"):
             raise UnsupportedError(
@@ -112,9 +99,8 @@ class Save:
         make_ready(model, inner)
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
-        settings = StreamingConfig.resolve(current_config(), found_config()[0])
-        self._write_from, self._verify, self._keeps_plans = write_from or settings.write_from, verify, keeps_plans
-        self._chunk_bytes, self._progress = chunk_bytes, progress
+        self._settings, self._keeps_plans = settings_in_force(), keeps_plans
+        self._verify = False
         self._kwargs = {name: value for name, value in kwargs.items() if name not in _CHANGES_NOTHING}
         self._coordinator = coordinator or Coordinator.of_default_group()
         self._clock = PhaseClock(PHASES)
@@ -241,7 +227,7 @@ class Save:
         coordinator = self._coordinator
         publication: Publication | None = None
         try:
-            write_from, publication = coordinator.broadcast(self._begun)
+            write_from, self._verify, publication = coordinator.broadcast(self._begun)
             folder = publication.temporary
             if write_from == "auto":
                 write_from = "rank0" if self._is_hidden(folder) else "all"
@@ -270,14 +256,13 @@ class Save:
             model=self.model,
             coordinator=self._coordinator,
             single_writer=single_writer,
-            chunk_bytes=self._chunk_bytes,
             threads=self._threads(),
             settings=sorted(self._kwargs.items()) if keeps else None,
         )
 
-    def _begun(self) -> tuple[str, Publication]:
-        """Who writes, and where; rank 0 decides."""
-        return self._write_from, Publication.begin(self._folder)
+    def _begun(self) -> tuple[str, bool, Publication]:
+        """Who writes, whether the files are read again, and where they are; rank 0 decides."""
+        return self._settings.write_from, self._settings.verify == "full", Publication.begin(self._folder)
 
     def _is_hidden(self, folder: Path) -> bool:
         """Whether any rank cannot write into rank 0's temporary folder, whose unique name no other folder has."""
@@ -296,7 +281,7 @@ class Save:
         nbytes = sum(each.plan.bytes_written for each in planned)
         with ExitStack() as opened:
             writers = [opened.enter_context(closing(writer)) for writer in prepared.files(kind)]
-            with self._clock(phase), progress_bar(nbytes, description, self._progress) as advance:
+            with self._clock(phase), progress_bar(nbytes, description, self._settings.progress) as advance:
 
                 def put(writer: ShardWriter, shard: int, position: int, pieces: Sequence[torch.Tensor]) -> None:
                     buffers = [bytes_of(piece) for piece in pieces]

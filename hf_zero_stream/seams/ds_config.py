@@ -21,9 +21,16 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 
 from ..bindings.install import installed
 from ..bindings.rows import Moment
+from ..config import StreamingConfig
+from ..scope import current_config
 
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run a finaliser inside that takes it again
+
+
+def settings_in_force() -> StreamingConfig:
+    """Our settings for a call that is given none: of the block around it, the environment, DeepSpeed's config."""
+    return StreamingConfig.resolve(current_config(), found_config()[0])
 
 
 def found_config(own: ModelsConfig | None = None) -> tuple[dict[str, Any], bool]:

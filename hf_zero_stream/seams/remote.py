@@ -6,7 +6,6 @@ indexes, shards. Code of a checkpoint is put into a folder, because that is wher
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,6 @@ from transformers import dynamic_module_utils
 from transformers.utils import logging
 
 from .. import scope
-from ..config import StreamingConfig
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
 from ..launcher import announced_local_rank
 from ..sources.answers import Answers, answers_once
@@ -37,14 +35,9 @@ _WITHOUT_MODEL = ("tokenizer_config.json", "preprocessor_config.json", "processo
 
 def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
     """The URL of a checkpoint that the running code, inside ``streaming()``, loads from a URL; "" for others."""
-    if not scope.active_configs() or not isinstance(path, (str, os.PathLike)):
+    if not scope.active_configs() or not is_url(path):
         return ""
-    if is_url(path):
-        path = checkpoint_url(path)
-    else:
-        if not isinstance(path, str) or path.count("/") != 1 or os.path.isdir(path) or _settings().hub == "cache":
-            return ""
-        path = f"hf://{path}"
+    path = checkpoint_url(path)
     if scheme_of(path) != "hf":
         return path
     repository = repository_of(path)
@@ -54,11 +47,6 @@ def url_of(path: Any, revision: str | None = None, token: Any = None) -> str:
             raise UrlError(f"{path}: expected one revision; got revision={revision!r} too.")
         repository = repository._replace(revision=str(revision))
     return repository.url
-
-
-def _settings() -> StreamingConfig:
-    session = Session.current()
-    return StreamingConfig.resolve(scope.current_config()) if session is None else session.load.config
 
 
 @contextmanager

@@ -11,6 +11,12 @@ from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
+RETRIES = 4
+"""How often an open or a read of a load is tried again, if it may succeed: for 1.5 s in all.
+
+What takes longer, a file server that restarts, the kernel waits for by itself.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
@@ -36,7 +42,7 @@ class ReadableFile(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """How a source is best read; the user's settings come first. The streams count where `is_remote`."""
+    """How a source is best read, within the user's settings. The streams count where `is_remote`."""
 
     request_bytes: int
     is_remote: bool = False
@@ -47,7 +53,7 @@ class Hints:
     """Requests in flight that use all of the bandwidth."""
     streams_per_rank: int = 0
     """Most requests that one rank has in flight."""
-    seek_bytes: int = 0
+    seek_bytes: int = 4096
     """A hole of up to this size costs less than another request."""
     is_everywhere: bool = False
     """All ranks read the same files, whose tags rank 0 shares with the headers: there are no copies to compare."""

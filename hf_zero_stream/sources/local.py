@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import stat
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -17,14 +16,10 @@ import psutil
 
 from ..errors import CheckpointError, ReadError
 from .base import Hints, Retries, SourceFile
-from .madvise import HUGE_PAGE_BYTES
 
 
 IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
-
-DIRECT_ALIGNMENT = 4096
-"""With O_DIRECT, file positions, lengths and addresses are multiples of this; enough for every common device."""
 
 TRANSIENT = frozenset(
     getattr(errno, name)
@@ -102,15 +97,14 @@ class LocalFiles:
     A file is opened at its first read and closed with the object: opening it anew for each read costs 0.7 ms on a
     network file system where reusing the handle costs 0.05 (hyper-parallel #624).
 
-    With `direct_io`, reads bypass the page cache where the file system lets them. Where the files together are larger
-    than `cache_bytes`, what was read is dropped from the cache: it would push out all else, then its own beginning.
+    Where the files together are larger than `cache_bytes`, what was read is dropped from the page cache: it would push
+    out all else, then its own beginning.
     """
 
     def __init__(
         self,
         files: Sequence[SourceFile] = (),
         *,
-        direct_io: bool = False,
         cache_bytes: int = sys.maxsize,
         retries: Retries | None = None,
     ) -> None:
@@ -118,12 +112,10 @@ class LocalFiles:
         self._retries = retries or Retries()
         self.seen: dict[str, os.stat_result] = {}
         """What each file was when this rank first saw it."""
-        self._direct_io = direct_io and hasattr(os, "O_DIRECT")
         self._cache_bytes = cache_bytes
         self._handles: dict[int, int] = {}
         self._stale: list[int] = []
         self._lock = threading.Lock()
-        self._aligned = threading.local()
         self.bytes_read = self.reads = 0
         self.add(files)
 
@@ -145,13 +137,12 @@ class LocalFiles:
         # The hub's cache is made of links, and its files may lie elsewhere.
         folders = {os.path.dirname(os.path.realpath(path)) for path in paths}
         on_network = any(map(is_on_network, folders))
-        # 2 MiB from a local disk: the system reads ahead while they are copied. 2 MiB over a network, so that the
-        # default of 64 MiB of staging buffers gives 32 streams: Linux asks a server for 128 to 256 KiB of each at a
-        # time. 8 MiB past the page cache, where the whole read is asked for at once.
+        # From a local disk, the system reads ahead while they are copied. Over a network, the default of 64 MiB of
+        # staging buffers gives 32 streams: Linux asks a server for 128 to 256 KiB of each at a time.
         return Hints(
-            request_bytes=(8 if self._direct_io else 2) * 2**20,
+            request_bytes=2 * 2**20,
             is_remote=on_network,
-            reads_ahead=not (on_network or self._direct_io),
+            reads_ahead=not on_network,
             streams_per_host=64,  # Lustre gives an H100 node 2.0 GiB/s for 1 stream, 8.5 for 32 (transformers #48227)
             streams_per_rank=32,
         )
@@ -167,10 +158,7 @@ class LocalFiles:
             self.bytes_read += length
             self.reads += 1
         try:
-            if self._direct_io:
-                self._read_direct(number, start, length, buffers)
-            else:
-                self._read_buffered(number, start, [buffer for buffer in buffers if len(buffer)])
+            self._read(number, start, [buffer for buffer in buffers if len(buffer)])
         except ReadError:  # the file could not be opened again
             raise
         except (OSError, EOFError) as error:
@@ -181,7 +169,7 @@ class LocalFiles:
                 f"{path}: cannot read bytes {start} to {start + length}: "
                 f"{getattr(error, 'strerror', None) or error}. Check the file system, then load again."
             ) from error
-        if not (self._direct_io or self._keep_cached):
+        if not self._keep_cached:
             os.posix_fadvise(self._handle(number), start, length, os.POSIX_FADV_DONTNEED)
 
     def check_unchanged(self) -> None:
@@ -205,31 +193,13 @@ class LocalFiles:
         for handle in handles:
             os.close(handle)
 
-    def _read_buffered(self, number: int, position: int, pending: list[memoryview]) -> None:
+    def _read(self, number: int, position: int, pending: list[memoryview]) -> None:
         while pending:
             count = self._read_some(number, pending[:IOV_MAX], position)
             if count == 0:
                 raise EOFError("the file ends here")
             position += count
             advance(pending, count)
-
-    def _read_direct(self, number: int, start: int, length: int, buffers: Sequence[memoryview]) -> None:
-        """Read the aligned range around ``[start, start + length)`` and copy the buffers' parts out of it."""
-        begin = start // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-        end = -(-(start + length) // DIRECT_ALIGNMENT) * DIRECT_ALIGNMENT
-        staging = self._aligned_buffer(end - begin)
-        filled = 0
-        while filled < start + length - begin:
-            # A read that was cut short goes on from an aligned position, so its last block is read twice.
-            again = filled // DIRECT_ALIGNMENT * DIRECT_ALIGNMENT
-            count = self._read_some(number, [staging[again : end - begin]], begin + again)
-            if again + count <= filled:
-                raise EOFError("the file ends here")
-            filled = again + count
-        position = start - begin
-        for buffer in buffers:
-            buffer[:] = staging[position : position + len(buffer)]
-            position += len(buffer)
 
     def _read_some(self, number: int, buffers: list[memoryview], position: int) -> int:
         """One ``preadv``, tried again if it failed for a passing reason; with a new handle if the old one is stale."""
@@ -246,20 +216,6 @@ class LocalFiles:
 
         return self._retries.call(read, self.is_transient)
 
-    def _aligned_buffer(self, nbytes: int) -> memoryview:
-        """This thread's page-aligned buffer of at least `nbytes`, in huge pages where the system has them.
-
-        A request to the device lists the pages that it fills, and has no room for the 4 KiB pages of 8 MiB.
-        """
-        buffer = getattr(self._aligned, "buffer", None)
-        if buffer is None or len(buffer) < nbytes:
-            length = -(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-            memory = mmap.mmap(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(AttributeError, OSError):  # not on Linux, or a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            buffer = self._aligned.buffer = memoryview(memory)
-        return buffer
-
     def _handle(self, number: int) -> int:
         handle = self._handles.get(number)  # without the lock: every read comes through here
         if handle is not None:
@@ -271,13 +227,10 @@ class LocalFiles:
 
     def _open(self, number: int) -> int:
         file = self._files[number]
-        flags = os.O_RDONLY | os.O_CLOEXEC | (os.O_DIRECT if self._direct_io else 0)
+        flags = os.O_RDONLY | os.O_CLOEXEC
         try:
             handle = self._retries.call(lambda: open_nonblocking(file.path, flags), self.is_transient)
         except OSError as error:
-            if self._direct_io and error.errno == errno.EINVAL:  # this file system has no O_DIRECT
-                self._direct_io = False
-                return self._open(number)
             raise ReadError(
                 f"{file.path}: cannot open: {error.strerror or error}. "
                 "Check that the file exists on every node and may be read."

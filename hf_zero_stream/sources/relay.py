@@ -18,6 +18,9 @@ from ..errors import ReadError
 from .base import ByteSource, SourceFile
 
 
+CHUNK_BYTES = 8 * 2**20
+"""The largest piece that the reader sends at once."""
+
 CLOSING_S = 10.0
 """How long the reader waits, after an error, for its clients to say that they are done."""
 
@@ -28,12 +31,11 @@ _DONE = -1
 class RelayedFiles:
     """The client's end: files that rank `reader` reads; `source` is for headers and hints only."""
 
-    def __init__(self, source: ByteSource, reader: int, group: dist.ProcessGroup, chunk_bytes: int) -> None:
+    def __init__(self, source: ByteSource, reader: int, group: dist.ProcessGroup) -> None:
         self.open_file, self.is_transient, self.hints = source.open_file, source.is_transient, source.hints
         self._paths: list[str] = []
         self._reader = reader
         self._group: dist.ProcessGroup | None = group
-        self._chunk_bytes = chunk_bytes
         self._conversation = threading.Lock()
         self._refusal: ReadError | None = None
         self.bytes_read = self.reads = 0
@@ -51,8 +53,8 @@ class RelayedFiles:
         with self._conversation:  # requests and answers of two threads must not mix
             self.reads += 1
             for buffer in buffers:
-                for begin in range(0, len(buffer), self._chunk_bytes):
-                    part = buffer[begin : begin + self._chunk_bytes]
+                for begin in range(0, len(buffer), CHUNK_BYTES):
+                    part = buffer[begin : begin + CHUNK_BYTES]
                     self._ask(number, start, part)
                     start += len(part)
                     self.bytes_read += len(part)
@@ -93,10 +95,10 @@ class Server:
     one at a time.
     """
 
-    def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup, chunk_bytes: int) -> None:
+    def __init__(self, source: ByteSource, clients: Sequence[int], group: dist.ProcessGroup) -> None:
         self._source = source
         self._group: dist.ProcessGroup | None = group
-        self._chunk = torch.empty(chunk_bytes, dtype=torch.uint8)
+        self._chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
         self._answering = threading.Lock()
         self._failures: list[Exception] = []
         self._listeners = [

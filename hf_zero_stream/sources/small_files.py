@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from .answers import Answers
-from .base import ByteSource, Retries, SourceFile
+from .base import ByteSource, Retries
 from .remote import RemoteFiles
 
 
@@ -69,16 +68,6 @@ class SmallFiles:
         return self._retries.call(
             lambda: read(self._remote, url), lambda error: self._remote.is_transient(error.__cause__), jitter=True
         )
-
-    def pieces(self, file: SourceFile, nbytes: int) -> Iterator[bytes]:
-        """All of a file, in pieces of `nbytes`."""
-        remote = RemoteFiles(self._retries)
-        remote.add([file])
-        with closing(remote):
-            for start in range(0, file.size_bytes, nbytes):
-                piece = bytearray(min(nbytes, file.size_bytes - start))
-                remote.read_into(0, start, [memoryview(piece)])
-                yield bytes(piece)
 
     def pinned(self, url: str) -> str:
         """`url` such that it means the same file for a whole load: of the Hub's, with the commit for the revision."""

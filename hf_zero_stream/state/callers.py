@@ -12,15 +12,14 @@ from typing import Any
 
 from ..checkpoint.signs import remove_signs, write_signs
 from ..checkpoint.zero_folder import SWAPPED, ZERO_2_MODEL, entries_of_deepspeed, world_size_of
-from ..config import StreamingConfig
 from ..errors import CheckpointError
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
 from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
-from ..scope import active_configs, current_config
-from ..seams.ds_config import found_config
+from ..scope import active_configs
+from ..seams.ds_config import settings_in_force
 from .record import FILE, LATEST, write_latest
 from .zero_tools import SCRIPT, write_scripts
 
@@ -74,7 +73,7 @@ def entered(caller: Caller) -> Iterator[Caller]:
 
 def is_on() -> bool:
     """Whether trainings are saved by us: inside ``streaming()``, if its settings do not say otherwise."""
-    return bool(active_configs()) and StreamingConfig.resolve(current_config(), found_config()[0]).training_state
+    return bool(active_configs()) and settings_in_force().training_state
 
 
 def state_in(folder: Path, tag: Any = None) -> tuple[Path, str] | None:
@@ -111,7 +110,7 @@ def _look(folder: Path, tag: Any) -> tuple[Path, str] | None:
 
 def in_background() -> bool:
     """Whether states are to be written in the background."""
-    return StreamingConfig.resolve(current_config(), found_config()[0]).asynchronous_save
+    return settings_in_force().asynchronous_save
 
 
 def other_zero_in(folder: Path, tag: Any, world_size: int, shards_parameters: bool) -> bool:

@@ -14,7 +14,6 @@ from transformers.utils import logging
 
 from ..checkpoint.untrusted_json import excerpt
 from ..checkpoint.zero_folder import ZeroFolder, entries_of_deepspeed, read_zero_folder
-from ..config import StreamingConfig
 from ..destinations.own_names import own_names, own_or_clean
 from ..destinations.slots import MASTER, make_entries
 from ..destinations.training import Training
@@ -24,6 +23,7 @@ from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
 from ..seams.adapted import is_adapted
+from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
 from . import adapters, schedules
@@ -77,12 +77,12 @@ def load_state(
     with_scheduler: bool = True,
     with_rng: bool = True,
     strict: bool = True,
-    config: StreamingConfig | None = None,
 ) -> Resumed:
     """Go on from a training state, at any number of ranks and any ZeRO stage, and between ZeRO and FSDP2 (all ranks).
 
     Weights, masters, moments, steps, the options of each group, scheduler, loss scaler, counters and, for ranks that
     were there, random numbers become those that were saved. Every rank reads the bytes of its own shards.
+    Settings are those of :class:`streaming` around the call.
 
     Args:
         trained, optimizer, scheduler, scaler: what is going to train, as for :func:`hf_zero_stream.save_state`; made
@@ -94,7 +94,6 @@ def load_state(
         with_rng: go on with the random numbers that this rank had.
         strict: raise if the weights lack anything that the model has, or have anything else. If false, what they lack
             stays as it is. What the optimizer trains must be in the state in any case.
-        config: our settings; default: from the environment.
 
     Raises:
         CheckpointError: on all ranks: `folder` has no such state, or it is not sound.
@@ -106,7 +105,7 @@ def load_state(
     folder = Path(folder)
     coordinator = Coordinator.of_default_group()
     with expected_at(LOAD):
-        settings = StreamingConfig.resolve(config, {})
+        settings = settings_in_force()
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
         refuse_optimizer(training.optimizer)
         if is_adapted(training.model):
@@ -150,11 +149,10 @@ def load_state(
         _say_what_follows(training, record, place, coordinator.world_size)
         if isinstance(found, StateRecord):
             _say_what_is_not_there(training, found, with_scheduler, place)
-        if settings.log_report:
-            logger.info(
-                f"loaded {place} in {time.perf_counter() - began:.1f} s ({coordinator.world_size} ranks; "
-                f"{record.world_size} have saved it)"
-            )
+        logger.info(
+            f"loaded {place} in {time.perf_counter() - began:.1f} s ({coordinator.world_size} ranks; "
+            f"{record.world_size} have saved it)"
+        )
     return Resumed(place.name, record.data_for(coordinator.rank), dict(record.counters), record.world_size)
 
 
@@ -179,7 +177,7 @@ def load_without_optimizer(
         if has_more(model, set() if has_its_own else values_in(record)):
             needs_all = has_its_own or not values_in(record)
             coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
-        settings = StreamingConfig.resolve(None, {})
+        settings = settings_in_force()
         load_values_alone(model, folder, place, record, settings, coordinator, has_its_own=has_its_own, strict=strict)
     if not only_weights and engine.optimizer is not None:
         training = training_of(engine, None, scheduler, None, None, coordinator)

@@ -77,7 +77,7 @@ def refuse_unloadable(model: nn.Module, folder: Path) -> None:
     names = frozenset(wanted)
     if _seen.get(model) == names:
         return
-    load = load_of_layouts(StreamingConfig(strict=True, log_report=False))
+    load = load_of_layouts(StreamingConfig(strict=True))
     try:
         with quiet(is_main=False):  # what is wrong is in the error
             lazy, missing, _ = lazily_loaded_like(model, str(folder), load, dtype=torch.float32, needs_adapters=True)

@@ -107,7 +107,7 @@ def save_state(
         asynchronous: return when this rank's values are copied in host memory, and write them in the background. The
             copies take as much memory as this rank writes, and keep it for the next save. The next save or load of a
             training waits until this one is complete, and so does the end of the interpreter.
-        kwargs: as for :func:`hf_zero_stream.save_pretrained`: ``write_from``, ``max_shard_size``, ``verify``, ...
+        kwargs: as for :func:`hf_zero_stream.save_pretrained`: ``max_shard_size``, ``dtype``, ...
 
     Returns:
         What every rank did. If `asynchronous`, a :class:`PendingSave`, whose ``wait()`` gives that.
@@ -125,7 +125,7 @@ def save_state(
     coordinator = Coordinator.of_default_group()
     with expected_at(SAVE):
         refuse_url(folder)
-        refuse_unknown(kwargs, ("write_from", "verify", "chunk_bytes", "progress", "dtype"))
+        refuse_unknown(kwargs, ("dtype",))
         folder = Path(folder)
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator).of_trained()
         refuse_optimizer(training.optimizer)

@@ -138,7 +138,7 @@ def asynchronous_save(setting: Setting) -> tuple[dict[str, Any], bool]:
     stalls, totals = [], []
     for number in range(2):  # the second finds the memory of the first
         save = lambda: hf_zero_stream.save_state(  # noqa: E731
-            model, target, optimizer=optimizer, batch_size=1, tag=f"{number}", asynchronous=True, progress=False
+            model, target, optimizer=optimizer, batch_size=1, tag=f"{number}", asynchronous=True
         )
         pending, stall = _timed(save)
         _, rest = _timed(pending.wait)

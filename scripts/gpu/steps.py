@@ -88,8 +88,9 @@ def lanes(setting: Setting) -> tuple[dict[str, Any], bool]:
         with torch.no_grad():
             for param in model.parameters():
                 param.fill_(float("nan"))
-        config = hf_zero_stream.StreamingConfig(request_bytes=4096, reader_threads=4, progress=False)
-        hf_zero_stream.load_into(model, str(setting.small()), config=config)
+        config = hf_zero_stream.StreamingConfig(staging_bytes=8 * 4096, reader_threads=4, progress=False)
+        with hf_zero_stream.streaming(config):
+            hf_zero_stream.load_into(model, str(setting.small()))
         wrong += [name for name, param in model.named_parameters() if not torch.equal(param.cpu(), expected[name])]
     return {"wrong": wrong[:8]}, not wrong
 

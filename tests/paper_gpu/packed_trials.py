@@ -43,7 +43,7 @@ class Training:
         return float(loss.detach())
 
     def save(self, target: Path) -> Any:
-        return hf_zero_stream.save_state(self.engine, target, asynchronous=True, progress=False)
+        return hf_zero_stream.save_state(self.engine, target, asynchronous=True)
 
     def resume(self, target: Path) -> None:
         hf_zero_stream.load_state(self.engine, target)
@@ -94,9 +94,7 @@ class ShardedTraining(Training):
         return float(loss.detach())
 
     def save(self, target: Path) -> Any:
-        return hf_zero_stream.save_state(
-            self.model, target, optimizer=self.optimizer, asynchronous=True, progress=False
-        )
+        return hf_zero_stream.save_state(self.model, target, optimizer=self.optimizer, asynchronous=True)
 
     def resume(self, target: Path) -> None:
         hf_zero_stream.load_state(self.model, target, optimizer=self.optimizer)
@@ -172,7 +170,7 @@ def packed_states(name: str, folder: Path, target: Path, loads_into: bool) -> di
     model = how.load(folder)
     found["packed"] = len(packed_names(model))
     found["differences"] = _wrong(model, plain, how)
-    hf_zero_stream.save_pretrained(model, target / "weights", progress=False)
+    hf_zero_stream.save_pretrained(model, target / "weights")
     training = how(model)
     found["losses"] = _steps(training, 3)
     pending = training.save(target / "state")

@@ -45,7 +45,7 @@ FAULTS = "faults"
 """The name of what :func:`in_one_process` adds: what would hang, or give wrong values, on real GPUs."""
 
 COMMON = {"dtype": torch.bfloat16, "attn_implementation": "eager", "experts_implementation": "eager"}
-QUIET = {"progress": False, "log_report": False}
+QUIET = {"progress": False}
 
 
 def in_one_process(trials: Mapping[str, Trial]) -> dict[str, Any]:
@@ -148,7 +148,8 @@ def zero(folder: Path, stage: int, zero: Mapping[str, Any], settings: Mapping[st
     engine = zero_engine(model, config)
     found["losses"] = engine_losses(engine)
     if settings is not None:
-        hf_zero_stream.load_into(engine, str(folder), config=StreamingConfig(**{**QUIET, **settings}))
+        with streaming(settings):
+            hf_zero_stream.load_into(engine, str(folder))
         found["loaded into"] = zero_differences(engine.module, plain, stage)
     engine.destroy()
     return found
@@ -159,9 +160,9 @@ def zero_states(folder: Path, stage: int, zero: Mapping[str, Any], target: Path)
     unset_hf_deepspeed_config()
     config = zero_config(stage, zero)
     engine = zero_engine(zero_model(folder, config, {}), config)
-    hf_zero_stream.save_pretrained(engine, target / "weights", progress=False)
+    hf_zero_stream.save_pretrained(engine, target / "weights")
     engine_losses(engine, 2)
-    pending = hf_zero_stream.save_state(engine, target / "state", asynchronous=True, progress=False)
+    pending = hf_zero_stream.save_state(engine, target / "state", asynchronous=True)
     going_on = engine_losses(engine, 2, first=2)
     pending.wait()
     hf_zero_stream.load_state(engine, target / "state")
@@ -218,18 +219,17 @@ def by_transformers(folder: Path, sizes: Mapping[str, int], settings: Mapping[st
 
 def loaded_into(model: Any, folder: Path, plain: Any, settings: Mapping[str, Any]) -> list[str]:
     """What differs after the checkpoint was loaded once more, into shards that have been trained."""
-    hf_zero_stream.load_into(model.eval(), str(folder), config=StreamingConfig(**{**QUIET, **settings}))
+    with streaming(settings):
+        hf_zero_stream.load_into(model.eval(), str(folder))
     return sharded_differences(model, plain)
 
 
 def sharded_states(folder: Path, sizes: Mapping[str, int], target: Path) -> dict[str, Any]:
     """As :func:`zero_states`, sharded by ``distributed_config``."""
     model, optimizer = sharded_model(folder, sizes, {})
-    hf_zero_stream.save_pretrained(model, target / "weights", progress=False)
+    hf_zero_stream.save_pretrained(model, target / "weights")
     losses_of(model, optimizer, 2)
-    pending = hf_zero_stream.save_state(
-        model, target / "state", optimizer=optimizer, batch_size=1, asynchronous=True, progress=False
-    )
+    pending = hf_zero_stream.save_state(model, target / "state", optimizer=optimizer, batch_size=1, asynchronous=True)
     going_on = losses_of(model, optimizer, 2, first=2)
     pending.wait()
     hf_zero_stream.load_state(model, target / "state", optimizer=optimizer, batch_size=1)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, core_model_loading
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from tests.saving import different
+from tests.saving import different, saves_with
 from tests.sweep.fixes import NO_LOADING_INFO
 
 
@@ -76,10 +76,8 @@ def saved_differences(streamed: Any, plain: Any, folder: Path) -> list[str]:
 
     # Stock's on the main rank only; the others need to know whether it could.
     attempt("stock", lambda: plain.save_pretrained(target / f"stock {dist.get_rank()}", **kwargs))
-    attempt(
-        "ours",
-        lambda: hf_zero_stream.save_pretrained(streamed, target / "ours", chunk_bytes=2**14, progress=False, **kwargs),
-    )
+    with saves_with(chunk_bytes=2**14, progress=False):
+        attempt("ours", lambda: hf_zero_stream.save_pretrained(streamed, target / "ours", **kwargs))
     if errors:
         found = [] if len(errors) == 2 else [f"saving: {name}: {error}"[:400] for name, error in errors.items()]
     else:

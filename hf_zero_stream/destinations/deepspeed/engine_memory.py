@@ -12,7 +12,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 from torch import nn
 
-from ...config import CHUNK_ALIAS
 from ...errors import refuse_unknown_version
 from ...footprint.memory import HOST, EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
 from ...footprint.optimizers import AdamW, adamw_copies
@@ -129,7 +128,6 @@ def _leaf_modules(model: nn.Module, zero: DeepSpeedZeroConfig) -> list[str]:
 
 def _zero_config(ds_config: Mapping[str, Any], model: nn.Module) -> DeepSpeedZeroConfig:
     zero = dict(ds_config.get("zero_optimization") or {"stage": 3})
-    zero.pop(CHUNK_ALIAS, None)  # ours, and unknown to DeepSpeed's releases
     hidden_size = _hidden_size(getattr(model, "config", None))
     if zero.get("reduce_bucket_size") == "auto" and hidden_size:
         zero["reduce_bucket_size"] = hidden_size**2  # as transformers and accelerate will fill it in

@@ -1,0 +1,147 @@
+"""Whole parameters for the engines of stages 0 to 2, and how those of 1 and 2 start without a second copy of them.
+
+While its optimizer is constructed, DeepSpeed (``runtime/zero/stage_1_and_2.py``, 0.18.9 and 0.19.8) flattens one group
+of parameters after the other: on the device if ``available_memory()`` says that a second copy fits, else through the
+host. For a model of ours each of the N ranks copies 1/N of the flat buffer instead, the old parameters are freed, and
+ranks gather the buffer from each other. That is right because DeepSpeed has just made parameters equal on all ranks,
+and there is room for 1/N, because the fp32 copies of it come next.
+
+Three functions are replaced while such a model lives. Other models, and other optimizers, see no difference.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from itertools import accumulate
+from operator import add
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from ...accelerators import free_bytes, is_accelerator, kind
+from ...bindings.install import installed
+from ...bindings.rows import Moment
+from ...checkpoint.lazy import LazyTensor
+from ...ranks.coordinator import Coordinator, all_gather
+from ..base import Batch
+from ..replicated import Replicated
+from . import zero3
+
+
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Those that stage 1 or 2 may come to train."""
+
+_flattens_together: ContextVar[bool] = ContextVar("hf_zero_stream_flattens_together", default=False)
+"""Whether this thread is inside the constructor of an optimizer of such a model."""
+
+_CONSTRUCTOR = inspect.signature(DeepSpeedZeroOptimizer.__init__)
+
+
+class EngineReplicas(Replicated):
+    """Stages 0 to 2, whose engines move all parameters to the device: there at once, if it has room for them."""
+
+    def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, chunk_bytes: int) -> None:
+        super().__init__(coordinator, chunk_bytes, zero3.local_device())
+        self._stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+
+    def batches(
+        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
+    ) -> list[Batch]:
+        if is_accelerator(self.device):
+            needed = sum(param.nbytes for param in model.parameters() if isinstance(param, LazyTensor))
+            if free_bytes(self.device) >= needed + self._chunk_bytes:
+                self._parameters_on = self.device
+        if self._stage in (1, 2):
+            watch(model)
+        return super().batches(model, missing, tied, only_planned=only_planned)
+
+
+def watch(model: nn.Module) -> None:
+    """Have the optimizers of stages 1 and 2 that train `model` flatten its parameters without a second copy."""
+    _models.add(model)
+    replaced = installed(Moment.FLAT)
+    replaced.__enter__()
+    weakref.finalize(model, replaced.__exit__)
+
+
+def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    """In place of the constructor of DeepSpeed's optimizer."""
+    arguments = _CONSTRUCTOR.bind(self, *args, **kwargs).arguments
+    token = _flattens_together.set(type(self) is DeepSpeedZeroOptimizer and _can_flatten_together(arguments))
+    try:
+        original(self, *args, **kwargs)
+    finally:
+        _flattens_together.reset(token)
+
+
+def _can_flatten_together(arguments: Mapping[str, Any]) -> bool:
+    """The same on all ranks, which all call it if the model is of ours."""
+    groups = [
+        [param for param in group["params"] if param.requires_grad]
+        for group in arguments["init_optimizer"].param_groups
+    ]
+    of_ours = {id(param) for model in _models for param in model.parameters()}
+    if not any(id(param) in of_ours for params in groups for param in params):
+        return False
+    process_group = arguments.get("dp_process_group")
+    world_size = dist.get_world_size(process_group)
+    device = torch.device(get_accelerator().current_device_name())
+    # Experts of DeepSpeed's own are partitioned over other ranks; those of its OptimizedLinear are no replicas.
+    can = not (world_size == 1 or arguments.get("zenflow_config") or arguments.get("has_moe_layers"))
+    for params in groups:
+        can &= len({param.dtype for param in params}) == 1 and all(param.device == device for param in params)
+        can &= not any(hasattr(param, "ds_optim_param") for param in params)
+    part_bytes = max(sum(param.nbytes for param in params) for params in groups) // world_size
+    everyone = [False] * world_size
+    dist.all_gather_object(everyone, can and free_device_bytes() > part_bytes, group=process_group)
+    return all(everyone)
+
+
+def free_device_bytes() -> int:
+    """Memory of the device that nobody uses, in bytes, after torch has given back what it only keeps."""
+    accelerator = get_accelerator()
+    accelerator.empty_cache()
+    if accelerator.device_name() == kind():
+        # DeepSpeed's own figure is the total less this process's share where pynvml is not installed.
+        return free_bytes(torch.device(accelerator.device_name()))
+    return accelerator.available_memory()
+
+
+def available_memory(original: Callable[..., int], *args: Any, **kwargs: Any) -> int:
+    return sys.maxsize if _flattens_together.get() else original(*args, **kwargs)
+
+
+def flatten(
+    original: Any, self: Any, tensor_list: Sequence[Tensor], alignment: int, use_cpu_data: bool = False, **kwargs: Any
+) -> Tensor:
+    """In place of ``flatten_dense_tensors_aligned``: the same buffer; `tensor_list` has no memory then."""
+    if not _flattens_together.get() or use_cpu_data:
+        return original(self, tensor_list, alignment, use_cpu_data, **kwargs)
+    paddings = kwargs.get("param_padding") or [0] * len(tensor_list)
+    return _flatten_together(tensor_list, paddings, alignment, self.dp_process_group)
+
+
+@torch.no_grad()
+def _flatten_together(params: Sequence[Tensor], paddings: Sequence[int], alignment: int, group: Any) -> Tensor:
+    """`params` in a row, zeros behind each as many as its padding, and up to a multiple of `alignment` (all ranks)."""
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    *offsets, end = accumulate(map(add, (param.numel() for param in params), paddings), initial=0)
+    part = params[0].new_zeros(-(-end // alignment) * alignment // world_size)
+    first = rank * len(part)
+    for param, offset in zip(params, offsets, strict=True):
+        start, stop = max(offset, first), min(offset + param.numel(), first + len(part))
+        if start < stop:
+            part[start - first : stop - first].copy_(param.reshape(-1)[start - offset : stop - offset])
+        param.data = param.new_empty(()).expand(param.shape)  # of one element
+    get_accelerator().empty_cache()
+    buffer = part.new_empty(len(part) * world_size)
+    all_gather(buffer.view(torch.uint8), part.view(torch.uint8), group=group)  # not every backend knows every dtype
+    return buffer
