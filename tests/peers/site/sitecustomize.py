@@ -1,7 +1,7 @@
 """Python imports this when a process of either arm starts: launchers, scripts and ranks know nothing of it.
 
-In the arm "ours" the process enters ``streaming()`` as under ``hf-zero-stream run``, and what streams is written down. In
-both arms what asks for GPUs runs on a CPU, and data sets and metrics of the Hub are made here.
+In the arm "ours" the process enters ``streaming()`` as under ``hf-zero-stream run``, and what streams is written down.
+In both arms what asks for GPUs runs on a CPU, and data sets and metrics of the Hub are made here.
 """
 
 import functools
