@@ -201,6 +201,10 @@ def deep_key() -> bytes:
 HOSTILE = {
     "memo index": b"\x80\x02]r" + struct.pack("<I", 2**31) + b".",
     "deep key": deep_key(),
+    "a key whose hash takes for ever": b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s.",
+    "a set of such": b"\x80\x05\x8f(" + b")" + b"q\x01h\x01\x86" * 60 + b"\x91.",
+    "a frame beyond the end": b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"N.",
+    "an array without bytes": b"\x80\x05\x96" + struct.pack("<Q", 2**33) + b".",
     "a mark as a value": b"\x80\x02((t.",
     "no end": b"\x80\x02}",
     "empty stack": b"\x80\x02.",

@@ -5,6 +5,10 @@ The format has no specification; it is what ``torch/serialization.py`` reads. Si
 Before, it was five pickles, and then each storage's number of elements and bytes.
 
 Rank 0 turns the description into a header like that of a safetensors file, with offsets from the file's beginning.
+
+``torch.load`` under ``FakeTensorMode`` gives offsets too, but none in files of the older kind, and cannot be bounded
+(torch 2.13): 20 bytes of a pickle make a ``bytearray`` of any size, or a key whose hash takes for ever; it unpacks
+compressed members whole, compares no storage's length, and lets ``.format_version`` move the offsets.
 """
 
 from __future__ import annotations

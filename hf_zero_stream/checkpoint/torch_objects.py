@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..sources.base import ReadableFile
-from .pickles import Call, Global
+from .pickles import Call, Global, kind_of
 from .safetensors import DTYPES, MAX_DIMENSIONS
 from .torch_files import NotAMap, describe, field_of
 from .untrusted_json import excerpt
@@ -202,17 +202,6 @@ class TorchObjects:
             raise NotPlain(f"{what} is {kind_of(value)}")
 
         return convert(value, what, 0)
-
-
-def kind_of(value: Any) -> str:
-    """What an object is, in a few words, whatever is in it."""
-    if isinstance(value, Call):
-        return f"what {excerpt(str(value.function))} makes" if isinstance(value.function, Global) else "an object"
-    if isinstance(value, (list, tuple, dict)):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
-        return excerpt(value)
-    return "an object"
 
 
 def _plain_tensor(value: Any) -> Any:
