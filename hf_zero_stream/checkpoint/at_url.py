@@ -18,9 +18,10 @@ from ..sources.remote import REQUEST_BYTES
 from ..sources.small_files import SmallFiles
 from ..sources.urls import joined
 from . import safetensors
-from .index import CheckpointIndex
+from .formats import map_of
 from .index_file import read_index_file
 from .kinds import INDEX, SINGLE
+from .map import CheckpointMap
 from .soundness import Soundness, check_tensors, read_weight_map
 
 
@@ -89,13 +90,13 @@ def check_soundness_at(
         found.shards = sorted(set((weight_map or {}).values()))
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         headers = list(threads.map(lambda name: _checked_header(url, name, files), found.shards))
-    indexes: dict[str, CheckpointIndex] = {}
+    indexes: dict[str, CheckpointMap] = {}
     for name, header in zip(found.shards, headers, strict=True):
         if isinstance(header, tuple):
             found.fault(name, *header)
             continue
         indexes[name] = header
-        found.tensors += len(header.tensors)
+        found.tensors += len(header.views)
         found.nbytes += header.shards[0].size_bytes
     check_tensors(indexes, weight_map, found)
     if sha256 or sums is not None:
@@ -104,11 +105,11 @@ def check_soundness_at(
     return found
 
 
-def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointIndex | tuple[str, str]:
+def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointMap | tuple[str, str]:
     """What a shard holds, or (the kind of its fault, what is wrong)."""
     path = joined(url, name)
     try:
-        return CheckpointIndex.from_headers([path], [files.header(path, safetensors.read_header)])
+        return map_of([path], [files.header(path, safetensors.read_header)])
     except ReadError as error:
         kind = "missing" if getattr(error.__cause__, "status", 0) == 404 else "unreadable"
         return kind, str(error).removeprefix(f"{path}: ")
@@ -119,7 +120,7 @@ def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointIndex |
 def _check_contents(
     path: str,
     name: str,
-    index: CheckpointIndex,
+    index: CheckpointMap,
     files: SmallFiles,
     sums: Mapping[str, str] | None,
     found: Soundness,

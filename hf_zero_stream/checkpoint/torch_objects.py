@@ -15,9 +15,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..sources.base import ReadableFile
+from .format import DTYPES, MAX_DIMENSIONS, NotAMap
 from .pickles import Call, Global, kind_of
-from .safetensors import DTYPES, MAX_DIMENSIONS
-from .torch_files import NotAMap, describe, field_of
+from .torch_files import describe, field_of
 from .untrusted_json import excerpt
 
 

@@ -20,8 +20,11 @@ import torch
 
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource
+from ..sources.local import LocalFiles
 from .format import Shard, TensorEntry
-from .nodes import FileTensor, View, row_major_strides
+from .kinds import has_weights
+from .map import CheckpointMap, view_of
+from .nodes import View, row_major_strides
 from .signs import is_sign
 from .torch_objects import StoredTensor
 from .untrusted_json import excerpt
@@ -146,9 +149,7 @@ class ZeroFolder:
 
 def _joined(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> View:
     """A tensor of flat pieces, those without elements left out."""
-    pieces = [View.whole(FileTensor(it.shape, it.dtype, it)) for it in entries if it.shape[0]] or [
-        View.whole(FileTensor(entries[0].shape, entries[0].dtype, entries[0]))
-    ]
+    pieces = [view_of(it) for it in entries if it.shape[0]] or [view_of(entries[0])]
     whole = pieces[0] if len(pieces) == 1 else View.joined(tuple(pieces), 0)
     return View(whole.node, shape, row_major_strides(shape))
 
@@ -156,6 +157,31 @@ def _joined(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> View:
 def is_zero_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether there is a file of an optimizer's states in it, of any rank."""
     return world_size_of(folder) > 0
+
+
+def zero_folder_of(path: Path) -> Path | None:
+    """The folder of the ZeRO checkpoint in `path`, or `path` itself; None if it is or holds another kind."""
+    if not path.is_dir() or has_weights(path):
+        return None
+    if is_zero_folder(path):
+        return path
+    latest = path / "latest"
+    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    is_name = bool(name) and Path(name).name == name and "\0" not in name
+    return path / name if is_name and is_zero_folder(path / name) else None
+
+
+def map_of_zero(folder: Path) -> CheckpointMap:
+    """The fp32 values of what is trained in the folder of a tag, and the rest; raises as :func:`read_zero_folder`."""
+    zero = read_zero_folder(LocalFiles(), folder)
+    if zero.lacking:
+        raise UnsupportedError(
+            f"{folder}: it has no values of {len(zero.lacking)} parameters, among them {excerpt(zero.lacking[0])}, "
+            "which were neither trained nor frozen. Load the checkpoint into the training, and save the model."
+        )
+    views = {**zero.buffers(), **zero.frozen(), **zero.views()}
+    views |= {alias: views[name] for alias, name in zero.shared.items()}
+    return CheckpointMap(zero.shards, views, format="ZeRO")
 
 
 def entries_of_deepspeed(folder: str | os.PathLike[str]) -> list[str]:
