@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -58,6 +59,15 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def part(self, first: int, count: int, **more: Any) -> TensorEntry:
+        """`count` elements from number `first` on, as a flat tensor, with `more` fields replaced."""
+        start = self.start + first * self.dtype.itemsize
+        return self._replace(shape=(count,), start=start, stop=start + count * self.dtype.itemsize, **more)
 
 
 @dataclass(frozen=True, slots=True)
