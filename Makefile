@@ -42,7 +42,7 @@ help:
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
 	@echo "make quality  lint, format check, types, which room may import which"
 	@echo "make style    fix what ruff can fix"
-	@echo "make demo     run the demonstration"
+	@echo "make demo     run hf-zero-stream demo: stock and streaming side by side"
 	@echo "make docs     build the documentation as a site, in build/site; broken links fail"
 	@echo "make package  build wheel and sdist, check them, and try the wheel alone in a clean environment"
 	@echo "make bench    run the benchmarks"
@@ -122,7 +122,8 @@ style: $(STAMP)
 	$(BIN)/ruff format $(SOURCES)
 
 demo: $(STAMP)
-	$(BIN)/python -m examples.demo
+	mkdir -p build
+	$(BIN)/hf-zero-stream demo --on cpu --html build/demo.html
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)

@@ -154,7 +154,7 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--plot", "nowhere/plan.png"], "nowhere"),
         (["plan", ".", "--world-size", "64", "--fsdp", "16", "--tp", "2"], "--world-size: expected 32"),
         (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
-        (["bench", ".", "--nproc", "0"], "nproc"),
+        (["demo", "--nproc", "0"], "nproc"),
         (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

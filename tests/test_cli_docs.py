@@ -22,7 +22,7 @@ from tests.zoo import make_moe_checkpoint
 
 
 DOCUMENT = (ROOT / "docs" / "cli.md").read_text()
-LOOSE = ("doctor", "bench")
+LOOSE = ("doctor", "demo")
 """Commands whose output is this machine's: in the documents it is cut with lines of dots, and numbers may differ."""
 
 

@@ -1,10 +1,9 @@
-"""`bench` and `doctor`: the commands about this machine."""
+"""`doctor`: the command about this machine."""
 
 import importlib
 import json
 import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,99 +12,16 @@ import pytest
 import torch
 import transformers
 
-from hf_zero_stream.cli import bench, doctor
+from hf_zero_stream.cli import doctor
 from hf_zero_stream.cli.versions import TRIED
 from hf_zero_stream.errors import VersionError
 from hf_zero_stream.sources.local import kind_of_file_system
 from tests.parity import ds_config
 from tests.test_cli import run, run_json
-from tests.test_cli_docs import DOCUMENT, assert_shown, blocks, commands
-from tests.zoo import make_moe_checkpoint
 
 
 PROBLEM = "problem"
 ROOT = Path(__file__).parents[1]
-
-
-# ------------------------------------------------------------------------------------------------------- bench
-
-
-@pytest.mark.usefixtures("compiler")
-@pytest.mark.slow
-def test_bench_loads_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real ranks: the same bits, each streaming rank reads its half, and the table is that of docs/cli.md."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.chdir(tmp_path)
-    folder = make_moe_checkpoint(tmp_path / "tiny-moe", 1e7, num_layers=2, num_experts=8)
-    kept: list[Any] = []
-    emit = bench.frame.emit
-    monkeypatch.setattr(
-        bench.frame, "emit", lambda data, *others, **options: (kept.append(data), emit(data, *others, **options))
-    )
-    ((command, shown),) = next(parts for parts in map(commands, blocks(DOCUMENT)) if " bench " in parts[0][0])
-    assert_shown(shown, run(*command.split()[1:]).stdout)
-    (found,) = kept
-    weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    assert found["same_bits"] is True and set(found["arms"]) == {"stock", "streaming"}
-    for figures in found["arms"].values():
-        assert figures["seconds"] > 0 and len(figures["digests"]) == 2
-        assert 0.99 * weights <= sum(figures["partition_bytes"]) <= 1.01 * weights
-    assert sum(found["arms"]["streaming"]["bytes_read"]) == pytest.approx(weights, rel=0.02)
-    assert max(found["arms"]["streaming"]["bytes_read"]) < 0.6 * weights
-
-
-ARM = {
-    "seconds": 2.0,
-    "bytes_read": 2**20,
-    "anonymous_growth_bytes": 2**21,
-    "partition_bytes": 2**20,
-    "digest": "0a",
-}
-
-
-@pytest.fixture
-def faked_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What each arm's ranks write down, instead of loading; an arm that is not in it dies without a word."""
-    results: dict[str, Any] = {}
-
-    def torchrun(command: list[str], **kwargs: Any) -> "subprocess.CompletedProcess[str]":
-        arm, folder = command[-4], Path(command[-1])
-        ranks = int(command[command.index("--nproc-per-node") + 1])
-        for rank in range(ranks if arm in results else 0):
-            (folder / f"{arm}-{rank}.json").write_text(json.dumps(results[arm]))
-        failed = arm not in results or "error" in results[arm]
-        return subprocess.CompletedProcess(command, int(failed), stdout="killed by a signal\n")
-
-    monkeypatch.setattr(bench.subprocess, "run", torchrun)
-    return results
-
-
-def test_bench_shows_one_table(faked_ranks: dict[str, Any], tmp_path: Path) -> None:
-    folder = make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2)
-    faked_ranks |= {"stock": ARM, "streaming": {**ARM, "seconds": 0.5}}
-    text = run("bench", str(folder), "--nproc", "3", "--cache", "cold").stdout
-    assert "| seconds " in text and " 2.00 |" in text and " 0.50 |" in text and "cold" in text
-    stock, streaming = re.findall(r"^(?:stock|streaming) +(#+) [\d.]+ s$", text, re.MULTILINE)
-    assert len(stock) == 4 * len(streaming) == 48 and max(map(len, text.split("\n\nseconds\n")[1].splitlines())) <= 80
-    assert "1.0 MiB to 1.0 MiB" in text and text.endswith("Both loaded the same bits.\n")
-
-
-def test_bench_of_different_bits(faked_ranks: dict[str, Any], tmp_path: Path) -> None:
-    folder = str(make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2))
-    faked_ranks |= {"stock": ARM, "streaming": {**ARM, "digest": "0b"}}
-    assert run_json("bench", folder, code=1)["same_bits"] is False
-    assert "DIFFERENT" in run("bench", folder, code=1).stdout
-    faked_ranks["streaming"] = {**ARM, "digest": None}
-    assert run_json("bench", folder)["same_bits"] is None, "partitions in swap files are not compared"
-
-
-def test_bench_shows_errors(faked_ranks: dict[str, Any], tmp_path: Path) -> None:
-    folder = str(make_moe_checkpoint(tmp_path / "moe", 1e6, num_layers=1, num_experts=2))
-    faked_ranks["stock"] = {"error": "RuntimeError: size mismatch"}
-    text = run("bench", folder, code=1).stdout
-    assert "The stock load failed: RuntimeError: size mismatch" in text
-    assert "The streaming load failed: exit code 1:\nkilled by a signal" in text
-    assert run_json("bench", folder, code=1)["same_bits"] is None
 
 
 # ------------------------------------------------------------------------------------------------------ doctor

@@ -208,7 +208,7 @@ HOMES = {
     "transformers.models.auto": ("hf_zero_stream.auto",),
     "transformers.quantizers": ("hf_zero_stream.cli.models",),
     # HfDeepSpeedConfig, is_fsdp_enabled
-    "transformers.integrations": ("hf_zero_stream.cli.bench_rank", "hf_zero_stream.loading.choice"),
+    "transformers.integrations": ("hf_zero_stream.cli.demo_rank", "hf_zero_stream.loading.choice"),
     "torch.autograd": ("hf_zero_stream.packed.replicas",),  # Variable._execution_engine
     "torch.distributed.distributed_c10d": ("hf_zero_stream.ranks.presence", "hf_zero_stream.ranks.stand_in"),
     "torch.distributed.tensor.debug": ("hf_zero_stream.ranks.stand_in",),

@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 import transformers
 
-from hf_zero_stream.cli.bench import drop_from_cache
+from hf_zero_stream.cli.demo import drop_from_cache
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading

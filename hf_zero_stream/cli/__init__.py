@@ -20,7 +20,7 @@ from ..reports.text import printable
 
 COMMANDS = {
     name: import_module(f".{name}", __package__)
-    for name in ("run", "inspect", "plan", "verify", "convert", "bench", "doctor")
+    for name in ("run", "inspect", "plan", "verify", "convert", "demo", "doctor")
 }
 """Command -> its module, which has the command's function `run` and an `EXAMPLE`."""
 

@@ -13,6 +13,8 @@ import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any, Literal, TextIO
 
 import typer
@@ -40,6 +42,22 @@ def size(text: str) -> int:
     return parsed
 
 
+def file_to_draw(text: str, *endings: str) -> Path:
+    """Parses the name of a file that matplotlib's pictures go to, and of which the ending is one of `endings`."""
+    if find_spec("matplotlib") is None:
+        raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
+    path = Path(text)
+    if path.suffix not in endings:
+        raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
+    if not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+def _page(text: str) -> Path:
+    return file_to_draw(text, ".html")
+
+
 def _zero3_file(path: str) -> dict[str, Any]:
     config = json_object(path)
     zero = config.get("zero_optimization")
@@ -65,6 +83,10 @@ DequantizeOption = Annotated[
 DsConfigOption = Annotated[
     dict[str, Any] | None,
     typer.Option(metavar="FILE", parser=_zero3_file, help="DeepSpeed config; default: ZeRO-3 with AdamW."),
+]
+PageOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", parser=_page, help="Write a page with a picture and these tables: .html."),
 ]
 DtypeOption = Annotated[
     Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Dtype to train in, whatever the config says.")

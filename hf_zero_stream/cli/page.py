@@ -1,4 +1,4 @@
-"""Writes the page of ``plan --html``: the picture of ``--plot`` and what the command prints, without scripts."""
+"""Writes the page of ``plan --html`` and ``demo --html``: a picture and what the command prints, without scripts."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ tr:first-child { font-weight: bold; }
 <body>
 <h1>{{ title }}</h1>
 {%- for line in blocks[-1].splitlines() %}
-<p class="{{ 'verdict bad' if 'DOES NOT FIT' in line else 'verdict' if 'needs' in line }}">{{ line }}</p>
+{%- set is_bad = "DOES NOT FIT" in line or line.startswith("✗") %}
+{%- set is_good = "needs" in line or line.startswith("✓") %}
+<p class="{{ 'verdict bad' if is_bad else 'verdict' if is_good }}">{{ line }}</p>
 {%- endfor %}
 {{ picture }}
-<p>All memory is computed before anything is loaded. Activations are not counted.</p>
+<p>{{ note }}</p>
 {%- for block in blocks[:-1] %}
 {%- if block.startswith("|") %}
 <table>
@@ -52,6 +54,7 @@ tr:first-child { font-weight: bold; }
 """)
 
 
-def write_page(path: Path, title: str, picture: str, blocks: Sequence[str]) -> None:
-    """Write the page around an SVG; `blocks` are what the command prints: texts and tables, the verdict last."""
-    path.write_text(_PAGE.render(title=title, picture=Markup(picture), blocks=blocks), encoding="utf-8")
+def write_page(path: Path, title: str, picture: str, note: str, blocks: Sequence[str]) -> None:
+    """Write the page around an SVG and a `note` on it; `blocks` are what the command prints, the verdict last."""
+    page = _PAGE.render(title=title, picture=Markup(picture), note=note, blocks=blocks)
+    path.write_text(page, encoding="utf-8")

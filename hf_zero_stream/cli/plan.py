@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,23 +31,8 @@ _MUCH_MORE = 1.5
 """Warn of reading this many times the bytes that are needed."""
 
 
-def _drawn(text: str, *endings: str) -> Path:
-    if find_spec("matplotlib") is None:
-        raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
-    path = Path(text)
-    if path.suffix not in endings:
-        raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}")
-    return path
-
-
 def _picture(text: str) -> Path:
-    return _drawn(text, ".png", ".svg", ".pdf")
-
-
-def _page(text: str) -> Path:
-    return _drawn(text, ".html")
+    return frame.file_to_draw(text, ".png", ".svg", ".pdf")
 
 
 def _memory_option(of: str) -> Any:
@@ -91,10 +75,7 @@ def run(
             metavar="FILE", parser=_picture, help="Draw who reads what, and the memory of ranks: .png, .svg or .pdf."
         ),
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", parser=_page, help="Write a page with that picture and these tables: .html."),
-    ] = None,
+    html: frame.PageOption = None,
     revision: frame.RevisionOption = None,
     trust_remote_code: frame.TrustOption = False,
     dequantize: frame.DequantizeOption = False,
@@ -175,7 +156,8 @@ def run(
             from .page import write_page
 
             title, blocks = f"{path}: {count_text(world_size, 'rank')}", list(_blocks(data, forecast.memory))
-            write_page(html, title, as_svg(*shown), blocks)
+            note = "All memory is computed before anything is loaded. Activations are not counted."
+            write_page(html, title, as_svg(*shown), note, blocks)
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
 

@@ -9,7 +9,6 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -177,20 +176,6 @@ def partitions_equal(first: Any, second: Any, coordinator: Coordinator) -> bool:
     verdict = torch.tensor(int(same), device=local_device())
     coordinator.run(dist.all_reduce, verdict, dist.ReduceOp.MIN)
     return bool(verdict.item())
-
-
-def partition_digest(model: nn.Module) -> str | None:
-    """A checksum of this rank's ZeRO-3 partitions without their padding; None if some are in swap files."""
-    checksum = 0
-    params: list[tuple[str, Any]] = sorted(model.named_parameters())
-    for name, param in params:
-        _, start, stop = own_range(param)
-        part = param.ds_tensor.detach()[: stop - start]
-        if part.numel() < stop - start:
-            return None
-        checksum = zlib.crc32(name.encode(), checksum)
-        checksum = zlib.crc32(part.cpu().view(torch.uint8).numpy(), checksum)
-    return f"{checksum:08x}"
 
 
 def init_distributed() -> None:
