@@ -14,7 +14,7 @@ with atheris.instrument_imports(
     include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources"], enable_loader_override=False
 ):
     import hf_zero_stream.checkpoint.distcp
-    import hf_zero_stream.checkpoint.index
+    import hf_zero_stream.checkpoint.formats
     import hf_zero_stream.checkpoint.index_file
     import hf_zero_stream.checkpoint.pickles
     import hf_zero_stream.checkpoint.torch_files

@@ -22,6 +22,7 @@ import torch.distributed.checkpoint.metadata as classes
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from hf_zero_stream.checkpoint import distcp
+from hf_zero_stream.checkpoint.kinds import METADATA
 from hf_zero_stream.checkpoint.nodes import Cat, FileTensor, HostTensor, View
 from hf_zero_stream.errors import CheckpointError, ReadError, UnsupportedError
 from hf_zero_stream.sources.local import LocalFiles
@@ -67,7 +68,7 @@ def _folder() -> tuple[Path, bytes]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(_saved(), checkpoint_id=folder, no_dist=True)
-    metadata = pickle.loads((folder / distcp.METADATA).read_bytes())
+    metadata = pickle.loads((folder / METADATA).read_bytes())
     first = next(index for index in metadata.storage_data if index.fqn == "model.a")
     info, halves = metadata.storage_data.pop(first), _saved()["model"]["a"].chunk(2)
     with open(folder / info.relative_path, "ab") as file:
@@ -110,9 +111,10 @@ def read_distributed(text: bytes) -> str:
         Disagreement: the reference refuses what we accept, or reads it otherwise.
     """
     folder, _ = _folder()
-    (folder / distcp.METADATA).write_bytes(text)
+    path = folder / METADATA
+    path.write_bytes(text)
     try:
-        found = distcp.parse_map(str(folder), distcp.read_map(LocalFiles(), str(folder)))
+        found = distcp.parse_header(str(path), 0, distcp.read_header(LocalFiles(), str(path)))
     except (CheckpointError, ReadError, UnsupportedError):
         return "refused"
     try:

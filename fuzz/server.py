@@ -24,7 +24,7 @@ import tenacity
 import torch
 from safetensors.torch import save
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.formats import map_of
 from hf_zero_stream.checkpoint.safetensors import read_header
 from hf_zero_stream.errors import HfZeroStreamError
 from hf_zero_stream.sources import remote
@@ -257,10 +257,10 @@ def _compare(found: bytes, is_whole: bool) -> None:
 def _read_as_a_load(files: RemoteFiles, url: str) -> bytes:
     """The object, from its header and the values of its tensors."""
     header = read_header(files, url)
-    index = CheckpointIndex.from_headers([url], [header])
+    index = map_of([url], [header])
     files.add(index.shards)
     found = len(header.text).to_bytes(8, "little") + header.text
-    for entry in sorted(index.tensors.values(), key=lambda entry: entry.start):
+    for entry in sorted(index.entries.values(), key=lambda entry: entry.start):
         values = bytearray(entry.stop - entry.start)
         files.read_into(entry.shard, entry.start, [memoryview(values)])
         found += values

@@ -25,11 +25,10 @@ import torch
 from safetensors import SafetensorError, deserialize, safe_open
 
 from hf_zero_stream.checkpoint import torch_files, zero_folder
-from hf_zero_stream.checkpoint.format import TensorEntry
-from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.format import NotAMap, dtype_name
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.index_file import parse_index
 from hf_zero_stream.checkpoint.nodes import FileTensor, View
-from hf_zero_stream.checkpoint.safetensors import dtype_name
 from hf_zero_stream.checkpoint.zero_files import read_model_file, read_optimizer_file
 from hf_zero_stream.checkpoint.zero_folder import ZeroFolder
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
@@ -92,7 +91,7 @@ def read_file(content: bytes) -> str:
             file.write(content)
         path = f"/proc/self/fd/{handle}"
         try:
-            index, refusal = CheckpointIndex.from_files([path]), ""
+            index, refusal = read_map([path]), ""
         except CheckpointError as error:
             index, refusal = None, str(error)
         try:
@@ -113,7 +112,7 @@ def read_file(content: bytes) -> str:
                 "shape": list(entry.shape),
                 "data": content[entry.start : entry.stop],
             }
-            for name, entry in index.tensors.items()
+            for name, entry in index.entries.items()
         }
         if ours != theirs:
             raise Disagreement(f"we read {ours}, the library {theirs}")
@@ -229,36 +228,36 @@ def read_torch_file(content: bytes) -> str:
             file.write(content)
         path = f"/proc/self/fd/{handle}"
         try:
-            header = torch_files.read_header(LocalFiles(), path)
-            _, entries = torch_files.parse_header(path, 0, header)
+            views = torch_files.parse_header(path, 0, torch_files.read_header(LocalFiles(), path)).views
         except CheckpointError:
             return "refused"
-        except torch_files.NotAMap:
+        except NotAMap:
             return "no map"
         try:
             theirs = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
             raise Disagreement(f"we read what torch refuses: {error}") from error
-        for entry in entries:
-            expected = theirs[entry.name].detach()
-            if (entry.dtype, entry.shape) != (expected.dtype, tuple(expected.shape)):
-                raise Disagreement(f"we read {entry}, torch {expected.dtype} of shape {tuple(expected.shape)}")
-            if _values(content, entry) != expected.contiguous().view(-1).view(torch.uint8).numpy().tobytes():
-                raise Disagreement(f"{entry.name} has other bytes")
-        if {entry.name for entry in entries} != set(theirs):
+        for name, view in views.items():
+            expected = theirs[name].detach()
+            if (view.node.dtype, view.sizes) != (expected.dtype, tuple(expected.shape)):
+                raise Disagreement(f"we read {view}, torch {expected.dtype} of shape {tuple(expected.shape)}")
+            if _values(content, view) != expected.contiguous().view(-1).view(torch.uint8).numpy().tobytes():
+                raise Disagreement(f"{name} has other bytes")
+        if views.keys() != set(theirs):
             raise Disagreement("torch finds other tensors")
         return "same"
     finally:
         os.close(handle)
 
 
-def _values(content: bytes, entry: TensorEntry) -> bytes:
-    """The bytes of the elements of `entry`, row by row."""
-    found = content[entry.start : entry.stop]
-    if entry.strides is None:
+def _values(content: bytes, view: View) -> bytes:
+    """The bytes of the elements of `view`, which is one of a tensor in a file, row by row."""
+    assert isinstance(view.node, FileTensor)
+    found = content[view.node.entry.start : view.node.entry.stop]
+    if view.is_row_major:
         return found
-    flat = torch.frombuffer(bytearray(found), dtype=entry.dtype)
-    return flat.as_strided(entry.shape, entry.strides).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    flat = torch.frombuffer(bytearray(found), dtype=view.node.dtype)
+    return flat.as_strided(view.sizes, view.strides).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def around_pickle(description: bytes) -> bytes:

@@ -19,12 +19,14 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from .checkpoint.contents import Contents, contents_of, zero_folder_of
+from .checkpoint.contents import contents_of
 from .checkpoint.lazy import LazyTensor
+from .checkpoint.map import CheckpointMap
 from .checkpoint.nodes import Copy, FileTensor, View
 from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from .checkpoint.state_folder import is_state
 from .checkpoint.untrusted_json import parse_object
+from .checkpoint.zero_folder import zero_folder_of
 from .config import StreamingConfig
 from .destinations.base import Batch, Item
 from .engine.opened import OpenCheckpoint
@@ -94,6 +96,7 @@ def convert(
         raise ConfigError(f'layout: expected "same", "hub" or "model"; got {layout!r}')
     source = Path(source)
     contents = contents_of(source)
+    contents.refuse_absent(contents.absent)  # who copies the others would not even say that they are lost
     beside = _beside(source) if config is None else Path(config)
     if dtype is None and contents.is_of_training:
         dtype = torch.float32
@@ -146,7 +149,7 @@ def _beside(source: Path) -> Path:
     return source.absolute().parent if is_around else source
 
 
-def _refuse_quantised(source: Path, contents: Contents) -> None:
+def _refuse_quantised(source: Path, contents: CheckpointMap) -> None:
     config = source / CONFIG
     quantised = config.exists() and "quantization_config" in parse_object(config.read_bytes(), str(config))
     dtypes = {name: view.node.dtype for name, view in contents.views.items()}
@@ -169,14 +172,14 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype | None) -> 
         note_dtype(folder / CONFIG, dtype)
 
 
-def _lazy_tensors(contents: Contents, checkpoint: OpenCheckpoint) -> dict[str, LazyTensor]:
+def _lazy_tensors(contents: CheckpointMap, checkpoint: OpenCheckpoint) -> dict[str, LazyTensor]:
     """The tensors of `contents`, whose files `checkpoint` reads from now on."""
     checkpoint.add(contents.shards)
     return {name: LazyTensor.of(view, checkpoint.materialise) for name, view in contents.views.items()}
 
 
 def _split(
-    contents: Contents, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, shard_size: int | str
+    contents: CheckpointMap, checkpoint: OpenCheckpoint, folder: Path, dtype: torch.dtype | None, shard_size: int | str
 ) -> list[NotedShard]:
     """The same tensors, in order of the source's files."""
     lazy = _lazy_tensors(contents, checkpoint)
@@ -193,7 +196,7 @@ def _split(
 
 def _laid_out(
     source: Path,
-    contents: Contents,
+    contents: CheckpointMap,
     checkpoint: OpenCheckpoint,
     folder: Path,
     dtype: torch.dtype | None,
@@ -222,7 +225,7 @@ def _laid_out(
 
 def _laid_out_of_config(
     beside: Path,
-    contents: Contents,
+    contents: CheckpointMap,
     checkpoint: OpenCheckpoint,
     folder: Path,
     dtype: torch.dtype | None,

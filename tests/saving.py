@@ -25,14 +25,14 @@ SHARD_SIZE = "40KB"
 
 
 def trainer_arguments(output: Path, **changes: Any) -> Any:
-    """Of a Trainer's run in fp32 under ZeRO-3, by processes as launched, that saves the model and no more."""
+    """Of a Trainer's run in fp32, by default under ZeRO-3, by processes as launched, that saves only the model."""
     from transformers import TrainingArguments
 
     config = ds_config(torch.float32, stage3_gather_16bit_weights_on_model_save=True)
     del config["optimizer"]
     return TrainingArguments(
         output_dir=str(output),
-        deepspeed=config,
+        deepspeed=changes.pop("deepspeed", config),
         bf16=False,  # transformers wants a GPU for it
         per_device_train_batch_size=1,
         report_to=[],

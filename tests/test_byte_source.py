@@ -12,7 +12,7 @@ from safetensors.torch import save
 
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.checkpoint.format import Format, Shard, ShardHeader, TensorEntry
-from hf_zero_stream.checkpoint.index import checkpoint_slices
+from hf_zero_stream.checkpoint.map import CheckpointMap
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, ReadError
@@ -43,9 +43,9 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def open_checkpoint(source: ByteSource, **settings: int) -> tuple[OpenCheckpoint, dict[str, torch.Tensor]]:
     """The checkpoint, and a lazy tensor for each of its tensors."""
     checkpoint = OpenCheckpoint(StreamingConfig(**settings), Coordinator(0, 1, alone=True), lambda: source)
-    index = checkpoint.indexed(PATHS, checkpoint.read_headers(PATHS))
+    index = checkpoint.map_of(PATHS, checkpoint.read_headers(PATHS))
     checkpoint.add(index.shards)
-    return checkpoint, {name: item[...] for name, item in checkpoint_slices(index, checkpoint.materialise).items()}
+    return checkpoint, {name: item[...] for name, item in index.slices(checkpoint.materialise).items()}
 
 
 def test_a_checkpoint_in_memory(source: MemoryFiles) -> None:
@@ -116,9 +116,10 @@ class Raw:
         with source.open_file(path) as file:
             return ShardHeader(file.size_bytes, b"")
 
-    def parse_header(self, path: str, number: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
+    def parse_header(self, path: str, number: int, header: ShardHeader) -> CheckpointMap:
         size = header.size_bytes
-        return Shard(path, size, {}), [TensorEntry(path, number, torch.uint8, (size,), 0, size)]
+        entry = TensorEntry(path, number, torch.uint8, (size,), 0, size)
+        return CheckpointMap.of_entries(Shard(path, size, {}), [entry])
 
 
 def test_another_format() -> None:
@@ -131,4 +132,4 @@ def test_another_format() -> None:
         with closing(Load(config, {}, alone, _Nowhere(), opened)) as load:
             slices = load.open(["x", "y"], None)
             joined = torch.cat([slices["y"][...], slices["x"][1:]]).materialise()  # type: ignore[union-attr]
-            assert bytes(joined.tolist()) == b"defgbc" and load.look_into("x").tensors["x"].shape == (3,)
+            assert bytes(joined.tolist()) == b"defgbc" and load.look_into("x").views["x"].sizes == (3,)

@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_model
 
 import hf_zero_stream
 from tests.changed_models import different as different_values
+from tests.changed_models import whole_values
 from tests.cluster import run_ranks
+from tests.fsdp2 import force_fsdp_on_cpu
 from tests.saving import different, trainer_arguments
 from tests.test_saving_hooks import join_as_launched
 from tests.test_state import different_states
@@ -145,18 +147,21 @@ class Sentences(torch.nn.Sequential):
             save_model(module, os.path.join(path, f"{number}_Dense", "model.safetensors"))
 
 
-def save_as_sentence_transformers(checkpoint: Path, target: Path) -> dict[str, bytes]:
-    """The values in memory after a step, by name; what the Trainer saves is in `target`."""
-    import deepspeed
+def save_as_sentence_transformers(checkpoint: Path, target: Path, home: str) -> dict[str, bytes]:
+    """The values in memory after a step, by name; what the Trainer saves is in `target`, and what it is told to."""
 
     class SentenceTrainer(transformers.Trainer):
         def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
             self.model.save_pretrained(output_dir)
 
-    join_as_launched()
-    arguments = trainer_arguments(
-        target / "run", max_steps=1, save_steps=1, label_names=["labels"], remove_unused_columns=False
-    )
+    settings: dict[str, Any] = {}
+    if home == "fsdp2":
+        force_fsdp_on_cpu()
+        settings = {"deepspeed": None, "fsdp": True, "fsdp_config": {"version": 2}}
+    else:
+        join_as_launched()
+    once = {"max_steps": 1, "save_steps": 1, "label_names": ["labels"], "remove_unused_columns": False}
+    arguments = trainer_arguments(target / "run", **once, **settings)
     with hf_zero_stream.streaming():
         model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         ids = torch.arange(16) * 37 % 300
@@ -168,18 +173,19 @@ def save_as_sentence_transformers(checkpoint: Path, target: Path) -> dict[str, b
         trainer.train()
         trainer.save_model(str(target / "final"))
         dist.barrier()
-    with deepspeed.zero.GatheredParameters(list(chain.parameters())):
-        values = [*model.named_parameters(), *chain[1].named_parameters(prefix="dense")]
-        return {name: param.detach().numpy().tobytes() for name, param in values}
+    return {name: value.numpy().tobytes() for name, value in whole_values(chain).items()}
 
 
-def test_the_save_of_sentence_transformers(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+@pytest.mark.parametrize("home", ["zero3", "fsdp2"])
+def test_the_save_of_sentence_transformers(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str
+) -> None:
     """Its own ``_save`` gives what is in memory. Stock's file has no elements of what is sharded, without an error."""
     checkpoint = zoo_checkpoint("llama")
-    [expected, _] = run_ranks(2, save_as_sentence_transformers, checkpoint, tmp_path)
-    saved = load_file(tmp_path / "final" / "model.safetensors")
+    [expected, _] = run_ranks(2, save_as_sentence_transformers, checkpoint, tmp_path, home)
+    saved = {f"0.model.{name}": it for name, it in load_file(tmp_path / "final" / "model.safetensors").items()}
     own = load_file(tmp_path / "final" / "1_Dense" / "model.safetensors")
-    saved |= {f"dense.{name}": tensor for name, tensor in own.items()}
+    saved |= {f"1.{name}": tensor for name, tensor in own.items()}
     assert {name: tensor.numpy().tobytes() for name, tensor in saved.items()} == expected
     assert load_file(tmp_path / "run" / "checkpoint-1" / "1_Dense" / "model.safetensors").keys() == own.keys()
     assert different(tmp_path / "final", tmp_path / "run" / "checkpoint-1") == ["trainer_state.json"]

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from fuzz.seeds import CORPUS, files
 from fuzz.targets import STRICTER, TARGETS, read_file
-from hf_zero_stream.checkpoint.format import ShardHeader
-from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.format import DTYPES, ShardHeader
+from hf_zero_stream.checkpoint.formats import map_of, read_map
 from hf_zero_stream.checkpoint.index_file import parse_index
-from hf_zero_stream.checkpoint.safetensors import DTYPES
 from hf_zero_stream.errors import CheckpointError
 
 
@@ -251,7 +250,7 @@ def test_cost_is_bounded_by_the_length(text: bytes, kind: str) -> None:
 
     def read() -> None:
         if kind == "header":
-            CheckpointIndex.from_headers(["x"], [ShardHeader(8 + len(text) + 16, text)])
+            map_of(["x"], [ShardHeader(8 + len(text) + 16, text)])
         else:
             parse_index("model.safetensors.index.json", text)
 
@@ -275,9 +274,9 @@ def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
     """Nobody writes into it: an ordinary open would wait for ever."""
     os.mkfifo(tmp_path / "x.safetensors")
     with pytest.raises(CheckpointError, match="regular file"):
-        CheckpointIndex.from_files([tmp_path / "x.safetensors"])
+        read_map([tmp_path / "x.safetensors"])
     with pytest.raises(CheckpointError, match="regular file"):
-        CheckpointIndex.from_files(["/dev/zero"])
+        read_map(["/dev/zero"])
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +293,7 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(os, "fstat", stat_then_cut)
     with pytest.raises(CheckpointError, match="was cut while"):
-        CheckpointIndex.from_files([path])
+        read_map([path])
 
 
 @pytest.mark.parametrize(
@@ -312,5 +311,5 @@ def test_errors_quote_little_and_nothing_that_a_terminal_obeys(change: Callable[
     change(fields)
     header = json.dumps(fields).encode()
     with pytest.raises(CheckpointError, match=text) as caught:
-        CheckpointIndex.from_headers(["x"], [ShardHeader(8 + len(header) + 16, header)])
+        map_of(["x"], [ShardHeader(8 + len(header) + 16, header)])
     assert len(str(caught.value)) < 1000 and str(caught.value).isprintable()

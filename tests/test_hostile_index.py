@@ -15,7 +15,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from fuzz.seeds import indexes
 from fuzz.targets import read_index
 from hf_zero_stream.checkpoint import index_file
-from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.index_file import check_files, parse_index, read_index_file
 from hf_zero_stream.errors import CheckpointError, ReadError
 
@@ -189,4 +189,4 @@ def test_links_that_lead_nowhere_are_left_to_who_reads_them(tmp_path: Path) -> N
     for name, text in (("nowhere", "No such file"), ("circle", "Too many levels of symbolic links")):
         check_files([str(tmp_path / f"{name}.safetensors")])
         with pytest.raises(ReadError, match=text):
-            CheckpointIndex.from_files([tmp_path / f"{name}.safetensors"])
+            read_map([tmp_path / f"{name}.safetensors"])

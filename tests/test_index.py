@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex
-from hf_zero_stream.checkpoint.safetensors import DTYPES
+from hf_zero_stream.checkpoint.format import DTYPES
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.errors import CheckpointError, ReadError
 
 
@@ -33,8 +33,8 @@ def test_every_dtype_lies_where_the_library_writes_it(tmp_path: Path, name: str)
         tensor = tensor % 2
     tensor = tensor.view(dtype).view(2, 3)
     save_file({"t": tensor, "other": torch.ones(1)}, tmp_path / "x.safetensors")
-    index = CheckpointIndex.from_files([tmp_path / "x.safetensors"])
-    found = index.tensors["t"]
+    index = read_map([tmp_path / "x.safetensors"])
+    found = index.entries["t"]
     assert (found.dtype, found.shape) == (dtype, (2, 3))
     data = (tmp_path / "x.safetensors").read_bytes()[found.start : found.stop]
     assert data == tensor.view(torch.uint8).numpy().tobytes()
@@ -69,7 +69,7 @@ def test_every_dtype_lies_where_the_library_writes_it(tmp_path: Path, name: str)
 def test_faulty_header(tmp_path: Path, header: Any, text: str) -> None:
     path = write(tmp_path / "x.safetensors", header)
     with pytest.raises(CheckpointError, match=text) as caught:
-        CheckpointIndex.from_files([path])
+        read_map([path])
     assert str(path) in str(caught.value)
 
 
@@ -77,32 +77,32 @@ def test_faulty_header(tmp_path: Path, header: Any, text: str) -> None:
 def test_short_file(tmp_path: Path, size: int) -> None:
     (tmp_path / "x.safetensors").write_bytes(b"\0" * size)
     with pytest.raises(CheckpointError, match="at least 8 bytes"):
-        CheckpointIndex.from_files([tmp_path / "x.safetensors"])
+        read_map([tmp_path / "x.safetensors"])
 
 
 @pytest.mark.parametrize(("length", "text"), [(2**63, "header length"), (1000, "truncated")])
 def test_header_longer_than_the_file(tmp_path: Path, length: int, text: str) -> None:
     (tmp_path / "x.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match=text):
-        CheckpointIndex.from_files([tmp_path / "x.safetensors"])
+        read_map([tmp_path / "x.safetensors"])
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ReadError, match="nowhere.safetensors"):
-        CheckpointIndex.from_files([tmp_path / "nowhere.safetensors"])
+        read_map([tmp_path / "nowhere.safetensors"])
 
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:
     paths = [write(tmp_path / f"{name}.safetensors", {"a": entry()}) for name in "xy"]
     with pytest.raises(CheckpointError, match="in two shards"):
-        CheckpointIndex.from_files(paths)
+        read_map(paths)
 
 
 def test_weight_map(tmp_path: Path) -> None:
     path = write(tmp_path / "x.safetensors", {"a": entry()})
-    index = CheckpointIndex.from_files([path], {"a": "x.safetensors"})
+    index = read_map([path], {"a": "x.safetensors"})
     assert not index.notes and not index.absent
-    index = CheckpointIndex.from_files([path], {"a": "y.safetensors", "b": "x.safetensors"})
+    index = read_map([path], {"a": "y.safetensors", "b": "x.safetensors"})
     assert "'a' is in another shard" in index.notes[0] and index.absent == {"b": "x.safetensors"}
     index.refuse_absent(["a"])
     with pytest.raises(CheckpointError, match="promises tensor 'b' in 'x.safetensors', but no shard holds it"):
@@ -120,6 +120,6 @@ def test_names_are_relative_to_the_folder(tmp_path: Path, promised: str) -> None
         paths.append(write(path, {"t": entry()}))
     weight_map = {"t": promised, **{f"in {name}": name for name in names}}
     for given in (paths, paths[::-1]):
-        index = CheckpointIndex.from_files(given, weight_map)
-        assert index.shards[index.tensors["t"].shard].path == str(tmp_path / "a" / promised)
+        index = read_map(given, weight_map)
+        assert index.shards[index.entries["t"].shard].path == str(tmp_path / "a" / promised)
         assert len(index.notes) == 1 and "in two shards" in index.notes[0]

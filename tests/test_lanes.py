@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.engine import execute
 from hf_zero_stream.engine.execute import execute_reads
 from hf_zero_stream.engine.lanes import Lane
@@ -56,8 +56,8 @@ def checkpoint(tmp_path: Path) -> tuple[BatchPlan, LocalFiles, list[torch.Tensor
     torch.manual_seed(0)
     tensors = {f"t{number}": torch.randn(12, 10) for number in range(9)}
     save_file(tensors, tmp_path / "model.safetensors")
-    index = CheckpointIndex.from_files([tmp_path / "model.safetensors"])
-    lazy = {name: item[...] for name, item in checkpoint_slices(index, lambda view: torch.empty(0)).items()}
+    index = read_map([tmp_path / "model.safetensors"])
+    lazy = {name: item[...] for name, item in index.slices(lambda view: torch.empty(0)).items()}
     views: list[tuple[Target, Any]] = []
     expected = []
     for number, (name, tensor) in enumerate(tensors.items()):

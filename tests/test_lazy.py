@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import Computed, Node, Stored, View
 from hf_zero_stream.engine.compute import Evaluator
@@ -32,7 +32,7 @@ class Checkpoint:
         for path, group in zip(paths, (names[:half], names[half:]), strict=True):
             save_file({name: tensors[name] for name in group}, path)
         self.real = tensors
-        self.index = CheckpointIndex.from_files(paths)
+        self.index = read_map(paths)
         self.request_bytes, self.seek_bytes = 64, seek_bytes
         self.files = LocalFiles(self.index.shards)
         self.evaluator = Evaluator(
@@ -43,7 +43,7 @@ class Checkpoint:
         )
 
     def lazy(self) -> dict[str, torch.Tensor]:
-        slices = checkpoint_slices(self.index, self.evaluator.materialise)
+        slices = self.index.slices(self.evaluator.materialise)
         return {name: item[...] for name, item in slices.items()}
 
     def plan(self, tensor: torch.Tensor, rank: int, world_size: int) -> BatchPlan:

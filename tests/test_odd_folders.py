@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
-from hf_zero_stream.checkpoint.index import CheckpointIndex
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.index_file import check_files
 from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
@@ -310,8 +310,8 @@ def test_the_copy_that_the_index_names(zoo_checkpoint: Callable[..., Path], tmp_
     rewrite(shards(folder)[1], lambda tensors: tensors[name].add_(1))
     change_index(folder, lambda index: index["weight_map"].update({name: shards(folder)[named].name}))
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-    index = CheckpointIndex.from_files(shards(folder), weight_map)
-    assert index.tensors[name].shard == named and len(index.notes) == 1
+    index = read_map(shards(folder), weight_map)
+    assert index.entries[name].shard == named and len(index.notes) == 1
     found = run_json("verify", str(folder), code=1)
     assert [(fault["kind"], fault["file"]) for fault in found["faults"]] == [("duplicate", shards(folder)[1].name)]
     assert "two shards" in run("inspect", str(folder), "--no-model").stdout
@@ -381,10 +381,10 @@ def test_a_link_that_is_changed_while_it_is_loaded(zoo_checkpoint: Callable[...,
 
     lead_to(source)
     check_files([str(link)])
-    index = CheckpointIndex.from_files([link])
+    index = read_map([link])
     lead_to(tmp_path / "pipe")
     with pytest.raises(CheckpointError, match="regular file"):
-        CheckpointIndex.from_files([link])
+        read_map([link])
     with closing(LocalFiles(index.shards)) as files, pytest.raises(CheckpointError, match="regular file"):
         files.open([0])
     ahead = ReadAhead([str(link)], 0, 1)

@@ -16,6 +16,7 @@ from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_proces
 
 pytestmark = pytest.mark.usefixtures("paper_gpus")
 
+BOTH_GROUPS = replace(PAPER_GPUS, backend="cuda:nccl,cpu:gloo", sets_device=True)
 NO_ROOM = ", no room on the device"
 PINNED = {"device": "cpu", "pin_memory": True}
 
@@ -72,6 +73,16 @@ def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
     assert len(set(found[0]["losses"])) == 3, "steps must change the loss"
 
 
+def test_zero_with_a_group_for_each_kind_of_device(of_zero: list[dict[str, Any]], even_checkpoint: Path) -> None:
+    """As under NCCL alone, also if somebody has set the current device."""
+    trials: dict[str, Any] = {
+        name: partial(zero, even_checkpoint, *ZERO[name]) for name in ("ZeRO-3", "ZeRO-3, pinned parameters")
+    }
+    found = run_ranks(2, in_one_process, trials, on=BOTH_GROUPS, timeout=200)
+    for name in trials:
+        assert outcome(found, name) == outcome(of_zero, name)
+
+
 @pytest.fixture(scope="module")
 def of_sharded(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
     sharded, accelerate = partial(by_transformers, even_checkpoint), partial(by_accelerate, even_checkpoint)
@@ -79,8 +90,7 @@ def of_sharded(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
     trials |= {f"stock {name}": partial(sharded, SHARDED[name][0], None) for name in ("FSDP2", "TP", "EP")}
     trials |= {name: partial(accelerate, offload, {}) for name, offload in ACCELERATE.items()}
     trials |= {f"stock {name}": partial(accelerate, offload, None) for name, offload in ACCELERATE.items()}
-    machine = replace(PAPER_GPUS, backend="cuda:nccl,cpu:gloo", sets_device=True)
-    return run_ranks(2, in_one_process, trials, on=machine, timeout=280)
+    return run_ranks(2, in_one_process, trials, on=BOTH_GROUPS, timeout=280)
 
 
 @pytest.mark.parametrize("name", [*SHARDED, *ACCELERATE])

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.peers import fetch
-from tests.peers.arms import ROOT
+from tests.peers.arms import ARMS, HERE, ROOT
 from tests.peers.compare import Result, differences, faults_of, read_results
 
 
@@ -76,6 +76,16 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetch.source_of("it", tmp_path) == tmp_path / "it-1.0"
     with pytest.raises(fetch.Unavailable, match="pip download no_such_option"):
         fetch._pip("download", "--no-index", "no_such_option")
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_processes_enter_in_the_arm_ours(tmp_path: Path, arm: str) -> None:
+    code = "import transformers; from hf_zero_stream.scope import active_configs; print(bool(active_configs()))"
+    environment = {**os.environ, "PEERS_ARM": arm, "PEERS_EVENTS": str(tmp_path / "events"), "LOCAL_RANK": "0"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), str(ROOT)])
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert "sitecustomize" not in done.stderr
+    assert done.stdout.strip() == str(arm == "ours")
 
 
 @pytest.mark.slow

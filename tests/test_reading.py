@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
 
@@ -20,8 +20,9 @@ def test_reads_of_all_checkpoints_count(tmp_path: Path) -> None:
     for number in (1, 2):
         file = str(tmp_path / f"{number}.safetensors")
         save_file({"weight": number * values}, file)
-        index = CheckpointIndex.from_files([file])
-        slices = checkpoint_slices(index, checkpoint.materialise, checkpoint.add(index.shards))
+        found = read_map([file], None, len(checkpoint.shards))
+        checkpoint.add(found.shards)
+        slices = found.slices(checkpoint.materialise)
         read = slices["weight"][...].materialise()
         assert torch.equal(read, number * values)
         assert (checkpoint.source.bytes_read, checkpoint.source.reads) == (number * values.nbytes, number)

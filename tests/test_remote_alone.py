@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.cli.checkpoints import listing_of, place_of
+from hf_zero_stream.cli.checkpoints import map_of, place_of
 from hf_zero_stream.errors import ReadError, UnsupportedError
 from hf_zero_stream.sources.remote import RemoteFiles
 from tests.cluster import ROOT, run_ranks
@@ -153,7 +153,7 @@ def test_the_hub_is_not_asked_and_nothing_is_stored(web: Behaviour, tmp_path: Pa
 
 def list_in_a_block(url: str) -> None:
     with place_of(url, None) as place:
-        listing_of(place)
+        map_of(place)
 
 
 def plan(url: str) -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import hf_zero_stream
 from benchmarks.slow_disk import slow_folder
-from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
+from hf_zero_stream.checkpoint.formats import map_of
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
@@ -39,10 +39,10 @@ def test_a_slow_shared_disk(tmp_path: Path) -> None:
         assert is_on_network(str(place)) and not is_on_network(str(tmp_path))
         with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
             paths = [str(place / "x.safetensors")]
-            index = CheckpointIndex.from_headers(paths, checkpoint.read_headers(paths))
+            index = map_of(paths, checkpoint.read_headers(paths))
             checkpoint.add(index.shards)
             assert checkpoint.threads() == 32
-            slices = checkpoint_slices(index, checkpoint.materialise)
+            slices = index.slices(checkpoint.materialise)
             for name, expected in tensors.items():
                 assert torch.equal(slices[name][...].materialise(), expected)
 

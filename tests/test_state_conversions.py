@@ -15,6 +15,8 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Transpose, WeightConverter
 
 import hf_zero_stream
+from hf_zero_stream.convert import convert
+from hf_zero_stream.errors import UnsupportedError
 from hf_zero_stream.state.record import FILE, StateRecord
 from tests.changed_models import different, whole_values, zero_config
 from tests.cluster import run_ranks
@@ -101,6 +103,27 @@ def test_values_come_back_as_they_are(cluster: None, tmp_path: Path, home: str) 
     place = tmp_path / "state" / "global_step1"
     assert StateRecord.read(place / FILE).exact == CHANGED
     assert sorted(load_file(place / "model.exact.safetensors")) == CHANGED
+    if home.startswith("zero"):
+        assert converted(place, tmp_path / "converted", saved) == []
+    else:  # without masters, what is trained is in the weights alone, and one conversion turns it there
+        with pytest.raises(UnsupportedError, match=r"turned\.weight.*in another layout"):
+            convert(place, tmp_path / "converted")
+
+
+def converted(place: Path, target: Path, expected: dict[str, torch.Tensor]) -> list[str]:
+    """The names of what `convert` makes another value of than `expected` in the state in `place`."""
+    convert(place, target, progress=False)
+    return different(load_file(target / "model.safetensors"), {name: it.float() for name, it in expected.items()})
+
+
+def test_a_state_without_zero_is_converted_with_what_is_not_trained(tmp_path: Path) -> None:
+    register_checkpoint_conversion_mapping("odd_to_save", [], overwrite=True)
+    model = OddModel(OddConfig())
+    model.scaled.requires_grad_(False)
+    model.register_buffer("table", torch.arange(5.0))
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+    hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer, tag="first")
+    assert converted(tmp_path / "state" / "first", tmp_path / "converted", whole_values(model)) == []
 
 
 def test_a_conversion_that_depends_on_values(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ import pytest
 import torch
 import transformers
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex, view_of
+from hf_zero_stream.checkpoint.format import NotAMap
+from hf_zero_stream.checkpoint.formats import map_of
 from hf_zero_stream.checkpoint.pickles import read_pickle
-from hf_zero_stream.checkpoint.torch_files import NotAMap, read_header, why_not
+from hf_zero_stream.checkpoint.torch_files import read_header, why_not
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.sources.local import LocalFiles
 from tests.cluster import run_ranks
@@ -45,12 +46,12 @@ TENSORS: dict[str, torch.Tensor] = {
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:
     """What our map of a file says, read from its bytes."""
-    index = CheckpointIndex.from_headers([path], [read_header(LocalFiles(), str(path))])
+    index = map_of([path], [read_header(LocalFiles(), str(path))])
     data, found = path.read_bytes(), {}
-    for name, entry in index.tensors.items():
+    for name, entry in index.entries.items():
         part = bytearray(data[entry.start : entry.stop])
         flat = torch.frombuffer(part, dtype=entry.dtype) if part else torch.empty(0, dtype=entry.dtype)
-        view = view_of(entry)
+        view = index.views[name]
         found[name] = flat.as_strided(view.sizes, view.strides)
     return found
 
@@ -201,6 +202,10 @@ def deep_key() -> bytes:
 HOSTILE = {
     "memo index": b"\x80\x02]r" + struct.pack("<I", 2**31) + b".",
     "deep key": deep_key(),
+    "a key whose hash takes for ever": b"\x80\x02})" + b"q\x01h\x01\x86" * 60 + b"K\x01s.",
+    "a set of such": b"\x80\x05\x8f(" + b")" + b"q\x01h\x01\x86" * 60 + b"\x91.",
+    "a frame beyond the end": b"\x80\x04\x95" + struct.pack("<Q", 2**40) + b"N.",
+    "an array without bytes": b"\x80\x05\x96" + struct.pack("<Q", 2**33) + b".",
     "a mark as a value": b"\x80\x02((t.",
     "no end": b"\x80\x02}",
     "empty stack": b"\x80\x02.",

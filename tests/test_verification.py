@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from hf_zero_stream.checkpoint.index import CheckpointIndex, checkpoint_slices
+from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.nodes import HostTensor
 from hf_zero_stream.engine.lookup import Lookup
 from hf_zero_stream.engine.verification import BLOCK, digest_of
@@ -204,8 +204,8 @@ def test_lookup_reads_a_transposed_tensor_once(tmp_path: Path) -> None:
 
     values = torch.arange(300 * 700, dtype=torch.float32).view(300, 700)
     save_file({"x": values}, tmp_path / "x.safetensors")
-    index = CheckpointIndex.from_files([tmp_path / "x.safetensors"])
-    lazy = checkpoint_slices(index, lambda view: pytest.fail("nothing is materialised"))["x"][...].t()
+    index = read_map([tmp_path / "x.safetensors"])
+    lazy = index.slices(lambda view: pytest.fail("nothing is materialised"))["x"][...].t()
     with closing(LocalFiles(index.shards)) as files:
         lookup = Lookup(files, lambda view: pytest.fail("no function is involved"))
         chunks = [range(start, start + 21_000) for start in range(0, 210_000, 21_000)]

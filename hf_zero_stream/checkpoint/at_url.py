@@ -14,9 +14,10 @@ from ..sources.failed import RequestFailed
 from ..sources.small_files import SmallFiles
 from ..sources.urls import joined
 from . import safetensors
-from .index import CheckpointIndex
+from .formats import map_of
 from .index_file import read_index_file
 from .kinds import INDEX, SINGLE
+from .map import CheckpointMap
 from .soundness import Soundness, check_tensors, read_weight_map
 
 
@@ -75,23 +76,23 @@ def check_soundness_at(url: str) -> Soundness:
         found.shards = sorted(set((weight_map or {}).values()))
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         headers = list(threads.map(lambda name: _checked_header(url, name, files), found.shards))
-    indexes: dict[str, CheckpointIndex] = {}
+    indexes: dict[str, CheckpointMap] = {}
     for name, header in zip(found.shards, headers, strict=True):
         if isinstance(header, tuple):
             found.fault(name, *header)
             continue
         indexes[name] = header
-        found.tensors += len(header.tensors)
+        found.tensors += len(header.views)
         found.nbytes += header.shards[0].size_bytes
     check_tensors(indexes, weight_map, found)
     return found
 
 
-def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointIndex | tuple[str, str]:
+def _checked_header(url: str, name: str, files: SmallFiles) -> CheckpointMap | tuple[str, str]:
     """What a shard holds, or (the kind of its fault, what is wrong)."""
     path = joined(url, name)
     try:
-        return CheckpointIndex.from_headers([path], [files.header(path, safetensors.read_header)])
+        return map_of([path], [files.header(path, safetensors.read_header)])
     except ReadError as error:
         kind = "missing" if getattr(error.__cause__, "status", 0) == 404 else "unreadable"
         return kind, str(error).removeprefix(f"{path}: ")

@@ -14,20 +14,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource, ReadableFile
-from .format import Shard
-from .index import view_of
+from .format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name
 from .index_file import fault_of_name
-from .kinds import METADATA
+from .map import CheckpointMap
 from .nodes import HostTensor, View
 from .pickles import MOST_BYTES, read_pickle
-from .safetensors import DTYPES, dtype_name
-from .torch_files import NotAMap, parse_field, read_single
+from .torch_files import read_single, view_of_field
 from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
 from .untrusted_json import excerpt, parse_object
 
@@ -40,30 +38,15 @@ _MOST_CUTS = 64
 """Levels of boxes in boxes; a mesh has as many as it has dimensions."""
 
 
-class DistributedMap(NamedTuple):
-    """The tensors of the model in a folder: files, views of them by name, and the names of all that is left out."""
-
-    shards: tuple[Shard, ...]
-    views: Mapping[str, View]
-    skipped: tuple[str, ...]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        if not self.skipped:
-            return ()
-        some = ", ".join(excerpt(name) for name in self.skipped[:8])
-        return (f"Left out, since they are no tensors of the model: {some} ({len(self.skipped)} in all).",)
-
-
-def read_map(source: ByteSource, folder: str) -> bytes:
-    """The map of a folder, for :func:`parse_map`; one rank reads it, and its text is the same on all.
+def read_header(source: ByteSource, path: str) -> ShardHeader:
+    """See :meth:`.format.Format.read_header`: what ``.metadata`` at `path` says, and where its pieces' elements lie.
 
     Raises:
         ReadError: a file is missing or cannot be read.
         CheckpointError: the folder is not sound; or it holds no model.
         UnsupportedError: a tensor is compressed, or no plain tensor.
     """
-    path = os.path.join(folder, METADATA)
+    folder = os.path.dirname(path)
     try:
         with source.open_file(path) as file:
             if file.size_bytes > MOST_BYTES:
@@ -90,37 +73,42 @@ def read_map(source: ByteSource, folder: str) -> bytes:
                 f"found {found[0]} of shape {found[1]}."
             )
         tensors[names[key]][2].append([numbers[item.file], box.offsets, field])
-    return json.dumps({"files": files, "tensors": tensors, "skipped": skipped}).encode()
+    text = json.dumps({"files": files, "tensors": tensors, "skipped": skipped}).encode()
+    return ShardHeader(len(text), text)
 
 
-def parse_map(folder: str, text: bytes, first_shard: int = 0) -> DistributedMap:
-    """What :func:`read_map` found, for the files that this rank sees in `folder`, numbered from `first_shard` on.
+def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
+    """See :meth:`.format.Format.parse_header`.
 
     Raises:
         CheckpointError: the chunks of a tensor overlap, or leave holes.
     """
-    found = parse_object(text, f"{folder}: map")
-    files = found["files"].items()
-    shards = tuple(Shard(os.path.join(folder, file), size, {}, tag=tag) for file, (size, tag) in files)
+    folder, found = os.path.dirname(path), parse_object(header.text, f"{path}: map")
+    shards = tuple(
+        Shard(os.path.join(folder, file), size, {}, tag=tag, described_in=path)
+        for file, (size, tag) in found["files"].items()
+    )
     views: dict[str, View] = {}
     for name, (dtype, shape, pieces) in found["tensors"].items():
         boxes = []
-        for number, offsets, field in pieces:
-            sizes = tuple(field["shape"])
-            entry = parse_field(shards[number].path, first_shard + number, name, field)
-            boxes.append((Box(tuple(offsets), sizes), view_of(entry)))
+        for position, offsets, field in pieces:
+            shard, box = shards[position], Box(tuple(offsets), tuple(field["shape"]))
+            boxes.append((box, view_of_field(shard.path, number + position, name, field, shard.size_bytes)))
         if 0 in shape:
             views[name] = View.whole(HostTensor.of(torch.empty(shape, dtype=DTYPES[dtype])))
             continue
-        whole = Box((0,) * len(shape), tuple(shape))
-        view = _assembled(whole, boxes, 0)
+        view = _assembled(Box((0,) * len(shape), tuple(shape)), boxes, 0)
         if view is None:
             raise CheckpointError(
                 f"{folder}: the chunks of tensor {excerpt(name)} overlap, or leave holes in its shape {shape}. Save "
                 "the checkpoint again."
             )
         views[name] = view
-    return DistributedMap(shards, views, tuple(found["skipped"]))
+    notes: tuple[str, ...] = ()
+    if skipped := found["skipped"]:
+        some = ", ".join(map(excerpt, skipped[:8]))
+        notes = (f"Left out, since they are no tensors of the model: {some} ({len(skipped)} in all).",)
+    return CheckpointMap(shards, views, notes, format="torch.distributed.checkpoint")
 
 
 def _names(path: str, metadata: Metadata) -> tuple[dict[str, str], list[str]]:

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from ..sources.base import ByteSource, SourceFile
 
 
+if TYPE_CHECKING:
+    from .map import CheckpointMap
+
+MAX_DIMENSIONS = 64
+"""More than torch's kernels take."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The format's name of a dtype, for instance ``"BF16"``; ``""`` if it has none."""
+    return _NAMES.get(dtype, "")
+
+
 class TensorEntry(NamedTuple):
     """One tensor of a shard: bytes ``[start, stop)`` of the file, row-major and little-endian.
 
-    `shard` is the position of its shard in :attr:`.index.CheckpointIndex.shards`. Where elements lie in another order,
-    `strides` (in elements, of each dimension) says in which, and the bytes reach from its first element to its last.
+    `shard` is the position of its shard in :attr:`.map.CheckpointMap.shards`.
     """
 
     name: str
@@ -24,7 +59,15 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     start: int
     stop: int
-    strides: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def part(self, first: int, count: int, **more: Any) -> TensorEntry:
+        """`count` elements from number `first` on, as a flat tensor, with `more` fields replaced."""
+        start = self.start + first * self.dtype.itemsize
+        return self._replace(shape=(count,), start=start, stop=start + count * self.dtype.itemsize, **more)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +84,13 @@ class ShardHeader:
 
 @dataclass(frozen=True, slots=True)
 class Shard(SourceFile):
-    """A file whose header has been checked; `metadata` is from the header."""
+    """A file whose header has been checked; `metadata` is from the header.
+
+    `described_in` is the file that has the header, if it is another one.
+    """
 
     metadata: Mapping[str, str]
+    described_in: str = field(default="", kw_only=True)
 
 
 class Format(Protocol):
@@ -60,8 +107,12 @@ class Format(Protocol):
             CheckpointError: it is no regular file, or cannot be of this format.
         """
 
-    def parse_header(self, path: str, number: int, header: ShardHeader) -> tuple[Shard, Sequence[TensorEntry]]:
+    def parse_header(self, path: str, number: int, header: ShardHeader) -> CheckpointMap:
         """Check a header, which is untrusted, in time linear in its length; a CheckpointError names file and field.
 
-        `path` is where this rank sees the file; `number` is the shard's, for its entries.
+        `path` is where this rank sees the file; `number` is that of its first shard, for the entries.
         """
+
+
+class NotAMap(Exception):
+    """A sound file, as far as was seen, whose tensors are not plain ranges of bytes; the message says why."""

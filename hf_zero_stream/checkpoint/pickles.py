@@ -1,18 +1,21 @@
-"""Reads a pickle without running it: an opcode loop that makes inert stand-ins in place of classes and calls.
+"""Reads a pickle without running it: Python's own unpickler, with inert stand-ins for classes and calls.
 
 A pickle is a program. Here nothing in it is imported, called or looked up: a global stays a pair of names, and a call
 stays a function's names beside its arguments. What comes out are plain containers and numbers, and :class:`Global`,
-:class:`Call` and :class:`Persistent` objects. The opcodes are taken apart by Python's own ``pickletools``, which runs
-nothing either. Nodes are bounded, and nothing here recurses.
+:class:`Call` and :class:`Persistent` objects.
+
+It is the unpickler in Python, because the one in C cannot be bounded: a memo index of 4 bytes makes it allocate
+gigabytes, and a tuple of tuples as a key takes its hash function for ever, or the stack.
 """
 
 from __future__ import annotations
 
-import pickletools
-from collections.abc import Callable, Iterator
+import io
+import pickle
+import struct
+from collections.abc import Callable
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from pickle import HIGHEST_PROTOCOL
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
@@ -22,11 +25,8 @@ from .untrusted_json import excerpt
 MOST_BYTES = 512 * 2**20
 """Of a pickle; those of checkpoints of a hundred thousand tensors have 20 MB."""
 
-_FRAME_BYTES = 1 + 8
-"""Of the opcode that begins a frame, with its argument."""
-
 MOST_NODES = 20_000_000
-"""Objects that a pickle may make."""
+"""Opcodes of a pickle, and so the objects that it may make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,14 @@ class Call:
     entries: list[tuple[Any, Any]] = field(default_factory=list)
     members: list[Any] = field(default_factory=list)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.entries.append((key, value))
+
+    def append(self, member: Any) -> None:
+        self.members.append(member)
+
+    add = append
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Persistent:
@@ -83,9 +91,11 @@ class Pickle(NamedTuple):
 
 _KEYS = (str, bytes, int, float, type(None), Global)
 
-
-class _Mark:
-    """Separates the items of a container on the stack."""
+_NOT_READ = {
+    *("PERSID", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4", "DICT", "FROZENSET"),
+    *("BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER"),
+}
+"""Opcodes that are in no checkpoint; of protocol 0 and 5, most of them."""
 
 
 def read_pickle(
@@ -100,233 +110,130 @@ def read_pickle(
     """
     if len(data) > MOST_BYTES:
         raise CheckpointError(f"{what}: expected a pickle of at most {MOST_BYTES} bytes; got {len(data)}")
-    machine = _Machine(objects_as_keys)
+    unpickler = _Unpickler(data, opcodes, objects_as_keys)
     try:
-        for name, argument, position in _opcodes(data):
-            if opcodes is not None and name not in opcodes:
-                raise CheckpointError(f"the opcode {name} is in no such file")
-            if name == "STOP":
-                (root,) = machine.stack
-                return Pickle(root, position + 1, machine.globals, machine.calls, machine.persistents)
-            machine.step(name, argument)
+        root = unpickler.load()
     except CheckpointError as error:
         raise CheckpointError(f"{what}: {error}") from error
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError) as error:
+    except EOFError as error:
+        raise CheckpointError(f"{what}: this pickle does not end") from error
+    except _FAULTS as error:
         raise CheckpointError(f"{what}: this is no sound pickle: {type(error).__name__}: {error}") from error
-    raise CheckpointError(f"{what}: this pickle does not end")
+    return Pickle(root, unpickler.file.tell(), unpickler.globals, unpickler.calls, unpickler.persistents)
 
 
-def _opcodes(data: bytes) -> Iterator[tuple[str, Any, int]]:
-    """(name, argument, position) of each opcode.
-
-    Raises:
-        ValueError: there is a fault that ``pickletools`` passes over. Where an opcode lies across the end of a frame,
-            Python's unpickler in C loses bytes, and goes on.
-    """
-    began = frame_end = 0
-    for opcode, argument, place in pickletools.genops(data):
-        position = place or 0
-        if began < frame_end < position:
-            raise ValueError("an opcode across the end of a frame")
-        if opcode.name == "FRAME":
-            if position < frame_end:
-                raise ValueError("a frame in a frame")
-            frame_end = position + _FRAME_BYTES + (argument or 0)
-            if frame_end > len(data):
-                raise ValueError("a frame that goes on behind the end")
-        elif opcode.name == "PROTO" and (argument or 0) > HIGHEST_PROTOCOL:
-            raise ValueError(f"protocol {argument}, which Python does not read")
-        yield opcode.name, argument, position
-        began = position
+_FAULTS = (pickle.UnpicklingError, ValueError, LookupError, TypeError, AttributeError, OverflowError, struct.error)
 
 
 def kind_of(value: Any) -> str:
     """What an object is, for messages; containers are not written out, since shared ones have no end of items."""
-    if isinstance(value, (str, int, float, type(None))):
+    if isinstance(value, (bool, int, float, str, bytes, type(None))):
         return excerpt(value)
     if isinstance(value, Call):
-        return f"a call of {kind_of(value.function)}" if isinstance(value.function, Global) else "a call"
-    return excerpt(str(value)) if isinstance(value, Global) else f"a {type(value).__name__}"
+        return f"what {excerpt(str(value.function))} makes" if isinstance(value.function, Global) else "an object"
+    if isinstance(value, (list, tuple, dict)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return excerpt(str(value)) if isinstance(value, Global) else "an object"
 
 
-class _Machine:
-    """The stack and the memo of a pickle that is read."""
+class _Opcodes(dict[int, Callable[["_Unpickler"], None]]):
+    """What each opcode does; counts them."""
 
-    def __init__(self, objects_as_keys: bool) -> None:
+    left = MOST_NODES
+
+    def __getitem__(self, code: int) -> Callable[[_Unpickler], None]:
+        self.left -= 1
+        if self.left < 0:
+            raise CheckpointError(f"expected at most {MOST_NODES} opcodes in a pickle")
+        return super().__getitem__(code)
+
+    def __missing__(self, code: int) -> Callable[[_Unpickler], None]:
+        raise CheckpointError(f"the opcode {_NAMES.get(code, code)} is in no such file")
+
+
+_InPython: Any = pickle._Unpickler  # of whose attributes nobody gives types
+
+
+class _Unpickler(_InPython):
+    """Makes stand-ins, and hashes no key but strings, numbers and flat tuples of them."""
+
+    def __init__(self, data: bytes, opcodes: AbstractSet[str] | None, objects_as_keys: bool) -> None:
+        self.file = io.BytesIO(data)
+        super().__init__(self.file)
+        self.dispatch = _Opcodes(
+            (code, self._own.get(name, step))
+            for code, step in _InPython.dispatch.items()
+            if (name := _NAMES[code]) not in _NOT_READ and (opcodes is None or name in opcodes)
+        )
+        self._size_bytes = len(data)
         self._keys = (*_KEYS, Call) if objects_as_keys else _KEYS
-        self.stack: list[Any] = []
         self.globals: list[Global] = []
         self.calls: list[Call] = []
         self.persistents: list[Persistent] = []
-        self._memo: dict[int, Any] = {}
-        self._nodes = 0
 
-    def step(self, name: str, argument: Any) -> None:
-        self._nodes += 1
-        if self._nodes > MOST_NODES:
-            raise CheckpointError(f"expected at most {MOST_NODES} opcodes in a pickle")
-        if name in _VALUES:
-            if name in _OLD_STRINGS and not argument.isascii():
-                raise ValueError("a string of bytes that are no text")  # pickletools decodes all, others do not
-            self.stack.append(argument)
-        elif name in _CONSTANTS:
-            self.stack.append(_CONSTANTS[name]())
-        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            self._memo[argument] = self._top()
-        elif name == "MEMOIZE":
-            self._memo[len(self._memo)] = self._top()
-        elif name in ("GET", "BINGET", "LONG_BINGET"):
-            self.stack.append(self._memo[argument])
-        elif name in _STEPS:
-            _STEPS[name](self, argument)
-        else:
-            raise CheckpointError(f"the opcode {name} is in no checkpoint")
+    def find_class(self, module: str, name: str) -> Any:
+        self.globals.append(Global(module, name))
+        return self.globals[-1]
 
-    def pop(self) -> Any:
-        value = self.stack.pop()
-        if isinstance(value, _Mark):
-            raise ValueError("a mark where a value should be")
-        return value
+    def persistent_load(self, pid: Any) -> Any:
+        self.persistents.append(Persistent(pid))
+        return self.persistents[-1]
 
-    def _top(self) -> Any:
-        if isinstance(self.stack[-1], _Mark):
-            raise ValueError("a mark where a value should be")
-        return self.stack[-1]
-
-    def pop_to_mark(self) -> list[Any]:
-        for position in range(len(self.stack) - 1, -1, -1):
-            if isinstance(self.stack[position], _Mark):
-                items = self.stack[position + 1 :]
-                del self.stack[position:]
-                return items
-        raise ValueError("there is no mark")
-
-    def push_tuple(self, count: int) -> None:
-        items = [self.pop() for _ in range(count)]
-        self.stack.append(tuple(reversed(items)))
-
-    def set_items(self, items: list[Any]) -> None:
-        if len(items) % 2:
-            raise ValueError("a key without a value")
-        target, pairs = self._top(), list(zip(items[::2], items[1::2], strict=True))
-        if not isinstance(target, (dict, Call)):
-            raise TypeError(f"items for a {type(target).__name__}")
-        for key, value in pairs:
-            self._check_key(key)
-            if isinstance(target, dict):
-                target[key] = value
-            else:
-                target.entries.append((key, value))
-
-    def _check_key(self, key: Any) -> None:
-        """Raise unless `key` is a string, a number, or a tuple of them: the hash of deep tuples would recurse."""
-        items = key if isinstance(key, tuple) else (key,)
-        if not all(isinstance(item, self._keys) for item in items):
-            raise TypeError(f"a {type(key).__name__} as a key")
-
-    def append(self, items: list[Any]) -> None:
-        target = self._top()
-        if isinstance(target, Call):
-            target.members += items
-        elif isinstance(target, list):
-            target += items
-        else:
-            raise TypeError(f"members for a {type(target).__name__}")
-
-    def call(self) -> None:
-        arguments, function = self.pop(), self.pop()
-        if not isinstance(arguments, tuple):
-            raise TypeError(f"arguments in a {type(arguments).__name__}")
-        self.push_call(function, arguments)
-
-    def push_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
-        if not isinstance(function, (Global, Call)):
-            raise TypeError(f"a call of a {type(function).__name__}")
+    def _call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack.pop()
+        if not isinstance(function, (Global, Call)) or not isinstance(arguments, tuple):
+            raise TypeError(f"a call of a {type(function).__name__}, with a {type(arguments).__name__}")
         self.calls.append(Call(function, arguments))
-        self.stack.append(self.calls[-1])
+        self.append(self.calls[-1])
 
-    def build(self) -> None:
-        state = self.pop()
-        target = self._top()
+    def _empty_set(self) -> None:
+        self.calls.append(Call(Global("builtins", "set"), ()))
+        self.append(self.calls[-1])
+
+    def _build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, Call) or target.state is not None:
             raise TypeError(f"a state for a {type(target).__name__}, or a second one")
         target.state = dict(state) if isinstance(state, dict) else state  # what it is now
 
-    def push_global(self, module: Any, name: Any) -> None:
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a global whose names are no strings")
-        self.globals.append(Global(module, name))
-        self.stack.append(self.globals[-1])
+    def _set_items(self) -> None:
+        self._set(self.pop_mark())
+
+    def _set_item(self) -> None:
+        self._set([self.stack.pop(-2), self.stack.pop()])
+
+    def _set(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if not isinstance(target, (dict, Call)) or len(items) % 2:
+            raise TypeError(f"items for a {type(target).__name__}, or a key without a value")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            # The hash of deep tuples would recurse, and that of shared ones take for ever.
+            if not all(isinstance(part, self._keys) for part in (key if isinstance(key, tuple) else (key,))):
+                raise TypeError(f"a {type(key).__name__} as a key")
+            target[key] = value
+
+    def _frame(self) -> None:
+        (size,) = struct.unpack("<Q", self.read(8))
+        if size > self._size_bytes - self.file.tell():
+            raise ValueError("a frame that goes on behind the end")
+        self._unframer.load_frame(size)
+
+    def _stop(self) -> None:
+        if len(self.stack) != 1 or self.metastack:
+            raise ValueError("it ends with another number of values than one")
+        self.load_stop()
+
+    _own = {
+        **dict.fromkeys(("REDUCE", "NEWOBJ"), _call),
+        **{"EMPTY_SET": _empty_set, "BUILD": _build, "FRAME": _frame, "STOP": _stop},
+        **{"SETITEM": _set_item, "SETITEMS": _set_items},
+    }
+    """Opcodes that do something else than in Python."""
 
 
-def _stack_global(machine: _Machine, _: Any) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.push_global(module, name)
-
-
-def _global(machine: _Machine, names: Any) -> None:
-    module, _, name = names.partition(" ")
-    machine.push_global(module, name)
-
-
-def _persistent(machine: _Machine, _: Any) -> None:
-    machine.persistents.append(Persistent(machine.pop()))
-    machine.stack.append(machine.persistents[-1])
-
-
-def _dict(machine: _Machine, _: Any) -> None:
-    items = machine.pop_to_mark()
-    machine.stack.append({})
-    machine.set_items(items)
-
-
-def _set_item(machine: _Machine, _: Any) -> None:
-    value, key = machine.pop(), machine.pop()
-    machine.set_items([key, value])
-
-
-_VALUES = {
-    *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
-    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8", "STRING", "BINSTRING", "SHORT_BINSTRING"),
-    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+_NAMES = {
+    value[0]: name
+    for name, value in vars(pickle).items()
+    if name.isupper() and type(value) is bytes and len(value) == 1
 }
-"""Opcodes that push their argument."""
-
-_OLD_STRINGS = {"STRING", "BINSTRING", "SHORT_BINSTRING"}
-
-_CONSTANTS: dict[str, Callable[[], Any]] = {
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "EMPTY_TUPLE": tuple,
-    "MARK": _Mark,
-}
-
-_STEPS: dict[str, Callable[[_Machine, Any], Any]] = {
-    "PROTO": lambda machine, _: None,
-    "FRAME": lambda machine, _: None,
-    "POP": lambda machine, _: machine.stack.pop(),
-    "POP_MARK": lambda machine, _: machine.pop_to_mark(),
-    "DUP": lambda machine, _: machine.stack.append(machine.stack[-1]),
-    "TUPLE": lambda machine, _: machine.stack.append(tuple(machine.pop_to_mark())),
-    "TUPLE1": lambda machine, _: machine.push_tuple(1),
-    "TUPLE2": lambda machine, _: machine.push_tuple(2),
-    "TUPLE3": lambda machine, _: machine.push_tuple(3),
-    "LIST": lambda machine, _: machine.stack.append(machine.pop_to_mark()),
-    "DICT": _dict,
-    "EMPTY_SET": lambda machine, _: machine.push_call(Global("builtins", "set"), ()),
-    "FROZENSET": lambda machine, _: machine.push_call(Global("builtins", "frozenset"), (machine.pop_to_mark(),)),
-    "APPEND": lambda machine, _: machine.append([machine.pop()]),
-    "APPENDS": lambda machine, _: machine.append(machine.pop_to_mark()),
-    "ADDITEMS": lambda machine, _: machine.append(machine.pop_to_mark()),
-    "SETITEM": _set_item,
-    "SETITEMS": lambda machine, _: machine.set_items(machine.pop_to_mark()),
-    "GLOBAL": _global,
-    "STACK_GLOBAL": _stack_global,
-    "REDUCE": lambda machine, _: machine.call(),
-    "NEWOBJ": lambda machine, _: machine.call(),
-    "BUILD": lambda machine, _: machine.build(),
-    "BINPERSID": _persistent,
-}
+"""Of opcodes, by their code."""

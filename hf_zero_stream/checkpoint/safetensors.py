@@ -21,8 +21,9 @@ from safetensors.torch import save
 
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource
-from .format import Shard, ShardHeader, TensorEntry
+from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry
 from .lazy import LazyTensor
+from .map import CheckpointMap
 from .nodes import HostTensor, View
 from .untrusted_json import excerpt, parse_object
 
@@ -33,33 +34,8 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_NAME_LENGTH = 1024
 """transformers matches names against patterns, in time that may grow with the square of their length."""
 
-MAX_DIMENSIONS = 64
-"""More than torch's kernels take."""
-
 _INT64_END = 2**63  # sizes, strides and byte counts are int64 in torch
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _PACKED = {"F4", "F6_E2M3", "F6_E3M2"}
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
@@ -96,13 +72,8 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
     return ShardHeader(file.size_bytes, text, file.tag)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a dtype, for instance ``"BF16"``; ``""`` if it has none."""
-    return _NAMES.get(dtype, "")
-
-
-def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
-    """See :meth:`.format.Format.parse_header`; the entries come in order of the header."""
+def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
+    """See :meth:`.format.Format.parse_header`; the tensors come in order of the header."""
     fields = parse_object(header.text, f"{path}: header")
     metadata = fields.pop("__metadata__", None)
     if metadata is None:  # absent or null: the library takes both
@@ -113,7 +84,7 @@ def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, li
     data_start = 8 + len(header.text)
     entries = [parse_entry(path, number, data_start, name, field) for name, field in fields.items()]
     _check_coverage(path, data_start, header.size_bytes, entries)
-    return Shard(path, header.size_bytes, metadata, tag=header.tag), entries
+    return CheckpointMap.of_entries(Shard(path, header.size_bytes, metadata, tag=header.tag), entries)
 
 
 def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) -> TensorEntry:

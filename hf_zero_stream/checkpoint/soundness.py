@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointError, ReadError
-from .index import CheckpointIndex
+from .format import NotAMap
+from .formats import read_map
 from .index_file import check_files, fault_of_name, faults_of_index, read_index_text
 from .kinds import INDEX, SINGLE, WEIGHTS
-from .torch_files import NotAMap
+from .map import CheckpointMap
 from .untrusted_json import excerpt, parse_object
 
 
@@ -137,9 +138,9 @@ def read_weight_map(path: Path, found: Soundness) -> dict[str, str] | None:
     }
 
 
-def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]:
+def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointMap]:
     """The index of each shard whose header is sound, on its own so that no fault hides another shard's."""
-    indexes: dict[str, CheckpointIndex] = {}
+    indexes: dict[str, CheckpointMap] = {}
     for name in found.shards:
         path = folder / name
         if not path.exists():
@@ -150,13 +151,13 @@ def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointIndex]
         try:
             check_files([str(path)])
             kind = "header"
-            indexes[name] = CheckpointIndex.from_files([path])
+            indexes[name] = read_map([path])
         except (ReadError, CheckpointError) as error:
             found.fault(name, "unreadable" if isinstance(error, ReadError) else kind, _without_path(error, path))
         except NotAMap as why:
             found.notes.append(f"{name}: {_without_path(why, path)}. So it is no map of bytes, and was not checked.")
         else:
-            found.tensors += len(indexes[name].tensors)
+            found.tensors += len(indexes[name].views)
             found.nbytes += indexes[name].shards[0].size_bytes
     return indexes
 
@@ -166,12 +167,12 @@ def _without_path(error: Exception, path: Path) -> str:
 
 
 def check_tensors(
-    indexes: Mapping[str, CheckpointIndex], weight_map: Mapping[str, str] | None, found: Soundness
+    indexes: Mapping[str, CheckpointMap], weight_map: Mapping[str, str] | None, found: Soundness
 ) -> None:
     """Check that each tensor is in one shard, the one that the index promises."""
     homes: dict[str, list[str]] = {}
     for shard, index in indexes.items():
-        for tensor in index.tensors:
+        for tensor in index.views:
             homes.setdefault(tensor, []).append(shard)
     for tensor, (first, *others) in homes.items():
         for other in others:

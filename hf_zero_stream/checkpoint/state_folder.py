@@ -1,6 +1,7 @@
 """The folder of one of our training states, as a map of bytes: where the fp32 values of a model's tensors lie.
 
 What is trained lies in it; buffers and what is frozen in the weights beside it, of which :data:`NAMES` says the names.
+If conversions compute some of the weights, their exact values are in a file of the state.
 ``state/`` writes these files.
 """
 
@@ -8,68 +9,61 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedError
-from .format import Shard
-from .index import CheckpointIndex, view_of
+from .formats import read_map
 from .index_file import read_index_file, read_index_text
-from .nodes import View
+from .map import CheckpointMap
 from .untrusted_json import excerpt, parse_object
 
 
-RECORD, NAMES = "training_state.json", "zero_to_fp32.json"
-
-
-@dataclass(frozen=True)
-class StateFolder:
-    """The tensors of a model in training, by their own names; none has been read."""
-
-    shards: tuple[Shard, ...]
-    views: Mapping[str, View]
-    notes: tuple[str, ...]
+RECORD, NAMES = "training_state.json", "names.json"
 
 
 def is_state(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / RECORD).is_file()
 
 
-def read_state(folder: str | os.PathLike[str]) -> StateFolder:
+def read_state(folder: Path) -> CheckpointMap:
     """Read the headers of the files of the state in `folder`, and of those of the weights beside it.
+
+    The names are those that the model in training has.
 
     Raises:
         ReadError: a file cannot be read.
         CheckpointError: a file is not sound.
         UnsupportedError: weights have other names, or another layout, than in the model.
     """
-    folder = Path(folder).absolute()
-    masters = _index(folder, "model.fp32")
+    folder = folder.absolute()
+    masters = _map(folder, "model.fp32")
+    exact = _map(folder, "model.exact", len(masters.shards))
     names = _object(folder / NAMES) if (folder / NAMES).exists() else {}
     places = dict(_places(folder, names))
-    trained = [name for name in _trained(folder) if name not in masters.tensors]
-    if masters.tensors and trained:
+    trained = [name for name in _trained(folder) if name not in masters.views]
+    if masters.views and trained:
         raise UnsupportedError(
             f"{folder}: it lacks the fp32 values of {len(trained)} parameters, among them {excerpt(trained[0])}. A "
             "state of an earlier version has other names: load it into the training, and save it again."
         )
-    wanted = {name: places.get(name, name) for name in [*_names_in(names, "buffers", "frozen"), *trained]}
-    weights = _index(folder.parent, "model") if wanted else CheckpointIndex((), {})
-    lacking = [name for name, stored in wanted.items() if stored not in weights.tensors]
+    of_weights = [name for name in [*_names_in(names, "buffers", "frozen"), *trained] if name not in exact.views]
+    wanted = {name: places.get(name, name) for name in of_weights}
+    inside = (*masters.shards, *exact.shards)
+    weights = _map(folder.parent, "model", len(inside)) if wanted else CheckpointMap((), {})
+    lacking = [name for name, stored in wanted.items() if stored not in weights.views]
     if lacking:
         raise UnsupportedError(
             f"{folder}: of {len(lacking)} tensors, among them {excerpt(lacking[0])}, the weights beside the state "
             "have no such tensor, or have it in another layout. Load the state into the training, and save the model."
         )
-    views = {name: view_of(weights.tensors[str(stored)], len(masters.shards)) for name, stored in wanted.items()}
-    views |= {name: view_of(entry) for name, entry in masters.tensors.items()}
+    views = {name: weights.views[str(stored)] for name, stored in wanted.items()} | {**exact.views, **masters.views}
     own = {live: name for name, live in names.get("live", {}).items()}
     for alias, name in names.get("shared", {}).items():
         if own.get(name, name) in views:
             views[own.get(alias, alias)] = views[own.get(name, name)]
     notes = (f"frozen parameters are not in it: {left_out}",) if (left_out := names.get("left_out")) else ()
-    return StateFolder((*masters.shards, *weights.shards), views, notes)
+    return CheckpointMap((*inside, *weights.shards), views, notes, format="training state")
 
 
 def _names_in(names: Mapping[str, Any], *kinds: str) -> list[str]:
@@ -104,12 +98,12 @@ def _object(path: Path) -> dict[str, Any]:
     return parse_object(read_index_text(path), str(path))
 
 
-def _index(folder: Path, stem: str) -> CheckpointIndex:
+def _map(folder: Path, stem: str, first_shard: int = 0) -> CheckpointMap:
     """Of the file ``STEM.safetensors``, or of its shards; an empty one if there are neither."""
     base, _, variant = stem.partition(".")
     index = folder / f"{base}.safetensors.index.{variant}{'.' if variant else ''}json"
     if index.exists():
         weight_map = read_index_file(index)["weight_map"]
-        return CheckpointIndex.from_files([folder / name for name in sorted(set(weight_map.values()))], weight_map)
+        return read_map([folder / name for name in sorted(set(weight_map.values()))], weight_map, first_shard)
     file = folder / f"{stem}.safetensors"
-    return CheckpointIndex.from_files([file] if file.exists() else [])
+    return read_map([file] if file.exists() else [], None, first_shard)

@@ -5,6 +5,10 @@ The format has no specification; it is what ``torch/serialization.py`` reads. Si
 Before, it was five pickles, and then each storage's number of elements and bytes.
 
 Rank 0 turns the description into a header like that of a safetensors file, with offsets from the file's beginning.
+
+``torch.load`` under ``FakeTensorMode`` gives offsets too, but none in files of the older kind, and cannot be bounded
+(torch 2.13): 20 bytes of a pickle make a ``bytearray`` of any size, or a key whose hash takes for ever; it unpacks
+compressed members whole, compares no storage's length, and lets ``.format_version`` move the offsets.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ import torch
 
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource, ReadableFile
-from .format import Shard, ShardHeader, TensorEntry
-from .nodes import row_major_strides
+from .format import MAX_DIMENSIONS, NotAMap, Shard, ShardHeader, dtype_name
+from .map import CheckpointMap, view_of
+from .nodes import View, row_major_strides
 from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
-from .safetensors import MAX_DIMENSIONS, dtype_name, parse_entry
-from .torch_zip import MOST_READ, OPCODES, SIGNATURE, NotAMap, Storage, read_zip
+from .safetensors import parse_entry
+from .torch_zip import MOST_READ, OPCODES, SIGNATURE, Storage, read_zip
 from .untrusted_json import excerpt, parse_object
 
 
@@ -74,17 +79,11 @@ def why_not(source: ByteSource, paths: Sequence[str]) -> str:
     return ""
 
 
-def parse_header(path: str, number: int, header: ShardHeader) -> tuple[Shard, list[TensorEntry]]:
+def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
     """See :meth:`.format.Format.parse_header`; tensors may share bytes."""
     fields = parse_object(header.text, f"{path}: header")
-    entries = [parse_field(path, number, name, field) for name, field in fields.items()]
-    for entry in entries:
-        if entry.stop > header.size_bytes:
-            raise CheckpointError(
-                f"{path}: tensor {entry.name!r}: bytes {entry.start} to {entry.stop} lie beyond the end of the file, "
-                f"which has {header.size_bytes} bytes."
-            )
-    return Shard(path, header.size_bytes, {}, tag=header.tag), entries
+    views = {name: view_of_field(path, number, name, field, header.size_bytes) for name, field in fields.items()}
+    return CheckpointMap((Shard(path, header.size_bytes, {}, tag=header.tag),), views, format="torch.save")
 
 
 def read_single(file: ReadableFile, path: str) -> dict[str, Any]:
@@ -99,14 +98,19 @@ def read_single(file: ReadableFile, path: str) -> dict[str, Any]:
     return field_of(path, "the tensor", pickle.root, storages)
 
 
-def parse_field(path: str, number: int, name: str, field: dict[str, Any]) -> TensorEntry:
-    """An entry of a field of a header, which another rank of ours has made and checked."""
-    if (strides := field.pop("strides", None)) is None:
-        return parse_entry(path, number, 0, name, field)
-    shape, span = field["shape"], field.pop("span")
-    return parse_entry(path, number, 0, name, {**field, "shape": [span]})._replace(
-        shape=tuple(shape), strides=tuple(strides)
-    )
+def view_of_field(path: str, number: int, name: str, field: dict[str, Any], size_bytes: int) -> View:
+    """The elements of a field of a header, which another rank of ours has made, in a file of `size_bytes`."""
+    shape, strides = field["shape"], field.pop("strides", None)
+    if strides is not None:
+        field["shape"] = [field.pop("span")]
+    entry = parse_entry(path, number, 0, name, field)
+    if entry.stop > size_bytes:
+        raise CheckpointError(
+            f"{path}: tensor {name!r}: bytes {entry.start} to {entry.stop} lie beyond the end of the file, which has "
+            f"{size_bytes} bytes."
+        )
+    view = view_of(entry)
+    return view if strides is None else View(view.node, tuple(shape), tuple(strides))
 
 
 def _description(file: ReadableFile, path: str) -> tuple[Pickle, dict[str, Storage]]:

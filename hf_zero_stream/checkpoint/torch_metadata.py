@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, UnsupportedError
+from .format import DTYPES, MAX_DIMENSIONS
 from .pickles import Call, Global, Pickle, kind_of
-from .safetensors import DTYPES, MAX_DIMENSIONS
 from .untrusted_json import excerpt
 
 

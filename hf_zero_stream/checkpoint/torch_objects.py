@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ..errors import CheckpointError
 from ..sources.base import ReadableFile
-from .pickles import Call, Global
-from .safetensors import DTYPES, MAX_DIMENSIONS
-from .torch_files import NotAMap, describe, field_of
+from .format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry
+from .pickles import Call, Global, kind_of
+from .torch_files import describe, field_of
 from .untrusted_json import excerpt
 
 
@@ -36,18 +36,6 @@ _MOST_DEEP = 32
 
 class NotPlain(Exception):
     """An object that is neither a number, nor a string, nor a container of such; the message names it."""
-
-
-class StoredTensor(NamedTuple):
-    """A tensor, row by row from byte `start` of its file on."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    start: int
-
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
 
 
 class TorchObjects:
@@ -132,8 +120,8 @@ class TorchObjects:
         marks = value.arguments[3] if has_any else None
         return marks.get(name) if isinstance(marks, dict) else None
 
-    def tensor(self, value: Any, what: str) -> StoredTensor:
-        """Where a tensor lies, row by row and inside the file."""
+    def tensor(self, value: Any, what: str) -> TensorEntry:
+        """Where a tensor lies, row by row and inside the file, whose number is not known here."""
         inner = _plain_tensor(value)
         if inner is None:
             raise self.fault(what, "a tensor", value)
@@ -143,7 +131,7 @@ class TorchObjects:
             raise CheckpointError(f"{self.path}: {reason}.") from reason
         if "strides" in field:
             raise CheckpointError(f"{self.path}: {what}: expected a tensor that is stored row by row.")
-        return StoredTensor(DTYPES[field["dtype"]], tuple(field["shape"]), field["data_offsets"][0])
+        return TensorEntry(what, 0, DTYPES[field["dtype"]], tuple(field["shape"]), *field["data_offsets"])
 
     def number(self, value: Any, what: str) -> bool | int | float:
         """A number, or that in a tensor of one, which is read."""
@@ -155,10 +143,10 @@ class TorchObjects:
         number: bool | int | float = self._values(stored).item()
         return number
 
-    def _values(self, stored: StoredTensor) -> torch.Tensor:
+    def _values(self, stored: TensorEntry) -> torch.Tensor:
         if not stored.numel:
             return torch.empty(stored.shape, dtype=stored.dtype)
-        data = self._file.read(stored.start, stored.numel * stored.dtype.itemsize)
+        data = self._file.read(stored.start, stored.stop - stored.start)
         return torch.frombuffer(bytearray(data), dtype=stored.dtype).reshape(stored.shape)
 
     def plain(self, value: Any, what: str, *, exactly: bool = False) -> Any:
@@ -193,7 +181,7 @@ class TorchObjects:
                 except CheckpointError as error:
                     raise NotPlain(f"{what} is no tensor that can be read: {error}") from error
                 if exactly:
-                    self._left -= stored.numel * stored.dtype.itemsize // _BYTES_OF_OBJECT
+                    self._left -= (stored.stop - stored.start) // _BYTES_OF_OBJECT
                     if self._left < 0:
                         raise NotPlain(f"{what} is too large")
                     return self._values(stored)
@@ -202,17 +190,6 @@ class TorchObjects:
             raise NotPlain(f"{what} is {kind_of(value)}")
 
         return convert(value, what, 0)
-
-
-def kind_of(value: Any) -> str:
-    """What an object is, in a few words, whatever is in it."""
-    if isinstance(value, Call):
-        return f"what {excerpt(str(value.function))} makes" if isinstance(value.function, Global) else "an object"
-    if isinstance(value, (list, tuple, dict)):
-        return f"a {type(value).__name__} of {len(value)}"
-    if isinstance(value, (bool, int, float, str, bytes, type(None))):
-        return excerpt(value)
-    return "an object"
 
 
 def _plain_tensor(value: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from ..sources.base import ReadableFile
+from .format import NotAMap
 from .pickles import Pickle, read_pickle
 
 
@@ -41,10 +42,6 @@ OPCODES = {
     *("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BINGET", "LONG_BINGET", "BINPUT", "LONG_BINPUT"),
 }
 """Of ``torch/_weights_only_unpickler.py``: those that torch itself writes."""
-
-
-class NotAMap(Exception):
-    """A sound file, as far as was seen, whose tensors are not plain ranges of bytes; the message says why."""
 
 
 class Storage(NamedTuple):

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, UnsupportedError
 from ..sources.base import ByteSource
-from .torch_objects import NotPlain, StoredTensor, TorchObjects
+from .format import TensorEntry
+from .torch_objects import NotPlain, TorchObjects
 
 
 _SWAP_NAME = re.compile(r"\d{1,18}_\d{1,18}")
@@ -45,8 +46,8 @@ class Flat(NamedTuple):
         swap_name: what the names of its swap files end in; "" if values and moments are in the file itself.
     """
 
-    values: StoredTensor
-    moments: Mapping[str, StoredTensor]
+    values: TensorEntry
+    moments: Mapping[str, TensorEntry]
     numbers: Mapping[str, bool | int | float]
     swap_name: str = ""
 
@@ -109,10 +110,10 @@ class ModelFile:
     size_bytes: int
     world_size: int
     trained: Sequence[Mapping[str, tuple[int, ...]]]
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, TensorEntry]
     buffers: frozenset[str]
     frozen: Mapping[str, tuple[int, ...]]
-    fragments: Mapping[str, StoredTensor]
+    fragments: Mapping[str, TensorEntry]
     shared: Mapping[str, str]
     counters: Mapping[str, int]
     scheduler: Mapping[str, Any] | str | None
@@ -250,7 +251,7 @@ def _flat(objects: TorchObjects, what: str, values: Any, state: Any, padding: in
         raise CheckpointError(
             f"{objects.path}: the state of {what}: expected at most {_MOST_KEYS} entries, found {len(entries)}."
         )
-    moments: dict[str, StoredTensor] = {}
+    moments: dict[str, TensorEntry] = {}
     numbers: dict[str, bool | int | float] = {}
     for key, value in entries.items():
         name = objects.name(key, f"a name in the state of {what}")
@@ -366,7 +367,7 @@ def _shapes(objects: TorchObjects, value: Any, what: str) -> dict[str, tuple[int
     }
 
 
-def _tensors(objects: TorchObjects, value: Any, what: str) -> dict[str, StoredTensor]:
+def _tensors(objects: TorchObjects, value: Any, what: str) -> dict[str, TensorEntry]:
     """Those that are tensors: modules may keep other extra state."""
     named = {objects.name(name, what): each for name, each in objects.mapping(value, what).items()}
     return {name: objects.tensor(each, name) for name, each in named.items() if objects.is_tensor(each)}

@@ -14,16 +14,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
-
-import torch
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource
+from ..sources.local import LocalFiles
 from .format import Shard, TensorEntry
-from .nodes import FileTensor, View, row_major_strides
+from .kinds import has_weights
+from .map import CheckpointMap, view_of
+from .nodes import View, row_major_strides
 from .signs import is_sign
-from .torch_objects import StoredTensor
 from .untrusted_json import excerpt
 from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
 from .zero_layout import FP32, Trained, trained_of_stage_3, trained_of_stages_1_2, untrained
@@ -46,15 +46,6 @@ SWAPPED = "offloaded_tensors"
 
 _THREADS = 8
 """They wait for a file system, and hardly compute."""
-
-
-class _Flat(NamedTuple):
-    """A state of a flat: `numel` elements of `dtype` from byte `start` of a shard on."""
-
-    shard: int
-    dtype: torch.dtype
-    start: int
-    numel: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +87,7 @@ class ZeroFolder:
     client_state: Mapping[str, Any]
     left_out: Sequence[str]
     _trained: Mapping[str, Trained]
-    _flats: Mapping[str, Sequence[Sequence[_Flat]]]  # state -> sub-group -> rank
+    _flats: Mapping[str, Sequence[Sequence[TensorEntry]]]  # state -> sub-group -> rank
     _others: Mapping[str, Sequence[TensorEntry]]
     _shapes: Mapping[str, tuple[int, ...]]  # of `_others`
     _buffers: frozenset[str]
@@ -131,12 +122,10 @@ class ZeroFolder:
 
     def _view(self, name: str, key: str, it: Trained, first_shard: int) -> View:
         flats = self._flats[key][it.sub_group]
-        entries = []
-        for rank, first, count in it.pieces(self.world_size):
-            flat = flats[rank]
-            start = flat.start + first * flat.dtype.itemsize
-            stop = start + count * flat.dtype.itemsize
-            entries.append(TensorEntry(name, flat.shard + first_shard, flat.dtype, (count,), start, stop))
+        entries = [
+            flats[rank].part(first, count, name=name, shard=flats[rank].shard + first_shard)
+            for rank, first, count in it.pieces(self.world_size)
+        ]
         return _joined(entries or [TensorEntry(name, first_shard, flats[0].dtype, (0,), 0, 0)], it.shape)
 
     def _other(self, name: str, first_shard: int) -> View:
@@ -146,9 +135,7 @@ class ZeroFolder:
 
 def _joined(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> View:
     """A tensor of flat pieces, those without elements left out."""
-    pieces = [View.whole(FileTensor(it.shape, it.dtype, it)) for it in entries if it.shape[0]] or [
-        View.whole(FileTensor(entries[0].shape, entries[0].dtype, entries[0]))
-    ]
+    pieces = [view_of(it) for it in entries if it.shape[0]] or [view_of(entries[0])]
     whole = pieces[0] if len(pieces) == 1 else View.joined(tuple(pieces), 0)
     return View(whole.node, shape, row_major_strides(shape))
 
@@ -156,6 +143,31 @@ def _joined(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> View:
 def is_zero_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether there is a file of an optimizer's states in it, of any rank."""
     return world_size_of(folder) > 0
+
+
+def zero_folder_of(path: Path) -> Path | None:
+    """The folder of the ZeRO checkpoint in `path`, or `path` itself; None if it is or holds another kind."""
+    if not path.is_dir() or has_weights(path):
+        return None
+    if is_zero_folder(path):
+        return path
+    latest = path / "latest"
+    name = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
+    is_name = bool(name) and Path(name).name == name and "\0" not in name
+    return path / name if is_name and is_zero_folder(path / name) else None
+
+
+def map_of_zero(folder: Path) -> CheckpointMap:
+    """The fp32 values of what is trained in the folder of a tag, and the rest; raises as :func:`read_zero_folder`."""
+    zero = read_zero_folder(LocalFiles(), folder)
+    if zero.lacking:
+        raise UnsupportedError(
+            f"{folder}: it has no values of {len(zero.lacking)} parameters, among them {excerpt(zero.lacking[0])}, "
+            "which were neither trained nor frozen. Load the checkpoint into the training, and save the model."
+        )
+    views = {**zero.buffers(), **zero.frozen(), **zero.views()}
+    views |= {alias: views[name] for alias, name in zero.shared.items()}
+    return CheckpointMap(zero.shards, views, format="ZeRO")
 
 
 def entries_of_deepspeed(folder: str | os.PathLike[str]) -> list[str]:
@@ -243,7 +255,7 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
     )
 
 
-def _stored(key: str, first: OptimizerFile, flat: Flat) -> StoredTensor:
+def _stored(key: str, first: OptimizerFile, flat: Flat) -> TensorEntry:
     if key != FP32 and key not in flat.moments:
         raise UnsupportedError(
             f"{first.path}: the optimizer keeps {excerpt(key)} of some of its tensors and not of others, so that it "
@@ -307,14 +319,14 @@ def _flats(
     key: str,
     sub_groups: Sequence[Mapping[str, Trained]],
     swapped: Mapping[_Place, int],
-) -> list[list[_Flat]]:
+) -> list[list[TensorEntry]]:
     """A state of each sub-group's flat on each rank; `swapped` has the shards of those in swap files."""
 
-    def place(number: int, rank: int) -> _Flat:
+    def place(number: int, rank: int) -> TensorEntry:
         stored = _stored(key, optimizers[0], optimizers[rank].flats[number])
         if (shard := swapped.get((key, number, rank))) is not None:
-            return _Flat(shard, stored.dtype, 0, _length(sub_groups[number], len(optimizers)))
-        return _Flat(rank, stored.dtype, stored.start, stored.numel)
+            return stored._replace(start=0).part(0, _length(sub_groups[number], len(optimizers)), shard=shard)
+        return stored._replace(shard=rank)
 
     return [[place(number, rank) for rank in range(len(optimizers))] for number in range(len(sub_groups))]
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from .format import TensorEntry
-from .torch_objects import StoredTensor
 from .untrusted_json import excerpt
 from .zero_files import Flat, ModelFile, OptimizerFile
 
@@ -128,7 +127,7 @@ def untrained(
         is_placeholder = stage == 3 and name not in model.buffers
         if name in trained or name in model.shared or is_placeholder:
             continue
-        found[name], shapes[name] = [_entry(name, whole, whole.numel, first_shard)], whole.shape
+        found[name], shapes[name] = [whole.part(0, whole.numel, name=name, shard=first_shard)], whole.shape
     for name, shape in model.frozen.items() if stage == 3 else ():
         if name in trained or name in found:
             raise CheckpointError(f"{model.path}: frozen_param_shapes: {excerpt(name)} is trained, or a buffer.")
@@ -143,9 +142,5 @@ def untrained(
                     f"{it.path}: frozen_param_fragments: expected {each} elements of {excerpt(name)}, as in other "
                     f"files; found {held}."
                 )
-            found[name].append(_entry(name, place, needed, first_shard + rank))
+            found[name].append(place.part(0, needed, name=name, shard=first_shard + rank))
     return found, shapes
-
-
-def _entry(name: str, place: StoredTensor, numel: int, shard: int) -> TensorEntry:
-    return TensorEntry(name, shard, place.dtype, (numel,), place.start, place.start + numel * place.dtype.itemsize)

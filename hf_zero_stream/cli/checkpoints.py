@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from .. import scope
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError
@@ -17,27 +16,9 @@ from ..sources.urls import Repository, checkpoint_url, is_url
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.index import CheckpointIndex
+    from ..checkpoint.map import CheckpointMap
 
 _NO_MAP = "{}. So it is no map of bytes, and only running its pickle could say what is in it."
-
-
-class Listing(NamedTuple):
-    """What a checkpoint holds.
-
-    Attributes:
-        format: "safetensors", "torch.save", "torch.distributed.checkpoint", "ZeRO".
-        shards: (file's name, bytes, tensors that lie in it, or parts of them).
-        tensors: (name, dtype as safetensors names it, shape, bytes).
-        absent: tensors that the index promises, and no shard holds.
-        notes: what is odd, and no fault.
-    """
-
-    format: str
-    shards: Sequence[tuple[str, int, int]]
-    tensors: Sequence[tuple[str, str, tuple[int, ...], int]]
-    absent: Sequence[str]
-    notes: Sequence[str]
 
 
 def cached_folder(path: str, revision: str | None) -> Path:
@@ -78,33 +59,20 @@ def place_of(path: str, revision: str | None) -> Iterator[str]:
             yield Repository(path, revision or "", "").url
 
 
-def listing_of(place: str) -> Listing:
+def map_of(place: str) -> CheckpointMap:
     """What the checkpoint at `place` holds, from what describes it; no weight is read."""
-    from ..checkpoint.contents import contents_of, format_of
-    from ..checkpoint.nodes import entries_of
-    from ..checkpoint.safetensors import dtype_name
-    from ..checkpoint.torch_files import NotAMap
+    from ..checkpoint.contents import contents_of
 
-    format_name = "safetensors" if is_url(place) else format_of(place)
-    if format_name in ("safetensors", "torch.save"):
-        try:
-            index = _index_of(place)
-        except NotAMap as reason:
-            raise UnsupportedError(_NO_MAP.format(reason)) from reason
-        in_shard = Counter(entry.shard for entry in index.tensors.values())
-        tensors = [(it.name, dtype_name(it.dtype), it.shape, it.stop - it.start) for it in index.tensors.values()]
-        shards, absent, notes = index.shards, list(index.absent), index.notes
-    else:
-        contents = contents_of(place)
-        views = contents.views
-        in_shard = Counter(shard for view in views.values() for shard in {entry.shard for entry in entries_of([view])})
-        tensors = [
-            (name, dtype_name(view.node.dtype), view.sizes, view.numel * view.node.dtype.itemsize)
-            for name, view in views.items()
-        ]
-        shards, absent, notes = contents.shards, [], contents.notes
-    rows = [(os.path.basename(it.path), it.size_bytes, in_shard[number]) for number, it in enumerate(shards)]
-    return Listing(format_name, rows, tensors, absent, notes)
+    if not is_url(place):
+        return contents_of(place)
+    from ..checkpoint.at_url import shards_at
+    from ..config import StreamingConfig
+    from ..engine.opened import OpenCheckpoint
+    from ..ranks.coordinator import Coordinator
+
+    paths, weight_map = shards_at(place)
+    with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
+        return checkpoint.map_of(paths, checkpoint.read_headers(paths), weight_map)
 
 
 def refuse_unloadable(place: str) -> None:
@@ -126,22 +94,6 @@ def refuse_unloadable(place: str) -> None:
                 raise UnsupportedError(_NO_MAP.format(reason))
         case "safetensors":
             shards_of(place)
-
-
-def _index_of(place: str) -> CheckpointIndex:
-    """All tensors of the checkpoint at `place`, from the headers of its shards."""
-    from ..checkpoint.at_url import shards_at
-    from ..checkpoint.index import CheckpointIndex
-    from ..checkpoint.soundness import shards_of
-    from ..config import StreamingConfig
-    from ..engine.opened import OpenCheckpoint
-    from ..ranks.coordinator import Coordinator
-
-    if not is_url(place):
-        return CheckpointIndex.from_files(*shards_of(place))
-    paths, weight_map = shards_at(place)
-    with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
-        return CheckpointIndex.from_headers(paths, checkpoint.read_headers(paths), weight_map)
 
 
 def _is_id(path: str) -> bool:

@@ -46,19 +46,30 @@ def run(
 
 
 def _checkpoint(place: str) -> dict[str, Any]:
-    from .checkpoints import listing_of
+    from ..checkpoint.format import dtype_name
+    from ..checkpoint.nodes import entries_of
+    from .checkpoints import map_of
 
-    found = listing_of(place)
+    found = map_of(place)
+    tensors = [
+        (name, dtype_name(view.node.dtype), view.sizes, view.numel * view.node.dtype.itemsize)
+        for name, view in found.views.items()
+    ]
     dtypes = defaultdict[str, Counter[str]](Counter)
-    for _, dtype, _, nbytes in found.tensors:
+    for _, dtype, _, nbytes in tensors:
         dtypes[dtype].update(tensors=1, bytes=nbytes)
+    # A tensor may lie in several files: each has a part of it.
+    counts = Counter(shard for view in found.views.values() for shard in {it.shard for it in entries_of([view])})
     return {
         "format": found.format,
-        "bytes": sum(nbytes for _, nbytes, _ in found.shards),
-        "shards": [{"file": file, "tensors": count, "bytes": nbytes} for file, nbytes, count in found.shards],
-        "count": len(found.tensors),
+        "bytes": sum(shard.size_bytes for shard in found.shards),
+        "shards": [
+            {"file": os.path.basename(shard.path), "tensors": counts[number], "bytes": shard.size_bytes}
+            for number, shard in enumerate(found.shards)
+        ],
+        "count": len(tensors),
         "dtypes": dtypes,
-        "tensors": _folded(found.tensors),
+        "tensors": _folded(tensors),
         "promised_in_vain": folded_names(found.absent),
         "notes": list(found.notes),
     }

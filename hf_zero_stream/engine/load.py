@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, islice, repeat
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,13 @@ from torch import nn
 
 from ..accelerators import peak_bytes, used_bytes
 from ..checkpoint.format import ShardHeader, TensorEntry
-from ..checkpoint.index import AbsentSlice, CheckpointIndex, CheckpointSlice, checkpoint_slices
-from ..checkpoint.kinds import METADATA, is_distributed
 from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.map import AbsentSlice, CheckpointMap, CheckpointSlice
 from ..checkpoint.nodes import HostTensor, Leaf, View
 from ..checkpoint.without_values import lacks_values, refuse_wrapped
 from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
-from ..errors import CheckpointError, DisagreementError, HfZeroStreamError, LoadError, ReadError
+from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, PhaseClock, RankReport
@@ -36,7 +35,6 @@ from .sameness import Copy, description, refuse_differences, refuse_other_shards
 
 
 if TYPE_CHECKING:
-    from ..checkpoint.distcp import DistributedMap
     from ..footprint.memory import MemoryFootprint
 
 
@@ -71,7 +69,7 @@ class Load:
         self.checkpoint = checkpoint or OpenCheckpoint(config, coordinator, device=destination.device)
         """Where the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
-        self._index: CheckpointIndex | None = None
+        self._map: CheckpointMap | None = None
         self._leaves: Sequence[Sequence[Leaf]] = ()
         self.absent: Mapping[str, AbsentSlice] = {}
         """Tensors that the checkpoint's index promises and no shard holds."""
@@ -81,11 +79,11 @@ class Load:
         """Release file handles."""
         self.checkpoint.close()
 
-    def look_into(self, shard: str) -> CheckpointIndex:
-        """What is in one shard; where one rank reads for others, rank 0 reads the header (all ranks)."""
-        read = partial(self.checkpoint.read_headers, [shard])
+    def look_into(self, file: str) -> CheckpointMap:
+        """What one file holds or describes; where one rank reads for others, rank 0 reads the header (all ranks)."""
+        read = partial(self.checkpoint.read_headers, [file])
         headers = self.coordinator.broadcast(read) if self.checkpoint.relays else read()
-        return self.checkpoint.indexed([shard], headers)
+        return self.checkpoint.map_of([file], headers)
 
     def compare_files(self, files: Sequence[str]) -> list[str]:
         """Check that all ranks load files of the same names, and return every rank's folder (all ranks).
@@ -115,7 +113,7 @@ class Load:
     def open(
         self, files: Sequence[str], weight_map: Mapping[str, str] | None
     ) -> dict[str, CheckpointSlice | torch.Tensor]:
-        """Index safetensors shards and return a state dict of lazy slices; rank 0's headers serve all ranks.
+        """Map what these files hold or describe to a state dict of lazy slices; rank 0's headers serve all ranks.
 
         Tensors that the index promises and no shard holds are in it too: see :meth:`refuse_absent`.
         Called once more for each checkpoint that the model's ``__init__`` loads, before that of the model itself.
@@ -123,29 +121,30 @@ class Load:
         Raises:
             CheckpointError, ReadError: on all ranks, if rank 0 cannot read the headers or they are wrong; on the first
                 rank of a host, and on one that has another folder than rank 0, if it finds other shards there.
+            UnsupportedError: a tensor of a folder of torch.distributed.checkpoint is not stored plainly.
         """
-        (index,) = self.indexes_of([files], weight_map)
-        assert index is not None
+        (found,) = self.maps_of([files], weight_map)
+        assert found is not None
         folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
-        for note in index.notes if is_main else ():
+        for note in found.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
-        untagged = self.checkpoint.source.hints(files).is_everywhere and not all(shard.tag for shard in index.shards)
+        untagged = self.checkpoint.source.hints(files).is_everywhere and not all(shard.tag for shard in found.shards)
         if untagged and is_main:
             logger.warning(
                 "%s: the server gives neither ETag nor Last-Modified of all files. If somebody replaces one by "
                 "another of the same size during this load, that is not noticed.",
                 folder,
             )
-        self._index, self.absent = index, {name: AbsentSlice() for name in index.absent}
-        first_shard = self.checkpoint.add(index.shards)
-        slices = checkpoint_slices(index, self.checkpoint.materialise, first_shard)
+        self._map, self.absent = found, {name: AbsentSlice() for name in found.absent}
+        self.checkpoint.add(found.shards)
+        slices = found.slices(self.checkpoint.materialise)
         # Modules read their extra state as soon as they get it.
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
 
-    def indexes_of(
+    def maps_of(
         self, parts: Sequence[Sequence[str]], weight_map: Mapping[str, str] | None = None
-    ) -> list[CheckpointIndex | None]:
+    ) -> list[CheckpointMap | None]:
         """What is in the files of each of `parts`, all in one folder, by rank 0's headers (all ranks).
 
         None for a part but the first whose files rank 0 does not see. The `weight_map` is that of the first.
@@ -159,13 +158,13 @@ class Load:
             is_there = [True, *(all(map(os.path.exists, part)) for part in others)]
             return is_there, *read([*chain.from_iterable(compress(parts, is_there))])
 
-        def checked_indexes() -> list[CheckpointIndex | None]:
+        def checked_maps() -> list[CheckpointMap | None]:
             if there_are_copies and self._reads_copy(folders) and self.checkpoint.reads_itself:
                 there = [*chain.from_iterable(compress(parts, is_there))]
                 refuse_other_shards(there, zip(*read(there)), zip(headers, samples))
             rest, maps = iter(headers), chain([weight_map], repeat(None))
             return [
-                self.checkpoint.indexed(part, list(islice(rest, len(part))), of_part) if has_files else None
+                self.checkpoint.map_of(part, list(islice(rest, len(part))), of_part) if has_files else None
                 for part, has_files, of_part in zip(parts, is_there, maps)
             ]
 
@@ -175,46 +174,7 @@ class Load:
             there_are_copies = self._has_copies(folders) and not self.checkpoint.source.hints(files).is_everywhere
             is_there, headers, samples = self.coordinator.broadcast(read_what_is_there)
             # Where one rank reads for others, an error of one must be an error of all.
-            return self.coordinator.run_on_all(checked_indexes) if self.checkpoint.relays else checked_indexes()
-
-    def open_distributed(self, folder: str) -> dict[str, CheckpointSlice | torch.Tensor]:
-        """As :meth:`open`, of a folder of torch.distributed.checkpoint; raises an UnsupportedError too (all ranks)."""
-        from ..checkpoint import distcp
-
-        metadata = os.path.join(folder, METADATA)
-
-        def checked_map() -> DistributedMap:
-            is_copy = there_are_copies and self._reads_copy(folders) and self.checkpoint.reads_itself
-            if is_copy and self._read_map(folder) != text:
-                raise CheckpointError(
-                    f"{metadata}: this is not the checkpoint that rank 0 sees. Make it the same on every node."
-                )
-            return distcp.parse_map(folder, text, len(self.checkpoint.shards))
-
-        with self.clock("index"):
-            folders = self.compare_files([metadata])
-            there_are_copies = self._has_copies(folders)
-            text = self.coordinator.broadcast(partial(self._read_map, folder))
-            found = self.coordinator.run_on_all(checked_map) if self.checkpoint.relays else checked_map()
-        for note in found.notes if self.coordinator.is_main else ():
-            logger.warning("%s: %s", folder, note)
-        self._index, self.absent = None, {}
-        self.checkpoint.add(found.shards)
-        return {name: CheckpointSlice(view, self.checkpoint.materialise) for name, view in found.views.items()}
-
-    def _read_map(self, folder: str) -> bytes:
-        from ..checkpoint import distcp
-
-        source = self.checkpoint.source
-        read = partial(distcp.read_map, source, folder)
-        return self.checkpoint.retries.call(read, lambda error: source.is_transient(error.__cause__))
-
-    def look_into_distributed(self, folder: str) -> DistributedMap:
-        """As :meth:`look_into`, of a folder of torch.distributed.checkpoint."""
-        from ..checkpoint import distcp
-
-        read = partial(self._read_map, folder)
-        return distcp.parse_map(folder, self.coordinator.broadcast(read) if self.checkpoint.relays else read())
+            return self.coordinator.run_on_all(checked_maps) if self.checkpoint.relays else checked_maps()
 
     def _has_copies(self, folders: Sequence[str]) -> bool:
         """Whether ranks that read may see other files than rank 0's, on other hosts or in other `folders`."""
@@ -229,18 +189,14 @@ class Load:
         folders = self.compare_files(files)
         if not files or not self._has_copies(folders) or self.checkpoint.source.hints(files).is_everywhere:
             return
-        folder = os.path.dirname(files[0])
-        paths = [os.path.join(folder, METADATA)] if is_distributed(folder) else files
+        described = [*dict.fromkeys(shard.described_in or shard.path for shard in self.checkpoint.shards)]
 
         def look() -> list[Copy]:
-            if paths is files:
-                return [*zip(self.checkpoint.read_headers(files), self.checkpoint.samples(files))]
-            text = self._read_map(folder)
-            return [(ShardHeader(len(text), text), b"")]
+            return [*zip(self.checkpoint.read_headers(described), self.checkpoint.samples(described))]
 
         of_rank_0 = self.coordinator.broadcast(look)
         if self._reads_copy(folders) and self.checkpoint.reads_itself:
-            refuse_other_shards(paths, look(), of_rank_0)
+            refuse_other_shards(described, look(), of_rank_0)
 
     def _reads_copy(self, folders: Sequence[str]) -> bool:
         """Whether this rank compares its files with rank 0's: the first of another host, and one of another folder."""
@@ -249,23 +205,18 @@ class Load:
         return folders[coordinator.rank] != folders[0] or is_first
 
     @property
-    def files(self) -> list[str]:
-        """The shards of the checkpoint."""
-        return [] if self._index is None else [shard.path for shard in self._index.shards]
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """The tensors in these files, by name."""
-        return {} if self._index is None else self._index.tensors
+    def entries(self) -> Collection[TensorEntry]:
+        """The tensors of the checkpoint that lie in one run of bytes each."""
+        return () if self._map is None else self._map.entries.values()
 
     def refuse_absent(self) -> None:
         """Raise a CheckpointError if the model needs tensors that the index promises and no shard holds; else warn."""
-        if self._index is None or not self.absent:
+        if self._map is None or not self.absent:
             return
-        self._index.refuse_absent(name for name, piece in self.absent.items() if piece.is_wanted)
+        self._map.refuse_absent(name for name, piece in self.absent.items() if piece.is_wanted)
         if self.coordinator.is_main:
-            folder = os.path.dirname(self._index.shards[0].path)
-            logger.warning("%s: %s", folder, self._index.note_of_absent)
+            folder = os.path.dirname(self._map.shards[0].path)
+            logger.warning("%s: %s", folder, self._map.note_of_absent)
 
     def open_values(self, state_dict: Mapping[str, torch.Tensor]) -> dict[str, CheckpointSlice | torch.Tensor]:
         """A state dict of lazy slices of tensors that are in host memory, or mapped into it, already."""
@@ -279,7 +230,7 @@ class Load:
             )
 
         self.coordinator.require_same("values in memory")
-        self._index, self.absent = None, {}
+        self._map, self.absent = None, {}
         materialise = self.checkpoint.materialise
         return tensors | {
             name: CheckpointSlice(View.whole(HostTensor.of(tensor)), materialise)
@@ -318,18 +269,18 @@ class Load:
                     raise
                 raise LoadError(f"out of memory on rank {self.coordinator.rank} while loading: {error}") from error
 
-    def place_like(self, first: Load, batches: Sequence[Batch], index: CheckpointIndex) -> bool:
-        """Read into `batches` from the files of `index` as :meth:`place` of a `first` load has read (all ranks).
+    def place_like(self, first: Load, batches: Sequence[Batch], found: CheckpointMap) -> bool:
+        """Read into `batches` from the files of `found` as :meth:`place` of a `first` load has read (all ranks).
 
-        Returns False, and reads nothing, if tensors do not lie in these files as they do in those of `first`. `index`
-        is the same on all ranks (:meth:`indexes_of`), which still have to agree that all have read.
+        Returns False, and reads nothing, if tensors do not lie in these files as they do in those of `first`. `found`
+        is the same on all ranks (:meth:`maps_of`), which still have to agree that all have read.
         """
-        assert first.plan is not None and first._index is not None
-        if index.tensors != first._index.tensors:
+        assert first.plan is not None and first._map is not None
+        if found.entries != first._map.entries:
             return False
         with self.coordinator.reporting():
-            self._index = index
-            self.checkpoint.add(index.shards)
+            self._map = found
+            self.checkpoint.add(found.shards)
             self.plan = first.plan
             self.checkpoint.open(read.shard for read in self.plan)
             self._reader.fill(batches, self.plan, first._leaves)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ..accelerators import is_accelerator
 from ..checkpoint import formats
 from ..checkpoint.format import Format, Shard, ShardHeader
-from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import View
 from ..config import StreamingConfig
 from ..errors import ReadError
@@ -140,21 +140,22 @@ class OpenCheckpoint:
         run_in_threads(paths, work, min(len(paths), HEADER_THREADS) if many else 1)
         return [found[path] for path in paths]
 
-    def indexed(
+    def map_of(
         self, paths: Sequence[str], headers: Sequence[ShardHeader], weight_map: Mapping[str, str] | None = None
-    ) -> CheckpointIndex:
-        """What is in the files of `paths`, by their `headers`, which perhaps another rank has read."""
-        return CheckpointIndex.from_headers(paths, headers, weight_map, format=self._format)
+    ) -> CheckpointMap:
+        """What the `headers` of the files of `paths` say, which perhaps another rank has read, for :meth:`add`."""
+        return formats.map_of(paths, headers, weight_map, len(self.shards), parse=self._format.parse_header)
 
     def samples(self, paths: Sequence[str]) -> list[bytes]:
-        """For each file, a digest of some of its bytes, 8 bytes long; raises ReadError if one cannot be read."""
-        found: dict[str, bytes] = {}
+        """For each file, a digest of its values at some places, 8 bytes long; a ReadError if one cannot be read."""
+        found = {path: b"" for path in paths if not formats.row_of(path).holds_values}
 
         def work(pending: Iterator[str]) -> None:
             for path in pending:
                 found[path] = self._sample(path)
 
-        run_in_threads(paths, work, min(len(paths), SAMPLING_THREADS))  # which ends all once one has failed
+        with_values = [path for path in paths if path not in found]
+        run_in_threads(with_values, work, min(len(with_values), SAMPLING_THREADS))  # ends all once one has failed
         return [found[path] for path in paths]
 
     def _sample(self, path: str) -> bytes:

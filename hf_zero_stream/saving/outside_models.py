@@ -54,4 +54,5 @@ def _whole(param: Any) -> torch.Tensor:
 
         return whole_value(param)
     full: torch.Tensor = param.detach().full_tensor()
-    return full
+    # Uneven shards are gathered with padding, and safetensors refuses a tensor that is less than its storage.
+    return full if full.untyped_storage().nbytes() == full.nbytes else full.clone()

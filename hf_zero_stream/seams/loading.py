@@ -15,6 +15,7 @@ from transformers import modeling_utils
 from transformers.utils import logging
 
 from ..bindings.install import keep_watching
+from ..checkpoint.formats import is_always_map, row_of
 from ..checkpoint.index_file import check_files, read_index_file
 from ..checkpoint.kinds import METADATA, is_distributed
 from ..checkpoint.without_values import refuse_wrapped
@@ -201,13 +202,10 @@ def load_state_dict(original: Original, file: Any, *args: Any, **kwargs: Any) ->
     session = Session.current()  # also of a load that was left to stock
     if session is None:
         return original(file, *args, **kwargs)
-    if os.path.basename(file) == METADATA:
-        views = session.load.look_into_distributed(os.path.dirname(file)).views
-        return {name: torch.empty(view.sizes, dtype=view.node.dtype, device="meta") for name, view in views.items()}
-    if str(file).endswith(".safetensors"):
-        index = session.load.look_into(file)
-        if not session.load.checkpoint.reads_itself or is_url(file):
-            return {name: torch.empty(it.shape, dtype=it.dtype, device="meta") for name, it in index.tensors.items()}
+    if is_always_map(str(file)):
+        views = session.load.look_into(file).views
+        if not row_of(str(file)).holds_values or not session.load.checkpoint.reads_itself or is_url(file):
+            return {name: torch.empty(it.sizes, dtype=it.node.dtype, device="meta") for name, it in views.items()}
     values = original(file, *args, **kwargs)
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
         raise CheckpointError(f"{file}: expected a map of names to tensors, found {type(values).__name__}.")
@@ -256,12 +254,10 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
         return load.open_values(mapped_gguf_values(state_dict))
     if not files:
         raise ValueError("Neither a state dict nor checkpoint files were found.")
-    if os.path.basename(files[0]) == METADATA:
-        return load.open_distributed(os.path.dirname(files[0]))
     if load_config.sharded_metadata is None:
         _check_and_read_ahead(session, files)  # of an index, this was done when it was read
     weight_map = (load_config.sharded_metadata or {}).get("weight_map")
-    if files[0].endswith(".safetensors"):
+    if is_always_map(files[0]):
         return load.open(files, weight_map)
     from ..checkpoint import torch_files
 

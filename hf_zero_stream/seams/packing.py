@@ -180,7 +180,7 @@ def pack_model(session: Session, model: PreTrainedModel, dtype: torch.dtype | No
     made = {} if session.quantiser is None else session.quantiser.made
     used.update(entry.name for entry in sources_of(made))
     beside = [entry for each in made.values() for entry in each.entries]
-    taken = Taken([*session.load.tensors.values(), *beside], used)
+    taken = Taken([*session.load.entries, *beside], used)
     once = _named_once(model)
     candidates: _Candidates = []
     refused: dict[str, str] = {}

@@ -160,6 +160,8 @@ class RemoteFiles:
                 self._retries.call(read_on, self.is_transient, jitter=True)
         except RequestFailed as error:
             raise ReadError(f"{path}: cannot read bytes {start} to {stop}: {error}") from error
+        if position < stop:
+            raise ReadError(f"{path}: cannot read bytes {start} to {stop}: the object ends at byte {position}.")
 
     def ask(self, path: str, start: int, stop: int) -> tuple[tuple[int, str], Iterator[bytes]]:
         """(size of an object, its tag), and its bytes ``[start, stop)``, or those up to its end, in pieces.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.map import CheckpointMap
 from ..destinations.deepspeed.marks import has_partition
 from ..destinations.slots import Slot, SlotMemory
 from ..destinations.training import Training
@@ -83,16 +83,16 @@ class _LoadWithOthers(Load):
     ) -> None:
         super().__init__(settings_in_force(), {}, coordinator, memory)
         self._key, self._others = key, others
-        self.others: Mapping[str, CheckpointIndex] = {}
+        self.others: Mapping[str, CheckpointMap] = {}
         """What is in the files of other states, of those that have files of the same names but for their own."""
 
-    def indexes_of(
+    def maps_of(
         self, parts: Sequence[Sequence[str]], weight_map: Mapping[str, str] | None = None
-    ) -> list[CheckpointIndex | None]:
+    ) -> list[CheckpointMap | None]:
         (files,) = parts
         of_others = {other: [shard_of_key(path, self._key, other) for path in files] for other in self._others}
         if not all(path.count(f".{self._key}") for path in map(os.path.basename, files)):
             of_others = {}  # somebody has given the files other names
-        index, *indexes = super().indexes_of([files, *of_others.values()], weight_map)
+        index, *indexes = super().maps_of([files, *of_others.values()], weight_map)
         self.others = {other: found for other, found in zip(of_others, indexes, strict=True) if found is not None}
         return [index]

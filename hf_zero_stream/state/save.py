@@ -24,6 +24,7 @@ from typing import Any, Literal, overload
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.signs import write_signs
 from ..checkpoint.zero_folder import entries_of_deepspeed
 from ..destinations.slots import elementwise_keys, holdings_of
 from ..destinations.training import STEPS, Training
@@ -165,8 +166,10 @@ def save_state(
             )
             contents.append(Content(lay_out=lay_out_them, index_name=index_name(EXACT), folder=name, held=held))
         act = save.start if asynchronous else save.run
-        zero_names = zero_tools.names_of(trained, training, keys)
-        beside = partial(_write_record, name, record, random_states, fingerprinted, zero_names)
+        names = zero_tools.names_of(training, keys)
+        beside = partial(
+            _write_record, name, record, random_states, fingerprinted, names, zero_tools.has_zero(trained)
+        )
         return act(*contents, ending=Ending(beside, LATEST, [] if keep_older else older))
 
 
@@ -259,7 +262,8 @@ def _write_record(
     record: StateRecord,
     random_states: Sequence[rng.Arrays],
     fingerprinted: Callable[[Path], str | None],
-    zero_names: Mapping[str, Any] | None,
+    names: Mapping[str, Any],
+    has_zero: bool,
     folder: Path,
 ) -> None:
     """Write what of a state is no tensor of its parameters."""
@@ -268,7 +272,10 @@ def _write_record(
         weights = fingerprinted(folder)
         place.mkdir(exist_ok=True)  # of an optimizer without elementwise states
         rng.write_ranks(random_states, place / rng.FILE)
-        zero_tools.write_tools(folder, place, zero_names, record.world_size)
+        zero_tools.write_names(place, names)
+        if has_zero:
+            write_signs(place, record.world_size)
+            zero_tools.write_scripts(folder)
         (place / FILE).write_text(replace(record, weights=weights).to_json(), encoding="utf-8")
         (folder / LATEST).write_text(name, encoding="utf-8")
     except (OSError, ReadError) as error:

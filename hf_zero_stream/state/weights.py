@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from ..checkpoint.index import CheckpointIndex
+from ..checkpoint.format import NotAMap
+from ..checkpoint.formats import read_map
 from ..checkpoint.index_file import read_index_file
-from ..checkpoint.torch_files import NotAMap
 from ..errors import CheckpointError, ReadError
 from ..seams.saving import index_name
 
@@ -34,13 +34,14 @@ def fingerprint(folder: Path) -> str | None:
 
 def fingerprint_of_new(folder: Path) -> str | None:
     """As :func:`fingerprint`, of weights that were written just now: raises an OSError or a ReadError if need be."""
-    index = CheckpointIndex.from_files(_files(folder))
+    found = read_map(_files(folder))
     digest = hashlib.sha256()
-    names = sorted(index.tensors)
+    entries = found.entries
+    names = sorted(entries)
     for name in names[:: -(-len(names) // _MOST_TENSORS) or 1]:
-        entry = index.tensors[name]
+        entry = entries[name]
         digest.update(f"{name} {entry.dtype} {list(entry.shape)} ".encode())
-        with open(index.shards[entry.shard].path, "rb") as file:
+        with open(found.shards[entry.shard].path, "rb") as file:
             file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))
             digest.update(file.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
     return digest.hexdigest() if names else None

@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 
 
-NAMES = "zero_to_fp32.json"
+NAMES = "names.json"
 """The file in a state's folder that says what there is beside what is trained, and where."""
 
 OUTPUT_DTYPE_NAMES = {

@@ -1,7 +1,7 @@
 """DeepSpeed's tools on folders of ours: ``zero_to_fp32`` answers, and what cannot load a state says what it is.
 
-Beside a state of a ZeRO training lie our :mod:`.zero_to_fp32` as a script, where DeepSpeed puts its own; a file with
-the names of what is not trained; and :mod:`..checkpoint.signs`.
+Beside a state of a ZeRO training lie our :mod:`.zero_to_fp32` as a script, where DeepSpeed puts its own, and
+:mod:`..checkpoint.signs`. Beside every state lies a file with the names of what is not trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.signs import write_signs
 from ..checkpoint.zero_folder import entries_of_deepspeed
 from ..config import StreamingConfig
 from ..destinations.own_names import named_buffers, named_parameters, own_names
@@ -45,15 +44,18 @@ main(asks_dtype=True)
 """
 
 
-def names_of(engine: Any, training: Training, keys: Sequence[str]) -> Mapping[str, Any] | None:
-    """What :mod:`.zero_to_fp32` must know to give what DeepSpeed gives; None unless `engine` is one with ZeRO.
+def has_zero(trained: Any) -> bool:
+    """Whether `trained` is an engine with ZeRO, for whose states there are DeepSpeed's tools."""
+    return bool(getattr(trained, "zero_optimization", bool)())
+
+
+def names_of(training: Training, keys: Sequence[str]) -> Mapping[str, Any]:
+    """What :mod:`.zero_to_fp32` and a conversion must know to give all tensors of the model, by DeepSpeed's names.
 
     That is, by the model's name for it, the name in the files of weights and the shape: of buffers, of what is frozen,
     and of what is trained, if it has no masters. And other names of tied parameters (`shared`), and the names
     that torch has for tensors in wrappers (`live`), by which DeepSpeed goes.
     """
-    if not getattr(engine, "zero_optimization", bool)():
-        return None
     model, own = training.model, own_names(training.model)
     trained = {member.name: list(member.box.shape) for slot in training.slots for member in slot.members}
     first: dict[int, str] = {}
@@ -81,14 +83,9 @@ def names_of(engine: Any, training: Training, keys: Sequence[str]) -> Mapping[st
     return found | {"shared": shared, "live": live}
 
 
-def write_tools(folder: Path, place: Path, names: Mapping[str, Any] | None, world_size: int) -> None:
-    """Write what a state of that many ranks in the folder `place` of a checkpoint's `folder` needs, if it is that of a
-    ZeRO training.
-    """
-    if names is not None:
-        (place / zero_to_fp32.NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
-        write_signs(place, world_size)
-        write_scripts(folder)
+def write_names(place: Path, names: Mapping[str, Any]) -> None:
+    """Write :func:`names_of` into the folder `place` of a state."""
+    (place / zero_to_fp32.NAMES).write_text(json.dumps(names, indent=1) + "\n", encoding="utf-8")
 
 
 def write_scripts(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Python imports this when a process of either arm starts: launchers, scripts and ranks know nothing of it.
 
-In the arm "ours" the process enters ``streaming()`` as `hf_zero_stream.run` does, and what streams is written down. In
-both arms what asks for GPUs runs on a CPU, and data sets and metrics of the Hub are made here.
+In the arm "ours" the process enters ``streaming()`` as under ``hf-zero-stream run``, and what streams is written down.
+In both arms what asks for GPUs runs on a CPU, and data sets and metrics of the Hub are made here.
 """
 
 import functools
@@ -9,8 +9,8 @@ import os
 import random
 from typing import Any
 
-from hf_zero_stream import run
 from hf_zero_stream.imports import Watch
+from hf_zero_stream.prefix import await_transformers
 
 
 def _noted(owner: Any, name: str, what: str) -> None:
@@ -86,4 +86,4 @@ if os.environ.get("PEERS_ARM") == "ours":
 if "PEERS_ARM" in os.environ:
     Watch(_AFTER, lambda module: _AFTER[module.__name__](module)).__enter__()
 if os.environ.get("PEERS_ARM") == "ours":
-    run.watch()
+    await_transformers()

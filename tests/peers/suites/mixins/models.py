@@ -38,6 +38,9 @@ class Tester:
     def get_config(self) -> Any:
         return self._config_class(**self._config)
 
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
+        return self.get_config(), {}
+
 
 class Case(FSDPTesterMixin, TensorParallelTesterMixin, ExpertParallelTesterMixin):
     model_tester: Any = None

@@ -1,0 +1,168 @@
+"""What every reader of a format gives: all tensors of a checkpoint, and in which bytes of which files they lie."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError
+from .format import Shard, TensorEntry, dtype_name
+from .lazy import LazyTensor, Materialise
+from .nodes import FileTensor, HostTensor, View
+from .untrusted_json import excerpt
+
+
+@dataclass(frozen=True)
+class CheckpointMap:
+    """The tensors of a checkpoint, none of them read.
+
+    Attributes:
+        shards: the files; an entry's ``shard`` counts in them, or in those of a load that had others before.
+        views: name -> its elements, in the tensor's own shape and dtype.
+        notes: what is odd, and no fault.
+        absent: tensors that the index promises and no shard holds -> the promised file.
+        format: the :attr:`.formats.Row.name` of the format.
+    """
+
+    shards: tuple[Shard, ...]
+    views: Mapping[str, View]
+    notes: tuple[str, ...] = ()
+    absent: Mapping[str, str] = field(default_factory=dict)
+    format: str = "safetensors"
+
+    @classmethod
+    def of_entries(cls, shard: Shard, entries: Iterable[TensorEntry], **more: Any) -> CheckpointMap:
+        """The tensors in one file."""
+        return cls((shard,), {entry.name: view_of(entry) for entry in entries}, **more)
+
+    @classmethod
+    def joined(
+        cls, paths: Sequence[str], parts: Sequence[CheckpointMap], weight_map: Mapping[str, str]
+    ) -> CheckpointMap:
+        """The map of a checkpoint whose files at `paths` have these `parts`.
+
+        `weight_map` is that of ``model.safetensors.index.json``: a tensor's name -> its shard's name.
+
+        Raises:
+            CheckpointError: two shards hold a tensor, and `weight_map` names neither for it.
+        """
+        homes: dict[str, list[int]] = {}
+        for number, part in enumerate(parts):
+            for name in part.views:
+                homes.setdefault(name, []).append(number)
+        # Names in the checkpoint's folder, if the shards are those that `weight_map` names. Of paths and of names the
+        # smallest belong together: the folder is what they differ by.
+        folder = min(paths, default="").removesuffix(min(weight_map.values())) if weight_map else ""
+        files = [path.removeprefix(folder) for path in paths]
+        repeated = [name for name, numbers in homes.items() if len(numbers) > 1]
+        for name in repeated:
+            promised = [number for number in homes[name] if files[number] == weight_map.get(name)]
+            if not promised:
+                first, second = (paths[number] for number in homes[name][:2])
+                raise CheckpointError(
+                    f"Tensor {excerpt(name)} is in two shards: {first} and {second}, and no index says which of them "
+                    "counts. Keep it in one of them."
+                )
+            homes[name] = promised
+        absent = {name: file for name, file in weight_map.items() if name not in homes}
+        misplaced = [name for name, file in weight_map.items() if name in homes and files[homes[name][0]] != file]
+        notes = [note for part in parts for note in part.notes]
+        if repeated:
+            notes.append(f"{_some(repeated)} in two shards or more; taken from the one that the index names.")
+        if misplaced:
+            notes.append(f"{_some(misplaced)} in another shard than the one that the index names; taken from there.")
+        return cls(
+            tuple(shard for part in parts for shard in part.shards),
+            {name: parts[number].views[name] for name, (number, *_) in homes.items()},
+            tuple(notes),
+            absent,
+            parts[0].format if parts else "safetensors",
+        )
+
+    @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """The tensors that lie in one run of bytes each."""
+        return {name: view.node.entry for name, view in self.views.items() if isinstance(view.node, FileTensor)}
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """For the headers of safetensors files with these tensors."""
+        return self.shards[0].metadata if self.format == "safetensors" and self.shards else {"format": "pt"}
+
+    @property
+    def has_names_of_model(self) -> bool:
+        """Whether names and layouts are those of a model in training, and not of what ``save_pretrained`` writes."""
+        return self.format == "torch.distributed.checkpoint"
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether the tensors are the fp32 values that an optimizer trains, under the names of its model."""
+        return self.format in ("ZeRO", "training state")
+
+    def slices(self, materialise: Materialise) -> dict[str, CheckpointSlice]:
+        """A state dict of lazy slices."""
+        return {name: CheckpointSlice(view, materialise) for name, view in self.views.items()}
+
+    def refuse_absent(self, wanted: Iterable[str]) -> None:
+        """Raise a CheckpointError if a tensor in `wanted` is in no shard, although the index promises it."""
+        names = sorted(set(wanted) & self.absent.keys())
+        if names:
+            more = f" ({len(names)} such tensors in all)" if len(names) > 1 else ""
+            folder = os.path.dirname(self.shards[0].path) if self.shards else ""
+            raise CheckpointError(
+                f"{folder}: the checkpoint's index promises tensor {excerpt(names[0])} in "
+                f"{excerpt(self.absent[names[0]])}, but no shard holds it{more}. Download or save the checkpoint "
+                "again."
+            )
+
+    @property
+    def note_of_absent(self) -> str:
+        """What to log about :attr:`absent` where the model uses none of them."""
+        return f"{_some(self.absent)} in no shard, although the index says so. The model has no use for that."
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = names
+    return f"{1 + len(others)} tensors, among them {excerpt(first)}, are" if others else f"Tensor {excerpt(first)} is"
+
+
+def view_of(entry: TensorEntry) -> View:
+    """The elements of `entry`."""
+    return View.whole(FileTensor(entry.shape, entry.dtype, entry))
+
+
+class CheckpointSlice:
+    """One tensor, like ``safetensors.safe_open(...).get_slice``; indexing it gives a :class:`LazyTensor`."""
+
+    __slots__ = ("_materialise", "_view")
+
+    def __init__(self, view: View, materialise: Materialise) -> None:
+        self._view = view
+        self._materialise = materialise
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = LazyTensor.of(self._view, self._materialise)
+        return tensor if index is Ellipsis else tensor[index]
+
+    def get_shape(self) -> list[int]:
+        return list(self._view.sizes)
+
+    def get_dtype(self) -> str:
+        return dtype_name(self._view.node.dtype)
+
+
+class AbsentSlice(CheckpointSlice):
+    """A tensor that the checkpoint's index promises and no shard holds; `is_wanted` once somebody indexed it."""
+
+    def __init__(self) -> None:
+        nothing = HostTensor.of(torch.empty(0, dtype=torch.float32))
+        super().__init__(View.whole(nothing), lambda view: torch.empty(0))
+        self.is_wanted = False
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        self.is_wanted = True
+        return super().__getitem__(...)  # empty: the load reports the missing tensor before the model is used
