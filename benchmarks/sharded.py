@@ -100,7 +100,7 @@ def _save(arm: str, model: Any, folder: Path) -> Figures:
     with AnonymousMemory() as memory:
         began = time.perf_counter()
         if arm == "ours":
-            hf_zero_stream.save_pretrained(model, folder, progress=False)
+            hf_zero_stream.save_pretrained(model, folder)
         else:
             model.save_pretrained(folder)
         if dist.get_rank() == 0:

@@ -102,9 +102,9 @@ def _save(arm: str, engine: Any, target: Path, values: torch.Tensor) -> Figures:
         began = time.perf_counter()
         blocked = 0.0
         if arm == "ours":
-            hf_zero_stream.save_state(engine, target, progress=False)
+            hf_zero_stream.save_state(engine, target)
         elif arm == "background":
-            pending: Any = hf_zero_stream.save_state(engine, target, asynchronous=True, progress=False)
+            pending: Any = hf_zero_stream.save_state(engine, target, asynchronous=True)
             blocked = time.perf_counter() - began
             pending.wait()
         elif arm == "raw":

@@ -28,7 +28,7 @@ from tests.zoo import make_checkpoint
 
 
 NAME = "llama"
-SETTINGS = {"max_shard_size": "100KB", "progress": False}
+SETTINGS = {"max_shard_size": "100KB"}
 WAYS = {"waited": False, "background": True}
 
 Tree = dict[str, bytes]

@@ -82,7 +82,7 @@ KIB = 2**10
 def load_watched(folder: Path, quantization_config: Any) -> dict[str, Any]:
     import hf_zero_stream
 
-    settings = hf_zero_stream.StreamingConfig(staging_bytes=512 * KIB, progress=False)
+    settings = hf_zero_stream.StreamingConfig(staging_bytes=2048 * KIB, progress=False)
     with hf_zero_stream.streaming(settings), AllocationWatch() as watch:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, quantization_config=quantization_config, ds_config=ds_config(torch.bfloat16)

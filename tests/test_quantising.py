@@ -176,7 +176,7 @@ def watched(folder: Path) -> dict[str, Any]:
     from hf_zero_stream.packed import together
 
     quantising.VALUES_BYTES, together.CHUNK_NUMEL = 2**18, 2**14
-    settings = hf_zero_stream.StreamingConfig(staging_bytes=2**19, progress=False)
+    settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20, progress=False)
     with hf_zero_stream.streaming(settings), AllocationWatch() as watch:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, ds_config=ds_config(torch.bfloat16), quantization_config=bitsandbytes_config("double nf4")

@@ -55,7 +55,6 @@ def test_a_cast_and_small_chunks(
 ) -> None:
     """Parameters larger than a chunk pass in several."""
     monkeypatch.setenv("HF_ZERO_STREAM_STAGING_BYTES", "4096")
-    monkeypatch.setenv("HF_ZERO_STREAM_REQUEST_BYTES", "4096")
     folder = zoo_checkpoint("qwen3_moe", torch.float32)
     assert run_ranks(2, load_shared, "qwen3_moe", folder, torch.bfloat16) == [[], []]
 

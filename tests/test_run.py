@@ -188,7 +188,7 @@ def test_all_threads_stream_and_variables_are_read_late(
     done = subprocess.run(
         [sys.executable, "-m", "hf_zero_stream.run", *arguments],
         cwd=tmp_path,
-        env=command_environment() | rank | {"HF_ZERO_STREAM_LOG_REPORT": "false"},
+        env=command_environment() | rank | {"HF_ZERO_STREAM_PROGRESS": "false"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -52,7 +52,7 @@ def save_replicas(checkpoint: Path, folder: Path) -> dict[str, Any]:
     dist.barrier()
     for write_from in ("all", "rank0"):
         with saves_with(chunk_bytes=512, write_from=write_from, verify="full"):
-            report = hf_zero_stream.save_pretrained(model, folder / write_from, max_shard_size=SHARD_SIZE)
+            hf_zero_stream.save_pretrained(model, folder / write_from, max_shard_size=SHARD_SIZE)
     return {"messages": listener.messages, "written": [rank.bytes_written for rank in report.ranks]}
 
 

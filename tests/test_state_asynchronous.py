@@ -27,7 +27,7 @@ from tests.training_state import all_in_one_group, engine_of, plain_training, st
 
 Checkpoint = Callable[..., Path]
 
-SHARDS = {"max_shard_size": "40KB", "progress": False}
+SHARDS = {"max_shard_size": "40KB"}
 CONFIGS = {
     "stage 3": state_config(3),
     "stage 2": state_config(2),

@@ -1,6 +1,6 @@
 """Whether a checkpoint of safetensors or ``torch.save`` files is whole and sound: all faults, not only the first.
 
-Only headers are read. Contents are not compared with checksums: ``hf cache verify`` and ``sha256sum --check`` do that.
+Only headers are read. Contents are not compared with checksums: ``hf cache verify`` and ``sha256sum -c`` do that.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import platform
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,8 +18,7 @@ from ..config import StreamingConfig, unknown_variables, values_in, without_own_
 from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError, requirements
 from ..launcher import announces_zero3, announces_zero3_init
 from ..reports.text import count_text
-from ..sources.base import SourceFile
-from ..sources.local import LocalFiles, is_on_network, kind_of_file_system
+from ..sources.local import is_on_network, kind_of_file_system
 from . import frame
 from .versions import newer_than_tried
 
@@ -198,18 +196,17 @@ def _check_storage(path: str) -> Iterator[Check]:
     yield Check("file system", "ok", f"{kind_of_file_system(path) or 'unknown'}, {where}")
     files = [entry for entry in (Path(path), *Path(path).glob("*")) if entry.is_file()]
     largest = max(files, key=os.path.getsize, default=None)
-    if largest is None or not (size := largest.stat().st_size):
+    if largest is None or not largest.stat().st_size:
         yield Check("speed", "no", "there is no file to read")
         return
-    with open(largest, "rb") as file:
+    done, buffer = 0, bytearray(_REQUEST_BYTES)
+    with open(largest, "rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    wanted, buffer = min(size, _MOST_READ_BYTES), memoryview(bytearray(min(size, _REQUEST_BYTES)))
-    with closing(LocalFiles([SourceFile(str(largest), size)])) as source:
         start = time.perf_counter()
-        for position in range(0, wanted, len(buffer)):
-            source.read_into(0, position, [buffer[: min(len(buffer), wanted - position)]])
+        while done < _MOST_READ_BYTES and (count := file.readinto(buffer)):
+            done += count
         seconds = max(time.perf_counter() - start, 1e-9)
-    text = f"{wanted / seconds / 1e6:.0f} MB/s: {wanted / 1e6:.1f} MB of {largest.name}, one thread"
+    text = f"{done / seconds / 1e6:.0f} MB/s: {done / 1e6:.1f} MB of {largest.name}, one thread"
     yield Check("speed", "ok", f"{text}, after it was dropped from the page cache")
 
 

@@ -65,7 +65,6 @@ class DTensors(Destination):
         self.unpacked_because = unpacked_because or fsdp.why_no_bytes()
         self.takes_packed = not self.unpacked_because
         self._shares_columns = shares_columns
-
         self._adamw = adamw
         self.trains_on = trains_on or device.type
         self._coordinator = coordinator

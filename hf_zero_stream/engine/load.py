@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import chain, compress, islice, repeat
@@ -301,10 +300,6 @@ class Load:
     def finish(self, model: nn.Module, log: logging.Logger) -> LoadReport:
         """Gather every rank's figures, log them on the main process and return the report (all ranks)."""
         self.destination.complete(model)
-        if "hf_zero_stream.packed" in sys.modules:
-            from ..packed.modules import refuse_training
-
-            refuse_training(model)
         tensors = [*model.named_parameters(), *model.named_buffers()]
         if self.destination.leaves_lazy:
             tensors = [named for named in tensors if not isinstance(named[1], LazyTensor)]

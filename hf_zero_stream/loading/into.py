@@ -84,7 +84,6 @@ def load_some_into(
     path: str,
     without: set[str],
     *,
-    config: StreamingConfig | None = None,
     strict: bool = True,
     needs_adapters: bool = False,
     with_masters: bool = True,
@@ -97,7 +96,6 @@ def load_some_into(
     ZeRO-3 trains in place of parameters keeps its values. A `coordinator` is that of a meeting that this is a part of.
     """
     with _before_meeting(coordinator):
-        config = replace(config or settings_in_force(), strict=strict)
         refuse_sharding(path, kwargs)
         live_model = _inside(model)
 
@@ -106,7 +104,7 @@ def load_some_into(
         return lazily_loaded_like(live_model, path, load, needs_adapters=needs_adapters, **{"dtype": dtype, **kwargs})
 
     return place_into(
-        live_model, path, lazy_model, without, config=config, with_masters=with_masters, coordinator=coordinator
+        live_model, path, lazy_model, without, strict=strict, with_masters=with_masters, coordinator=coordinator
     )
 
 
@@ -117,7 +115,7 @@ def place_into(
     lazy_model: Callable[[Load], LazyModel],
     without: set[str],
     *,
-    config: StreamingConfig,
+    strict: bool = False,
     with_masters: bool = True,
     coordinator: Coordinator | None = None,
 ) -> LoadReport:
@@ -128,6 +126,7 @@ def place_into(
     Raises what :func:`load_into` raises.
     """
     with _before_meeting(coordinator):
+        config = replace(settings_in_force(), strict=strict)
         fill_whole(live_model)
         if is_packed(live_model):
             raise UnsupportedError(

@@ -14,23 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import UnsupportedError
 from .weights import PackedWeight
-
-
-class PackedParameter(nn.Parameter):
-    """A frozen parameter of packed bytes."""
-
-    def requires_grad_(self, requires_grad: bool = True) -> PackedParameter:
-        """Raises an UnsupportedError if `requires_grad`: bytes have no gradient."""
-        if requires_grad:
-            raise UnsupportedError(
-                "requires_grad_(True): this model has weights that are quantised and packed (hf_zero_stream's "
-                "keep_quantized), and bytes have no gradient. Train adapters beside them, or load the values: "
-                "StreamingConfig(keep_quantized=False), or a quantization_config with dequantize=True."
-            )
-        super().requires_grad_(False)
-        return self
 
 
 class PackedLinear(nn.Linear):
@@ -54,17 +38,6 @@ def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
 def is_packed(model: nn.Module) -> bool:
     """Whether any weights of `model` are packed."""
     return any(map(packed_weights, model.modules()))
-
-
-def refuse_training(model: nn.Module) -> None:
-    """Have ``requires_grad_`` answer for the packed weights of `model`; torch's answer names no setting.
-
-    Lazy parameters and DTensors are left as they are: they have classes of their own.
-    """
-    for module in model.modules():
-        for key in packed_weights(module):
-            if type(module._parameters[key]) is nn.Parameter:
-                module._parameters[key].__class__ = PackedParameter
 
 
 class _Product(torch.autograd.Function):

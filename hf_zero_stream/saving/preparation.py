@@ -173,13 +173,17 @@ class Preparation:
         with coordinator.reporting():
             found = planned()
             mine = hashlib.sha256(b"".join(shard.header for shard in found.shards)).hexdigest()
-        digests = coordinator.all_gather(mine)
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if different:
-            raise SaveError(
-                f"Rank(s) {different} would save other tensors than rank 0: the model must be the same on every rank."
-            )
+        refuse_other_tensors(coordinator, mine, "save")
         return found
+
+
+def refuse_other_tensors(coordinator: Coordinator, mine: str, doing: str) -> None:
+    """Raise a SaveError, on all ranks, if this digest of what they are `doing` differs between them."""
+    digests = coordinator.all_gather(mine)
+    if different := [rank for rank, digest in enumerate(digests) if digest != digests[0]]:
+        raise SaveError(
+            f"Rank(s) {different} would {doing} other tensors than rank 0: the model must be the same on every rank."
+        )
 
 
 def circumstances(model: nn.Module) -> Any:

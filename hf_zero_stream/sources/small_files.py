@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from .answers import Answers
-from .base import ByteSource, Retries
+from .base import RETRIES, ByteSource, Retries
 from .remote import RemoteFiles
 
 
 MOST_BYTES = 200_000_000
 """Of one file: the index of a large checkpoint has 8 MB, a tokenizer 30 MB."""
-
-RETRIES = 4
 
 _WHOLE = "whole"
 """Names all of a small file among the answers of a call."""

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from ..checkpoint.map import CheckpointMap
-from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_partition
 from ..destinations.slots import Slot, SlotMemory
 from ..destinations.training import Training
 from ..engine.load import Load
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
+from ..seams.ds_config import settings_in_force
 from .layout import opened, opened_from_hub_layout
 from .record import StateRecord, shard_of_key
 
@@ -28,7 +28,6 @@ def load_states(
     record: StateRecord,
     keys: Sequence[str],
     slots: Sequence[Slot],
-    settings: StreamingConfig,
     coordinator: Coordinator,
 ) -> None:
     """Read the states `keys` of `slots` from the folder `place`, one after the other (all ranks, in a load's meeting).
@@ -38,10 +37,10 @@ def load_states(
     if not keys:
         return
     first, *others = keys
-    alike = _read_first(training, place, record, first, others, slots, settings, coordinator)
+    alike = _read_first(training, place, record, first, others, slots, coordinator)
     for key in others:
         if key not in alike:
-            _read_first(training, place, record, key, [], slots, settings, coordinator)
+            _read_first(training, place, record, key, [], slots, coordinator)
 
 
 def _read_first(
@@ -51,7 +50,6 @@ def _read_first(
     key: str,
     others: Sequence[str],
     slots: Sequence[Slot],
-    settings: StreamingConfig,
     coordinator: Coordinator,
 ) -> list[str]:
     """Read the state `key`, and those of the `others` that lie as it does; returns which they were."""
@@ -61,12 +59,12 @@ def _read_first(
 
     def read_alike() -> None:
         for other, index in load.others.items():
-            with closing(Load(settings, {}, coordinator, memory)) as load_of_other:
+            with closing(Load(settings_in_force(), {}, coordinator, memory)) as load_of_other:
                 if load_of_other.place_like(load, memory.batches_of(other), index):
                     alike.append(other)
 
     with coordinator.reporting():
-        load = _LoadWithOthers(settings, coordinator, memory, key, others)
+        load = _LoadWithOthers(coordinator, memory, key, others)
         with closing(load), torch.no_grad():
             read = opened_from_hub_layout if record.is_in_hub_layout else opened
             load.place(*read(load, training.model, place, key), then=read_alike)
@@ -78,13 +76,12 @@ class _LoadWithOthers(Load):
 
     def __init__(
         self,
-        settings: StreamingConfig,
         coordinator: Coordinator,
         memory: SlotMemory,
         key: str,
         others: Sequence[str],
     ) -> None:
-        super().__init__(settings, {}, coordinator, memory)
+        super().__init__(settings_in_force(), {}, coordinator, memory)
         self._key, self._others = key, others
         self.others: Mapping[str, CheckpointMap] = {}
         """What is in the files of other states, of those that have files of the same names but for their own."""

@@ -105,7 +105,7 @@ def load_state(
     folder = Path(folder)
     coordinator = Coordinator.of_default_group()
     with expected_at(LOAD):
-        settings = settings_in_force()
+        read_from = settings_in_force().read_from
         training = training_of(trained, optimizer, scheduler, scaler, batch_size, coordinator)
         refuse_optimizer(training.optimizer)
         if is_adapted(training.model):
@@ -114,7 +114,7 @@ def load_state(
             raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     with coordinator.watched(LOAD):
         with coordinator.reporting():
-            finish_saves_into(folder, settings.read_from, coordinator)
+            finish_saves_into(folder, read_from, coordinator)
             place, found = coordinator.broadcast(partial(_found, folder, tag, with_rng))
             names = own_names(training.model)
             found = found.renamed(partial(own_or_clean, names))
@@ -128,9 +128,9 @@ def load_state(
             drop_entries(training.optimizer, training.slots, record)
             make_entries(training.slots, [key for key in record.keys if key != MASTER])
             if isinstance(found, ZeroFolder):
-                load_zero(training, found, settings, coordinator)
+                load_zero(training, found, coordinator)
             else:
-                load_values(training, folder, place, record, settings, coordinator, strict=strict)
+                load_values(training, folder, place, record, coordinator, strict=strict)
             rates = _set_rest(training, record)
             for number, recorded in enumerate(record.groups):  # after the scheduler, which may not set the rate
                 of_group = [slot for slot in training.slots if slot.group == number]
@@ -177,8 +177,7 @@ def load_without_optimizer(
         if has_more(model, set() if has_its_own else values_in(record)):
             needs_all = has_its_own or not values_in(record)
             coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
-        settings = settings_in_force()
-        load_values_alone(model, folder, place, record, settings, coordinator, has_its_own=has_its_own, strict=strict)
+        load_values_alone(model, folder, place, record, coordinator, has_its_own=has_its_own, strict=strict)
     if not only_weights and engine.optimizer is not None:
         training = training_of(engine, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))

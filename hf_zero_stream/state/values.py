@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..config import StreamingConfig
 from ..destinations.own_names import named_parameters
 from ..destinations.slots import MASTER
 from ..destinations.training import Training
@@ -42,7 +41,6 @@ def load_values(
     folder: Path,
     place: Path,
     record: StateRecord,
-    settings: StreamingConfig,
     coordinator: Coordinator,
     *,
     strict: bool,
@@ -52,20 +50,20 @@ def load_values(
     in_memory = values_in(record) - swapped
     moments = [key for key in record.keys if key != MASTER]
     if has_more(model, in_memory):
-        _load_weights(model, folder, in_memory, settings, coordinator, strict=strict, with_masters=not swapped)
+        _load_weights(model, folder, in_memory, coordinator, strict=strict, with_masters=not swapped)
     if record.exact:
-        _load_state(model, place, record, EXACT, {*record.exact}, settings, coordinator, strict=strict)
+        _load_state(model, place, record, EXACT, {*record.exact}, coordinator, strict=strict)
     if in_memory and (training.copies_masters or is_adapted(model)):
         # One plan for all of them; adapters' own values are trained where there are no masters.
-        load_states(training, place, record, [MASTER, *moments], training.slots, settings, coordinator)
+        load_states(training, place, record, [MASTER, *moments], training.slots, coordinator)
         training.copy_masters()
         return
     if in_memory:
-        _load_state(model, place, record, MASTER, in_memory, settings, coordinator, strict=strict)
-    load_states(training, place, record, moments, training.slots, settings, coordinator)
+        _load_state(model, place, record, MASTER, in_memory, coordinator, strict=strict)
+    load_states(training, place, record, moments, training.slots, coordinator)
     if swapped and MASTER in record.keys:
         slots = [slot for slot in training.slots if slot.is_swapped]
-        load_states(training, place, record, [MASTER], slots, settings, coordinator)
+        load_states(training, place, record, [MASTER], slots, coordinator)
 
 
 def load_values_alone(
@@ -73,7 +71,6 @@ def load_values_alone(
     folder: Path,
     place: Path,
     record: StateRecord,
-    settings: StreamingConfig,
     coordinator: Coordinator,
     *,
     has_its_own: bool,
@@ -82,17 +79,16 @@ def load_values_alone(
     """As :func:`load_values`, of values alone; `has_its_own`: the weights in `folder` were saved with this state."""
     values = set() if has_its_own and not is_adapted(model) else values_in(record)
     if has_more(model, values):
-        _load_weights(model, folder, values, settings, coordinator, strict=strict, with_masters=True)
+        _load_weights(model, folder, values, coordinator, strict=strict, with_masters=True)
     for key, names in ((EXACT, {*record.exact}), (MASTER, values)):
         if names:
-            _load_state(model, place, record, key, names, settings, coordinator, strict=strict)
+            _load_state(model, place, record, key, names, coordinator, strict=strict)
 
 
 def _load_weights(
     model: Any,
     folder: Path,
     without: set[str],
-    settings: StreamingConfig,
     coordinator: Coordinator,
     *,
     strict: bool,
@@ -103,7 +99,6 @@ def _load_weights(
             model,
             str(folder),
             without,
-            config=settings,
             strict=strict,
             needs_adapters=True,
             with_masters=with_masters,
@@ -122,7 +117,6 @@ def _load_weights(
         str(folder),
         lazy_model,
         without,
-        config=settings,
         with_masters=with_masters,
         coordinator=coordinator,
     )
@@ -134,7 +128,6 @@ def _load_state(
     record: StateRecord,
     key: str,
     needed: set[str],
-    settings: StreamingConfig,
     coordinator: Coordinator,
     *,
     strict: bool,
@@ -149,7 +142,7 @@ def _load_state(
         return found
 
     without = values_in(record) - needed
-    place_into(model, str(place), lazy_model, without, config=settings, coordinator=coordinator)
+    place_into(model, str(place), lazy_model, without, coordinator=coordinator)
 
 
 def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:

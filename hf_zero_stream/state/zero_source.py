@@ -15,7 +15,6 @@ from transformers.utils import logging
 
 from ..checkpoint.nodes import View
 from ..checkpoint.zero_folder import FP32, ZeroFolder, ZeroGroup
-from ..config import StreamingConfig
 from ..destinations.deepspeed.marks import has_partition
 from ..destinations.own_names import named_parameters
 from ..destinations.slots import MASTER, Slot, SlotMemory
@@ -26,6 +25,7 @@ from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused
 from ..seams.adapted import is_adapted
+from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .layout import StandIn
 from .record import GroupRecord, StateRecord
@@ -108,13 +108,13 @@ def _scheduler_record(zero: ZeroFolder, training: Training) -> Mapping[str, Any]
     return {"class": class_of(training.scheduler), "state": zero.scheduler}
 
 
-def load_zero(training: Training, zero: ZeroFolder, settings: StreamingConfig, coordinator: Coordinator) -> None:
+def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) -> None:
     """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
     if coordinator.is_main:
         _say_what_is_not_there(training, zero)
     if is_adapted(training.model):  # its base is what it was
         for key in [*zero.keys, MASTER]:
-            _load_key(training.slots, training, zero, key, settings, coordinator)
+            _load_key(training.slots, training, zero, key, coordinator)
         training.copy_masters()
         return
 
@@ -127,13 +127,13 @@ def load_zero(training: Training, zero: ZeroFolder, settings: StreamingConfig, c
         return StandIn.of_views(load, {**trained, **frozen}, buffers), set(), set()
 
     # Masters that are in swap files come as moments do, after the weights that belong to them.
-    place = partial(place_into, training.model, zero.path, config=settings, coordinator=coordinator)
+    place = partial(place_into, training.model, zero.path, coordinator=coordinator)
     place(partial(weights, without=set()), set(), with_masters=not swapped)
     if swapped and swapped != zero.views().keys():
         place(partial(weights, without=swapped), set())
     for key in [*zero.keys, *([MASTER] if swapped else [])]:
         slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
-        _load_key(slots, training, zero, key, settings, coordinator)
+        _load_key(slots, training, zero, key, coordinator)
 
 
 def swapped_masters(training: Training) -> set[str]:
@@ -147,13 +147,12 @@ def _load_key(
     training: Training,
     zero: ZeroFolder,
     key: str,
-    settings: StreamingConfig,
     coordinator: Coordinator,
 ) -> None:
     hides_zero3 = any(map(has_partition, training.model.parameters()))
     destination = SlotMemory(slots, key, training.device, hides_zero3=hides_zero3)
     with coordinator.reporting():
-        load = Load(settings, {}, coordinator, destination)
+        load = Load(settings_in_force(), {}, coordinator, destination)
         with closing(load), torch.no_grad():
             views = zero.views(key, load.checkpoint.add(zero.shards))
             load.place(StandIn.of_views(load, views, {}), set(), set())

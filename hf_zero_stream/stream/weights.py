@@ -22,7 +22,7 @@ from ..checkpoint.nodes import HostTensor, Stored, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.own_names import adapter_names, named_buffers, named_parameters
 from ..engine.lanes import settle
-from ..errors import ConfigError, HfZeroStreamError, PeerError, SaveError, StreamError, UnsupportedError
+from ..errors import ConfigError, HfZeroStreamError, PeerError, StreamError, UnsupportedError
 from ..packed.modules import is_packed
 from ..planning.plan import materialise_reason
 from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
@@ -32,7 +32,7 @@ from ..saving.arguments import dtype_of_argument
 from ..saving.lazy_parameters import holdings_of_model
 from ..saving.parameters import Layout, NewParameters, Parameters, Values, evaluated, opened
 from ..saving.plan import Segment
-from ..saving.preparation import circumstances, quiet
+from ..saving.preparation import circumstances, quiet, refuse_other_tensors
 from ..saving.save import make_ready
 from ..saving.write import exchange
 from ..seams.adapted import lay_out_adapters
@@ -249,12 +249,7 @@ class WeightStream:
                 for entry in bucket.entries
             ]
             mine = hashlib.sha256(repr(metadata).encode()).hexdigest()
-        digests = coordinator.all_gather(mine)
-        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-        if different:
-            raise SaveError(
-                f"Rank(s) {different} would stream other tensors than rank 0: the model must be the same on all ranks."
-            )
+        refuse_other_tensors(coordinator, mine, "stream")
         # Looked at afterwards: transformers completes a model's config when it lays it out.
         plan = _Plan(self._circumstances(), parameters.layout, buckets, metadata, adapted)
         computed = [entry.tensor for bucket in buckets for each in bucket.evaluations for entry in each.entries]
