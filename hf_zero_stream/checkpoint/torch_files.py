@@ -23,7 +23,7 @@ import torch
 
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource, ReadableFile
-from .format import MAX_DIMENSIONS, NotAMap, Shard, ShardHeader, dtype_name
+from .format import MAX_DIMENSIONS, NotAMap, Shard, ShardHeader, are_sizes, dtype_name
 from .map import CheckpointMap, view_of
 from .nodes import View, row_major_strides
 from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
@@ -159,9 +159,10 @@ def _dtypes(persistents: Iterable[Persistent], length: int) -> dict[str, torch.d
     """The dtype of each storage, by its key; each must be named as torch names them, by this many fields."""
     dtypes: dict[str, torch.dtype] = {}
     for persistent in persistents:
-        match persistent.id:
+        fields = persistent.id[:7] if isinstance(persistent.id, tuple) else ()
+        match fields:
             case ("storage", Global("torch", name), str() as key, str(), _, *view) if (
-                name in _STORAGES and len(persistent.id) == length and view in ([], [None])
+                name in _STORAGES and len(fields) == length and view in ([], [None])
             ):
                 if dtypes.setdefault(key, _STORAGES[name]) != _STORAGES[name]:
                     raise NotAMap(f"its storage {key} has two dtypes")  # torch makes it once, of the first
@@ -216,15 +217,12 @@ def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) 
         raise NotAMap(f"{name} has no plain storage")
     _, storage_class, key, _, numel, *_ = storage.id  # which has been checked
     dtype = _STORAGES[storage_class.name]
-    numbers = [offset, *shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
     # Bounded before any sizes are multiplied.
-    are_sizes = len(numbers) <= 1 + 2 * MAX_DIMENSIONS and all(
-        type(number) is int and 0 <= number < 2**63 for number in numbers
-    )
-    if not are_sizes or len(shape) != len(strides):
+    are_tuples = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)
+    if not (are_tuples and are_sizes([offset]) and are_sizes(shape) and are_sizes(strides)):
         raise CheckpointError(
-            f"{path}: tensor {name!r}: expected sizes, strides and an offset, found "
-            f"{', '.join(map(kind_of, numbers[:8]))}."
+            f"{path}: tensor {name!r}: expected at most {MAX_DIMENSIONS} sizes, as many strides, and an offset, found "
+            f"{kind_of(shape)}, {kind_of(strides)}, {kind_of(offset)}."
         )
     place = storages[key]
     count = prod(shape)
