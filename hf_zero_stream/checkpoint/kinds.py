@@ -13,6 +13,10 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
 """Where the weights are, or what names their files; transformers takes the first that is there."""
 
+OF_TORCH = (".bin", ".pt", ".pth")
+OF_VALUES = (".safetensors", *OF_TORCH, ".distcp")
+"""What the names of files with tensors end in, in any format; of those in OF_TORCH ``torch.save`` wrote each."""
+
 METADATA = ".metadata"
 """The file of torch.distributed.checkpoint that says what is in its others."""
 

@@ -15,8 +15,6 @@ from ..sources.urls import is_url
 from . import frame
 
 
-_OF_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".distcp")
-
 EXAMPLE = "hf-zero-stream verify Qwen/Qwen3-30B-A3B --sha256"
 
 
@@ -73,7 +71,9 @@ def _size_of(place: Path | str) -> int:
     """Bytes of all files of weights, more or less; 0 if that is not known, as behind a URL."""
     if isinstance(place, str):
         return 0
-    files = [place] if place.is_file() else (file for file in place.rglob("*") if file.suffix in _OF_WEIGHTS)
+    from ..checkpoint.kinds import OF_VALUES
+
+    files = [place] if place.is_file() else (file for file in place.rglob("*") if file.suffix in OF_VALUES)
     return sum(file.stat().st_size for file in files if file.is_file())
 
 
