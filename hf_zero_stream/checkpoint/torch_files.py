@@ -150,7 +150,7 @@ def describe(
     """
     is_zip = file.read(0, len(SIGNATURE)) == SIGNATURE
     pickle, storages = (read_zip if is_zip else _read_legacy)(file, path, opcodes)
-    for key, dtype, numel in _named(pickle.persistents, 5 if is_zip else 6):  # whether or not a tensor is made of it
+    for key, dtype, numel in [*_named(pickle.persistents, 5 if is_zip else 6)]:  # also if no tensor is made of it
         place = storages.get(key)
         if type(numel) is not int or place is None or place.stop - place.start != numel * dtype.itemsize:
             held = "no storage" if place is None else f"{place.stop - place.start} bytes"
