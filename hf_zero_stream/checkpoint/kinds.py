@@ -21,9 +21,9 @@ METADATA = ".metadata"
 """The file of torch.distributed.checkpoint that says what is in its others."""
 
 
-def is_distributed(folder: str | os.PathLike[str]) -> bool:
-    """Whether what a folder holds is a distributed checkpoint; files that transformers would load go first."""
-    return os.path.lexists(Path(folder) / METADATA) and not has_weights(Path(folder))
+def distributed_file(folder: Path) -> Path | None:
+    """What describes the distributed checkpoint in a folder; None if there is none, or files that go first."""
+    return folder / METADATA if os.path.lexists(folder / METADATA) and not has_weights(folder) else None
 
 
 def has_weights(folder: Path) -> bool:
