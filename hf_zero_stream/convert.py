@@ -20,6 +20,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from .checkpoint.contents import contents_of
+from .checkpoint.kinds import INDEX, OF_VALUES, SINGLE
 from .checkpoint.lazy import LazyTensor
 from .checkpoint.map import CheckpointMap
 from .checkpoint.nodes import Copy, FileTensor, View
@@ -44,10 +45,9 @@ from .seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversion
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * 2**20
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONFIG = "config.json"
 _OF_TRAINING = ("latest", "zero_to_fp32.py", "zero_to_torch.py")
-_NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json", ".distcp")
+_NOT_COPIED = (*OF_VALUES, ".gguf", ".h5", ".msgpack", ".index.json")
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def convert(
                     reader = Reader(checkpoint, PhaseClock(), memory)
                     reader.fill(batches, *reader.plan(batches))
                 files.sync()
-        publication.commit(WEIGHTS, INDEX)
+        publication.commit(SINGLE, INDEX)
     except BaseException:
         publication.abandon()
         raise

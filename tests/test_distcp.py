@@ -24,6 +24,7 @@ from hf_zero_stream.checkpoint.contents import contents_of
 from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError, ReadError, UnsupportedError
 from tests.cluster import run_ranks
+from tests.hosts import move_to_host
 from tests.parity import ds_config
 from tests.saving import different
 from tests.sharded import sharded_differences
@@ -155,6 +156,31 @@ def test_each_rank_reads_its_own_bytes(saved: Path, zoo_checkpoint: Callable[...
     shutil.copytree(zoo_checkpoint("qwen3_moe"), saved / "stock")
     expected = {"differences": [], "needed": True, "unequal": [], "read": True}
     assert run_ranks(2, load, saved) == [expected] * 2
+
+
+def load_from_copies(folder: Path, scratch: Path) -> list[str]:
+    """The errors where the copy on rank 1's host is the same, and where one of its files has another size."""
+    import hf_zero_stream
+
+    seen, errors = folder, []
+    if dist.get_rank():
+        seen = shutil.copytree(folder, scratch / "copy")
+        move_to_host("another")
+    for change in (False, True):
+        if change and seen != folder:
+            with open(next(seen.glob("*.distcp")), "ab") as file:
+                file.write(b"more")
+        try:
+            hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, ds_config=ds_config())
+        except CheckpointError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_copies_on_other_hosts_are_compared(saved: Path, tmp_path: Path) -> None:
+    for errors in run_ranks(2, load_from_copies, saved / "three", tmp_path):
+        (error,) = errors
+        assert ".metadata: the file on this host has another header than rank 0's" in error
 
 
 # ------------------------------------------------------------------------------------------------------------- faults

@@ -16,11 +16,14 @@ import pytest
 import torch
 import transformers
 
+from hf_zero_stream.checkpoint import pickles
 from hf_zero_stream.checkpoint.format import NotAMap
 from hf_zero_stream.checkpoint.formats import map_of
 from hf_zero_stream.checkpoint.pickles import read_pickle
 from hf_zero_stream.checkpoint.torch_files import read_header, why_not
-from hf_zero_stream.errors import CheckpointError
+from hf_zero_stream.checkpoint.torch_metadata import metadata_of
+from hf_zero_stream.checkpoint.zero_files import read_model_file
+from hf_zero_stream.errors import CheckpointError, UnsupportedError
 from hf_zero_stream.sources.local import LocalFiles
 from tests.cluster import run_ranks
 from tests.parity import load_and_compare
@@ -224,6 +227,29 @@ def test_hostile_pickles(name: str) -> None:
         return
     with pytest.raises(CheckpointError, match="^x: "):
         read_pickle(HOSTILE[name], "x")
+
+
+def test_small_files_that_are_large_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They refer to one object very often: nobody copies, prints or walks through it each time."""
+    monkeypatch.setattr(pickles._Opcodes, "left", 100_000)
+    state = pickle.dumps(dict.fromkeys(range(500)), protocol=2)[2:-1]
+    copies = b"\x80\x02" + state + b"q\xff0(" + b"ca\nb\n)Rh\xffb" * 1000 + b"t."
+    with pytest.raises(CheckpointError, match="at most .* opcodes"):
+        read_pickle(copies, "x")
+    with pytest.raises(CheckpointError, match="something else than torch.distributed"):
+        metadata_of("x", read_pickle(pickle.dumps(torch.Size([1] * 65)), "x"))
+    doubled: list[Any] = []
+    for _ in range(60):
+        doubled = [doubled, doubled]
+    shapes = {f"layer {number}": torch.Size([]) for number in range(2000)}
+    for changes, error in (
+        ({"mp_world_size": doubled}, "expected 1, found a list of 2"),
+        ({"param_shapes": [shapes] * 2000}, "more objects than any"),
+    ):
+        path = tmp_path / "mp_rank_00_model_states.pt"
+        torch.save({"module": {}, "dp_world_size": 1, "param_shapes": [], **changes}, path)
+        with pytest.raises((CheckpointError, UnsupportedError), match=error):
+            read_model_file(LocalFiles(), str(path))
 
 
 def to_bin(folder: Path, target: Path, shards: int) -> None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from .format import NotAMap
 from .formats import read_map, row_of
-from .kinds import METADATA, is_distributed
+from .kinds import distributed_file
 from .map import CheckpointMap
 from .soundness import Soundness, check_soundness, shards_of
 from .state_folder import is_state, read_state
@@ -32,11 +32,7 @@ class Row(NamedTuple):
 FOLDERS = (
     Row("ZeRO", zero_folder_of, map_of_zero),
     Row("training state", lambda path: path if is_state(path) else None, read_state),
-    Row(
-        "torch.distributed.checkpoint",
-        lambda path: path / METADATA if is_distributed(path) else None,
-        lambda path: read_map([path]),
-    ),
+    Row("torch.distributed.checkpoint", distributed_file, lambda path: read_map([path])),
 )
 """What goes first; what is none of these has files that transformers loads."""
 

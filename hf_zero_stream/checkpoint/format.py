@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -40,6 +40,11 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def are_sizes(values: Sequence[Any], most: int = MAX_DIMENSIONS) -> bool:
+    """Whether these are at most so many int64 that are not negative: sizes, strides, offsets."""
+    return len(values) <= most and all(type(value) is int and 0 <= value < 2**63 for value in values)  # bool is an int
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ..sources.base import ByteSource
 from ..sources.local import LocalFiles
 from .format import Format, ShardHeader
-from .kinds import METADATA
+from .kinds import METADATA, OF_TORCH
 from .map import CheckpointMap
 
 
@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
 FORMATS = (
     Row("safetensors", (".safetensors",), "safetensors"),
-    Row("torch.save", (".bin", ".pt", ".pth"), "torch_files", is_always_map=False),
+    Row("torch.save", OF_TORCH, "torch_files", is_always_map=False),
     Row("torch.distributed.checkpoint", (f"/{METADATA}",), "distcp", holds_values=False),
 )
 

@@ -13,13 +13,17 @@ TORCH_INDEX = "pytorch_model.bin.index.json"
 WEIGHTS = ((SINGLE, INDEX), (TORCH_SINGLE, TORCH_INDEX))
 """Where the weights are, or what names their files; transformers takes the first that is there."""
 
+OF_TORCH = (".bin", ".pt", ".pth")
+OF_VALUES = (".safetensors", *OF_TORCH, ".distcp")
+"""What the names of files with tensors end in, in any format; of those in OF_TORCH ``torch.save`` wrote each."""
+
 METADATA = ".metadata"
 """The file of torch.distributed.checkpoint that says what is in its others."""
 
 
-def is_distributed(folder: str | os.PathLike[str]) -> bool:
-    """Whether what a folder holds is a distributed checkpoint; files that transformers would load go first."""
-    return os.path.lexists(Path(folder) / METADATA) and not has_weights(Path(folder))
+def distributed_file(folder: Path) -> Path | None:
+    """What describes the distributed checkpoint in a folder; None if there is none, or files that go first."""
+    return folder / METADATA if os.path.lexists(folder / METADATA) and not has_weights(folder) else None
 
 
 def has_weights(folder: Path) -> bool:

@@ -194,7 +194,10 @@ class _Unpickler(_InPython):
         state, target = self.stack.pop(), self.stack[-1]
         if not isinstance(target, Call) or target.state is not None:
             raise TypeError(f"a state for a {type(target).__name__}, or a second one")
-        target.state = dict(state) if isinstance(state, dict) else state  # what it is now
+        if isinstance(state, dict):
+            state = dict(state)  # what it is now
+            self.dispatch.left -= len(state)
+        target.state = state
 
     def _set_items(self) -> None:
         self._set(self.pop_mark())

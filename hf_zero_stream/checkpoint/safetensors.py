@@ -21,7 +21,7 @@ from safetensors.torch import save
 
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource
-from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry
+from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry, are_sizes
 from .lazy import LazyTensor
 from .map import CheckpointMap
 from .nodes import HostTensor, View
@@ -98,11 +98,11 @@ def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) 
         if isinstance(dtype, str) and dtype in _PACKED:
             fault = f"dtype {dtype} packs several values into a byte, and is not streamed; load it without streaming()"
         raise _faulty(path, name, fault)
-    if not isinstance(shape, list) or not _are_sizes(shape):
+    if not isinstance(shape, list) or not are_sizes(shape, len(shape)):
         raise _faulty(path, name, f"shape: expected a list of sizes >= 0, found {excerpt(shape)}")
     if len(shape) > MAX_DIMENSIONS:
         raise _faulty(path, name, f"shape: at most {MAX_DIMENSIONS} dimensions are allowed, found {len(shape)}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not _are_sizes(offsets):
+    if not isinstance(offsets, list) or len(offsets) != 2 or not are_sizes(offsets):
         raise _faulty(path, name, f"data_offsets: expected two offsets >= 0, found {excerpt(offsets)}")
     begin, end = offsets
     item_bytes = DTYPES[dtype].itemsize
@@ -119,13 +119,6 @@ def parse_entry(path: str, number: int, data_start: int, name: str, field: Any) 
 
 def _faulty(path: str, name: str, text: str) -> CheckpointError:
     return CheckpointError(f"{path}: tensor {excerpt(name)}: {text}.")
-
-
-def _are_sizes(values: list[Any]) -> bool:
-    for value in values:
-        if type(value) is not int or not 0 <= value < _INT64_END:  # bool is an int too, and JSON has it
-            return False
-    return True
 
 
 def _check_coverage(path: str, data_start: int, size_bytes: int, entries: Iterable[TensorEntry]) -> None:

@@ -14,7 +14,7 @@ compressed members whole, compares no storage's length, and lets ``.format_versi
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from math import prod
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource, ReadableFile
-from .format import MAX_DIMENSIONS, NotAMap, Shard, ShardHeader, dtype_name
+from .format import MAX_DIMENSIONS, NotAMap, Shard, ShardHeader, are_sizes, dtype_name
 from .map import CheckpointMap, view_of
 from .nodes import View, row_major_strides
 from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
@@ -150,57 +150,46 @@ def describe(
     """
     is_zip = file.read(0, len(SIGNATURE)) == SIGNATURE
     pickle, storages = (read_zip if is_zip else _read_legacy)(file, path, opcodes)
-    _dtypes(pickle.persistents, 5 if is_zip else 6)
-    _check_storages(path, pickle.persistents, storages)
-    return pickle, storages
-
-
-def _dtypes(persistents: Iterable[Persistent], length: int) -> dict[str, torch.dtype]:
-    """The dtype of each storage, by its key; each must be named as torch names them, by this many fields."""
-    dtypes: dict[str, torch.dtype] = {}
-    for persistent in persistents:
-        match persistent.id:
-            case ("storage", Global("torch", name), str() as key, str(), _, *view) if (
-                name in _STORAGES and len(persistent.id) == length and view in ([], [None])
-            ):
-                if dtypes.setdefault(key, _STORAGES[name]) != _STORAGES[name]:
-                    raise NotAMap(f"its storage {key} has two dtypes")  # torch makes it once, of the first
-            case _:
-                raise NotAMap("it has a storage of an unknown kind")
-    return dtypes
-
-
-def _check_storages(path: str, persistents: Iterable[Persistent], storages: Mapping[str, Storage]) -> None:
-    """Check that every storage that is named has the announced size, whether or not a tensor is made of it."""
-    for persistent in persistents:
-        _, storage_class, key, _, numel, *_ = persistent.id
-        place, dtype = storages.get(key), _STORAGES[storage_class.name]
+    for key, dtype, numel in [*_named(pickle.persistents, 5 if is_zip else 6)]:  # also if no tensor is made of it
+        place = storages.get(key)
         if type(numel) is not int or place is None or place.stop - place.start != numel * dtype.itemsize:
             held = "no storage" if place is None else f"{place.stop - place.start} bytes"
             raise CheckpointError(
                 f"{path}: expected {kind_of(numel)} elements of {dtype} in storage {excerpt(key)}, found {held}. The "
                 "file is damaged; save it again."
             )
+    return pickle, storages
+
+
+def _named(persistents: Iterable[Persistent], length: int) -> Iterator[tuple[str, torch.dtype, Any]]:
+    """(key, dtype, number of elements) of each storage, which must be named as torch names them, by so many fields."""
+    dtypes: dict[str, torch.dtype] = {}
+    for persistent in persistents:
+        fields = persistent.id[:7] if isinstance(persistent.id, tuple) else ()
+        match fields:
+            case ("storage", Global("torch", name), str() as key, str(), numel, *view) if (
+                name in _STORAGES and len(fields) == length and view in ([], [None])
+            ):
+                if dtypes.setdefault(key, _STORAGES[name]) != _STORAGES[name]:
+                    raise NotAMap(f"its storage {key} has two dtypes")  # torch makes it once, of the first
+                yield key, _STORAGES[name], numel
+            case _:
+                raise NotAMap("it has a storage of an unknown kind")
 
 
 def _check_calls(path: str, pickle: Pickle, storages: Mapping[str, Storage]) -> None:
     """What torch would call must be what it calls in every file, also where no tensor of ours comes of it."""
     for call in pickle.calls:
-        _check_call(path, call, storages)
-
-
-def _check_call(path: str, call: Call, storages: Mapping[str, Storage]) -> None:
-    sets_state = call.state is not None or call.members or call.entries
-    if call.function == _ORDERED and not call.arguments and isinstance(call.state, (dict, type(None))):
-        if not call.members:
-            return
-    elif not sets_state and call.function == _REBUILD:
-        field_of(path, "a tensor", call, storages)
-        return
-    elif not sets_state and call.function == _REBUILD_PARAMETER and len(call.arguments) == 3:
-        if isinstance(call.arguments[0], Call) and call.arguments[0].function == _REBUILD:
-            return
-    raise NotAMap(f"it makes something else than a tensor ({kind_of(call)})")
+        match call:
+            case Call(function=Global("collections", "OrderedDict"), arguments=(), state=None | dict(), members=[]):
+                continue
+            case Call(function=function, state=None, entries=[], members=[]) if function == _REBUILD:
+                field_of(path, "a tensor", call, storages)
+                continue
+            case Call(arguments=(Call(function=made), _, _), state=None, entries=[], members=[]):
+                if call.function == _REBUILD_PARAMETER and made == _REBUILD:
+                    continue
+        raise NotAMap(f"it makes something else than a tensor ({kind_of(call)})")
 
 
 def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) -> dict[str, Any]:
@@ -216,15 +205,12 @@ def field_of(path: str, name: str, value: Any, storages: Mapping[str, Storage]) 
         raise NotAMap(f"{name} has no plain storage")
     _, storage_class, key, _, numel, *_ = storage.id  # which has been checked
     dtype = _STORAGES[storage_class.name]
-    numbers = [offset, *shape, *strides] if isinstance(shape, tuple) and isinstance(strides, tuple) else [None]
     # Bounded before any sizes are multiplied.
-    are_sizes = len(numbers) <= 1 + 2 * MAX_DIMENSIONS and all(
-        type(number) is int and 0 <= number < 2**63 for number in numbers
-    )
-    if not are_sizes or len(shape) != len(strides):
+    are_tuples = isinstance(shape, tuple) and isinstance(strides, tuple) and len(shape) == len(strides)
+    if not (are_tuples and are_sizes([offset]) and are_sizes(shape) and are_sizes(strides)):
         raise CheckpointError(
-            f"{path}: tensor {name!r}: expected sizes, strides and an offset, found "
-            f"{', '.join(map(kind_of, numbers[:8]))}."
+            f"{path}: tensor {name!r}: expected at most {MAX_DIMENSIONS} sizes, as many strides, and an offset, found "
+            f"{kind_of(shape)}, {kind_of(strides)}, {kind_of(offset)}."
         )
     place = storages[key]
     count = prod(shape)
@@ -267,7 +253,7 @@ def _read_legacy(file: ReadableFile, path: str, opcodes: AbstractSet[str] | None
         raise CheckpointError(f"{path}: expected little-endian values. Save it again on a little-endian machine.")
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise CheckpointError(f"{path}: expected the keys of its storages.")
-    dtypes = _dtypes(tensors.persistents, 6)
+    dtypes = {key: dtype for key, dtype, _ in _named(tensors.persistents, 6)}
     storages: dict[str, Storage] = {}
     for key in keys:
         numel = int.from_bytes(file.read(position, 8), "little")

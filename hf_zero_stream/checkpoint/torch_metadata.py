@@ -12,24 +12,27 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, UnsupportedError
-from .format import DTYPES, MAX_DIMENSIONS
+from .format import DTYPES, MAX_DIMENSIONS, are_sizes
 from .pickles import Call, Global, Pickle, kind_of
 from .untrusted_json import excerpt
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_INFO = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _LAYOUT = Global("torch.serialization", "_get_layout")
 _ENCODING = Global(_METADATA, "_MEM_FORMAT_ENCODING")
 _FIELDS = {
-    (_METADATA, "Metadata"): {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
-    (_METADATA, "TensorStorageMetadata"): {"properties", "size", "chunks"},
-    (_METADATA, "ChunkStorageMetadata"): {"offsets", "sizes"},
-    (_METADATA, "MetadataIndex"): {"fqn", "offset", "index"},
-    (_METADATA, "StorageMeta"): {"checkpoint_id", "save_id", "load_id", "modules"},
-    (_INFO.module, _INFO.name): {"relative_path", "offset", "length", "transform_descriptors"},
+    Global(_METADATA, "Metadata"): {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"},
+    Global(_METADATA, "TensorStorageMetadata"): {"properties", "size", "chunks"},
+    Global(_METADATA, "ChunkStorageMetadata"): {"offsets", "sizes"},
+    Global(_METADATA, "MetadataIndex"): {"fqn", "offset", "index"},
+    Global(_METADATA, "StorageMeta"): {"checkpoint_id", "save_id", "load_id", "modules"},
+    Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"): {
+        *("relative_path", "offset", "length", "transform_descriptors")
+    },
 }
 """The dataclasses, and their fields."""
+_MOST_PARTS = 256
+"""Of the path in a StorageMeta."""
 _SIZE = Global("torch", "Size")
 _DTYPES = {Global("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPES.values()}
 
@@ -132,21 +135,22 @@ def _check_call(path: str, call: Call) -> None:
     sound = False
     if not call.entries and not call.members:
         match call:
-            case Call(function=Global(module, name), arguments=(), state=dict() as state):
-                sound = (module, name) in _FIELDS and state.keys() <= _FIELDS[module, name]
+            case Call(function=Global() as function, arguments=(), state=dict() as state):
+                sound = function in _FIELDS and state.keys() <= _FIELDS[function]
             case Call(function=Global(module, "BytesStorageMetadata"), arguments=(), state=None):
                 sound = module == _METADATA
             case Call(function=Global(module, "TensorProperties"), arguments=(), state=(_, _, _, Call(), _, *later)):
                 # torch 2.15 has added strides, of what was saved: in files all is contiguous
-                sound = module == _METADATA and call.state[3].function == _ENCODING and _are_strides(later)
+                sound = module == _METADATA and call.state[3].function == _ENCODING
+                sound = sound and (later in ([], [None]) or (len(later) == 1 and _is_tuple_of_sizes(later[0])))
             case Call(function=function, arguments=(tuple() as sizes,), state=None) if function == _SIZE:
-                sound = all(type(size) is int and -(2**63) <= size < 2**63 for size in sizes)
+                sound = are_sizes(sizes)
             case Call(function=function, arguments=("torch.strided",), state=None):
                 sound = function == _LAYOUT
             case Call(function=function, arguments=(int() as number,), state=None) if function == _ENCODING:
                 sound = number in (0, 1, 2)
             case Call(function=Global("pathlib", "PosixPath"), arguments=parts, state=None):
-                sound = all(isinstance(part, str) for part in parts)
+                sound = len(parts) <= _MOST_PARTS and all(isinstance(part, str) for part in parts)
     if not sound:
         raise CheckpointError(
             f"{path}: it makes something else than torch.distributed.checkpoint does ({kind_of(call)})."
@@ -185,9 +189,7 @@ def _stored(path: str, key: str, value: Any) -> Stored:
 
 
 def _item(path: str, key: str, value: Any) -> Item:
-    if not isinstance(value, Call) or value.function != _INFO or not isinstance(value.state, dict):
-        raise _faulty(path, key, "a place in a file", value)
-    state = value.state
+    state = _fields(path, value, "_StorageInfo")
     file, offset, length = (state.get(name) for name in ("relative_path", "offset", "length"))
     if not (isinstance(file, str) and isinstance(offset, int) and isinstance(length, int)) or min(offset, length) < 0:
         raise _faulty(path, key, "a file's name, an offset and a length", value)
@@ -210,8 +212,10 @@ def _ways(path: str, ways: Any) -> dict[str, tuple[str | int, ...]]:
 
 
 def _fields(path: str, value: Any, name: str) -> dict[str, Any]:
-    if isinstance(value, Call) and value.function == Global(_METADATA, name) and isinstance(value.state, dict):
-        return value.state
+    """The fields of a dataclass of this name."""
+    match value:
+        case Call(function=Global(_, found), state=dict() as state) if found == name and value.function in _FIELDS:
+            return state
     raise CheckpointError(f"{path}: expected a {name} of torch.distributed.checkpoint; found {kind_of(value)}.")
 
 
@@ -224,23 +228,14 @@ def _dict(path: str, fields: Mapping[str, Any], name: str) -> dict[Any, Any]:
 
 def _sizes(path: str, key: str, value: Any) -> tuple[int, ...]:
     match value:
-        case Call(function=function, arguments=(tuple() as sizes,)) if function == _SIZE:
-            if len(sizes) <= MAX_DIMENSIONS and all(_is_size(size) for size in sizes):
-                return sizes
+        case Call(function=function, arguments=(sizes,)) if function == _SIZE and _is_tuple_of_sizes(sizes):
+            found: tuple[int, ...] = sizes
+            return found
     raise _faulty(path, key, f"at most {MAX_DIMENSIONS} sizes", value)
 
 
-def _are_strides(fields: list[Any]) -> bool:
-    match fields:
-        case [] | [None]:
-            return True
-        case [tuple() as strides]:
-            return len(strides) <= MAX_DIMENSIONS and all(_is_size(stride) for stride in strides)
-    return False
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**63
+def _is_tuple_of_sizes(value: Any) -> bool:
+    return isinstance(value, tuple) and are_sizes(value)
 
 
 def _faulty(path: str, what: str, expected: str, found: Any) -> CheckpointError:

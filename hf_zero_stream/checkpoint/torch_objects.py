@@ -7,7 +7,7 @@ through an object deeper than it was asked to: a small pickle can describe a hug
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from ..errors import CheckpointError
 from ..sources.base import ReadableFile
-from .format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry
+from .format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes
 from .pickles import Call, Global, kind_of
 from .torch_files import describe, field_of
 from .untrusted_json import excerpt
@@ -27,6 +27,8 @@ _WITH_ATTRIBUTES = Global("torch._tensor", "_rebuild_from_type_v2")
 _TENSOR = {Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter")}
 
 _MOST_NAME = 1024
+_MOST_LOOKS = 2_000_000
+"""Entries of dicts and lists that are looked at, as often as they are: a small pickle may refer to one many times."""
 _MOST_PLAIN = 200_000
 """Objects in what is taken over as it is from one file: options, a scheduler's state, what the user gave."""
 _BYTES_OF_OBJECT = 64
@@ -53,6 +55,7 @@ class TorchObjects:
         except NotAMap as reason:
             raise CheckpointError(f"{path}: {reason}, as no file of a training's state does.") from reason
         self.root = pickle.root
+        self._looks = _MOST_LOOKS
         self._dicts: dict[int, Mapping[Any, Any]] = {}  # by the id of a call, which `root` keeps alive
         self._left = _MOST_PLAIN
 
@@ -64,10 +67,17 @@ class TorchObjects:
         if isinstance(value, Call) and value.function in _MAPPINGS:
             if id(value) not in self._dicts:
                 self._dicts[id(value)] = dict(value.entries)
-            return self._dicts[id(value)]
+            value = self._dicts[id(value)]
         if not isinstance(value, dict):
             raise self.fault(what, "a dict", value)
+        self._look(value, what)
         return value
+
+    def _look(self, value: Sized, what: str) -> None:
+        """Count what is looked at."""
+        self._looks -= len(value)
+        if self._looks < 0:
+            raise CheckpointError(f"{self.path}: {what}: the file refers to more objects than any checkpoint's.")
 
     def get(self, value: Any, what: str, key: str) -> Any:
         """An entry of a dict that must have it."""
@@ -79,6 +89,7 @@ class TorchObjects:
     def sequence(self, value: Any, what: str) -> Sequence[Any]:
         if not isinstance(value, (list, tuple)):
             raise self.fault(what, "a list", value)
+        self._look(value, what)
         return value
 
     def name(self, value: Any, what: str) -> str:
@@ -97,7 +108,7 @@ class TorchObjects:
         if isinstance(value, Call) and value.function == _SIZE and len(value.arguments) == 1:
             value = value.arguments[0]
         sizes = self.sequence(value, what)
-        if len(sizes) > MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in sizes):
+        if not are_sizes(sizes):
             raise self.fault(what, f"at most {MAX_DIMENSIONS} sizes", value)
         if prod(size for size in sizes if size) >= 2**60:  # of empty tensors too: somebody multiplies without the 0
             raise CheckpointError(f"{self.path}: {what}: the sizes {excerpt(list(sizes))} overflow 64 bits.")

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError, UnsupportedError
 from ..sources.base import ByteSource
 from .format import TensorEntry
+from .pickles import kind_of
 from .torch_objects import NotPlain, TorchObjects
+from .untrusted_json import excerpt
 
 
 _SWAP_NAME = re.compile(r"\d{1,18}_\d{1,18}")
@@ -352,8 +354,8 @@ def _refuse_other_parallelism(objects: TorchObjects, root: Mapping[Any, Any]) ->
     for name, size in sizes.items():
         if size not in (1, None):
             raise UnsupportedError(
-                f"{objects.path}: {name!r}: expected 1, found {size!r}: each rank has a part of the model itself "
-                "(tensor or pipeline parallelism), not only of its parameters. Use DeepSpeed's own tools."
+                f"{objects.path}: {excerpt(name)}: expected 1, found {kind_of(size)}: each rank has a part of the "
+                "model itself (tensor or pipeline parallelism), not only of its parameters. Use DeepSpeed's own tools."
             )
     for name in _EXPERTS:
         if root.get(name):

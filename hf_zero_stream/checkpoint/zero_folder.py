@@ -26,7 +26,7 @@ from .nodes import View, row_major_strides
 from .signs import is_sign
 from .untrusted_json import excerpt
 from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
-from .zero_layout import FP32, Trained, trained_of_stage_3, trained_of_stages_1_2, untrained
+from .zero_layout import FP32, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 
 
 T = TypeVar("T")
@@ -203,7 +203,7 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
     names = _optimizer_names(folder)
     optimizers = _in_threads(partial(read_optimizer_file, source), [str(folder / name) for name in names])
     first = optimizers[0]
-    _check_agreement(optimizers)
+    check_agreement(optimizers)
     model_names = [f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(len(names))]
     if first.stage < 3:
         model_names = [ZERO_2_MODEL]
@@ -381,33 +381,3 @@ def _in_threads(read: Callable[[str], T], paths: Sequence[str]) -> list[T]:
         return [with_path(path) for path in paths]
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(with_path, paths))
-
-
-def _check_agreement(optimizers: Sequence[OptimizerFile]) -> None:
-    """Raise a CheckpointError unless all ranks were of the same training."""
-    first = optimizers[0]
-    if first.world_size > len(optimizers) and len({it.world_size for it in optimizers}) == 1:
-        name = re.sub(r"zero_pp_rank_0", f"zero_pp_rank_{len(optimizers)}", os.path.basename(first.path))
-        raise CheckpointError(
-            f"{os.path.join(os.path.dirname(first.path), name)}: the file is not there; {first.world_size} ranks "
-            "saved the checkpoint. Copy or save it again."
-        )
-    for it in optimizers:
-        if it.world_size != len(optimizers):
-            raise CheckpointError(
-                f"{it.path}: partition_count: expected {len(optimizers)}, the number of such files; found "
-                f"{it.world_size}. A file is missing, or those of several checkpoints are in the folder; copy or save "
-                "it again."
-            )
-        mine, theirs = ([(each.options, list(each.flats)) for each in one.groups] for one in (it, first))
-        if it.stage != first.stage or mine != theirs:
-            raise CheckpointError(
-                f"{it.path}: it is of another training than {first.path}: its stage, or the groups of its optimizer, "
-                "are others. Copy or save the checkpoint again."
-            )
-        for number, (flat, other) in enumerate(zip(it.flats, first.flats, strict=True)):
-            if flat.moments.keys() != other.moments.keys() or flat.numbers != other.numbers:
-                raise CheckpointError(
-                    f"{it.path}: tensor {number} of the optimizer: expected the same entries and steps as in "
-                    f"{first.path}, found others. Copy or save the checkpoint again."
-                )

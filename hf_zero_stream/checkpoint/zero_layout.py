@@ -7,6 +7,8 @@ the whole is cut into N flats of equal length.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -48,6 +50,36 @@ class Trained(NamedTuple):
             each = -(-numel // world_size)
             for rank in range(-(-numel // max(1, each))):
                 yield rank, self.first, min(each, numel - rank * each)
+
+
+def check_agreement(optimizers: Sequence[OptimizerFile]) -> None:
+    """Raise a CheckpointError unless all ranks were of the same training."""
+    first = optimizers[0]
+    if first.world_size > len(optimizers) and len({it.world_size for it in optimizers}) == 1:
+        name = re.sub(r"zero_pp_rank_0", f"zero_pp_rank_{len(optimizers)}", os.path.basename(first.path))
+        raise CheckpointError(
+            f"{os.path.join(os.path.dirname(first.path), name)}: the file is not there; {first.world_size} ranks "
+            "saved the checkpoint. Copy or save it again."
+        )
+    for it in optimizers:
+        if it.world_size != len(optimizers):
+            raise CheckpointError(
+                f"{it.path}: partition_count: expected {len(optimizers)}, the number of such files; found "
+                f"{it.world_size}. A file is missing, or those of several checkpoints are in the folder; copy or save "
+                "it again."
+            )
+        mine, theirs = ([(each.options, list(each.flats)) for each in one.groups] for one in (it, first))
+        if it.stage != first.stage or mine != theirs:
+            raise CheckpointError(
+                f"{it.path}: it is of another training than {first.path}: its stage, or the groups of its optimizer, "
+                "are others. Copy or save the checkpoint again."
+            )
+        for number, (flat, other) in enumerate(zip(it.flats, first.flats, strict=True)):
+            if flat.moments.keys() != other.moments.keys() or flat.numbers != other.numbers:
+                raise CheckpointError(
+                    f"{it.path}: tensor {number} of the optimizer: expected the same entries and steps as in "
+                    f"{first.path}, found others. Copy or save the checkpoint again."
+                )
 
 
 def _check_names(model: ModelFile, flats: int) -> None:

@@ -92,7 +92,7 @@ def refuse_other_shards(paths: Sequence[str], own: Iterable[Copy], of_rank_0: It
         else:
             continue
         raise CheckpointError(
-            f"{path}: the shard on this host {difference}. Make the checkpoint the same on every node."
+            f"{path}: the file on this host {difference}. Make the checkpoint the same on every node."
         )
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-
 _SINGLE = "model.safetensors"
 """If it is not there, an index names the shards: of this file only the beginning is asked for."""
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers.utils import logging
 from ..bindings.install import keep_watching
 from ..checkpoint.formats import is_always_map, row_of
 from ..checkpoint.index_file import check_files, read_index_file
-from ..checkpoint.kinds import METADATA, is_distributed
+from ..checkpoint.kinds import distributed_file
 from ..checkpoint.without_values import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
@@ -218,8 +219,8 @@ def get_resolved_checkpoint_files(session: Session, original: Original, *args: A
 
     transformers knows no folders of torch.distributed.checkpoint with that library's own files.
     """
-    if (distributed := _distributed_folder(**kwargs)) is not None:
-        return [os.path.join(distributed, METADATA)], None
+    if (distributed := _distributed_file(**kwargs)) is not None:
+        return [str(distributed)], None
     try:
         return original(*args, **kwargs)
     except OSError:
@@ -232,18 +233,17 @@ def get_resolved_checkpoint_files(session: Session, original: Original, *args: A
         return [os.path.join(folder, subfolder, name)], None  # if rank 0 has others, the load says so
 
 
-def _distributed_folder(
+def _distributed_file(
     pretrained_model_name_or_path: Any = None,
     gguf_file: Any = None,
     use_safetensors: bool | None = None,
     download_kwargs: Mapping[str, Any] | None = None,
     **_: Any,
-) -> str | None:
+) -> Path | None:
     folder = pretrained_model_name_or_path
     if folder is None or gguf_file or use_safetensors or not os.path.isdir(folder):
         return None
-    folder = os.path.join(folder, (download_kwargs or {}).get("subfolder") or "")
-    return folder.rstrip("/") if is_distributed(folder) else None
+    return distributed_file(Path(folder, (download_kwargs or {}).get("subfolder") or ""))
 
 
 def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from transformers import dynamic_module_utils
 from transformers.utils import logging
 
 from .. import scope
+from ..checkpoint.kinds import OF_VALUES
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
 from ..launcher import announced_local_rank
 from ..sources.answers import Answers, answers_once
@@ -21,7 +22,6 @@ from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token
 from ..sources.small_files import SmallFiles
 from ..sources.urls import checkpoint_url, is_url, joined, repository_of, scheme_of
-from .file_names import WEIGHTS
 from .session import Original, Session
 
 
@@ -61,7 +61,7 @@ def asked_at_once(path: Any, kwargs: Mapping[str, Any], names: Sequence[str]) ->
         return
     with answers_once() as answers:
         places = [joined(url, kwargs.get("subfolder") or "", name) for name in names]
-        small = [place for place in places if not place.endswith(WEIGHTS)]
+        small = [place for place in places if not place.endswith(OF_VALUES)]
         scope.resource(SmallFiles).ask_ahead(small, set(places) - set(small), answers)
         yield
 
@@ -80,7 +80,7 @@ def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args
         try:
             if name.endswith(".gguf"):
                 raise UnsupportedError(f"{place}: GGUF files are not read from URLs. Download it.")
-            if not name.endswith(WEIGHTS):
+            if not name.endswith(OF_VALUES):
                 found.append(str(files.fetch(place)))
                 if name == _ADAPTER:
                     raise UnsupportedError(f"{place}: adapters are not loaded from URLs. Download the adapter.")
