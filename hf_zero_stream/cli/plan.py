@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from math import prod
@@ -14,6 +13,7 @@ import typer
 from ..reports.text import bytes_text, count_text, folded_names
 from ..sources.urls import is_url
 from . import frame
+from .suggest import Given, Machines, needs_of_node, suggest
 
 
 if TYPE_CHECKING:
@@ -76,6 +76,13 @@ def run(
         ),
     ] = None,
     html: frame.PageOption = None,
+    suggested: Annotated[
+        bool,
+        typer.Option("--suggest", help="Find the smallest set-up that fits; --world-size is the most ranks."),
+    ] = False,
+    write: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write accelerate's config for what --suggest finds: .yaml.")
+    ] = None,
     revision: frame.RevisionOption = None,
     trust_remote_code: frame.TrustOption = False,
     dequantize: frame.DequantizeOption = False,
@@ -97,6 +104,21 @@ def run(
     lora = _lora(lora_rank, lora_targets)
     if lora is not None and sharding.keys() - {"fsdp_size"}:
         raise typer.BadParameter("--lora-rank: expected ZeRO-3, or --fsdp alone; got --tp, --ep or --replicate")
+    if suggested and (sharding or ds_config or device_memory is None):
+        raise typer.BadParameter("--suggest: expected --device-memory, and neither --ds-config nor --fsdp, --tp, ...")
+    if write and not suggested:
+        raise typer.BadParameter("--write: expected --suggest, which finds what is written")
+    limits = _limits(device_memory, host_memory)
+    if suggested:
+        suggest(
+            path,
+            Given(revision, trust_remote_code, dequantize, {"device": device, "adamw": adamw, "lora": lora}),
+            Machines(world_size, ranks_per_node, limits),
+            dtype or "bf16",
+            write,
+            form,
+        )
+        return
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     most = MOST_BARS if html else MOST_RANKS if plot else 1
     ranks = ranks_to_draw(world_size, rank, most)
@@ -125,9 +147,7 @@ def run(
                 forecasts = {number: plan(place, rank=number, **how) for number in ranks}
                 forecast = forecasts[rank]
                 stock = None if sharding else stock_load(forecast, place, arguments, device)
-    given = {"device": device_memory, "host": host_memory}
-    limits = {place: limit for place, limit in given.items() if limit is not None}
-    needs = _needs(forecast.memory, device, min(ranks_per_node, world_size))
+    needs = needs_of_node(forecast.memory, device, min(ranks_per_node, world_size))
     fits = all(needs[place] <= limit for place, limit in limits.items())
     data = {
         "path": path,
@@ -161,6 +181,11 @@ def run(
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
 
 
+def _limits(device_memory: int | None, host_memory: int | None) -> dict[str, int]:
+    given = {"device": device_memory, "host": host_memory}
+    return {place: limit for place, limit in given.items() if limit is not None}
+
+
 def _lora(rank: int | None, targets: str | None) -> dict[str, Any] | None:
     if (rank is None) != (targets is None):
         raise typer.BadParameter("expected both or neither of --lora-rank and --lora-targets; got one")
@@ -190,18 +215,6 @@ def ranks_to_draw(world_size: int, rank: int, most: int = MOST_RANKS) -> list[in
     """`rank` and others, evenly spaced; at most `most`, because planning for each takes seconds."""
     count = min(world_size, most)
     return sorted((rank + round(number * world_size / count)) % world_size for number in range(count))
-
-
-def _needs(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
-    """The memory that a device and the host of a node with `ranks_per_node` ranks need, without activations."""
-    passes = Counter(footprint.held) + Counter({device: footprint.largest_gather})
-    phases = (footprint.load_peak, footprint.start_peak, passes, footprint.step_peak)
-    most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, HOST}}
-    return {
-        "device": 0 if device == HOST else most[device],
-        "host": most[HOST] * ranks_per_node,
-        "ranks_per_node": ranks_per_node,
-    }
 
 
 def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> Iterator[str]:

@@ -1,0 +1,181 @@
+"""``hf-zero-stream plan --suggest``: the smallest set-up of ZeRO-3 that fits, and accelerate's config for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from ..reports.text import bytes_text, count_text
+from ..sources.urls import is_url
+from . import frame
+
+
+if TYPE_CHECKING:
+    from ..footprint.memory import MemoryFootprint
+
+
+ON_HOST = {"device": "cpu"}
+OFFLOADS: Mapping[str, Mapping[str, Any]] = {
+    "nothing": {},
+    "optimizer": {"offload_optimizer": ON_HOST},
+    "optimizer, parameters": {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
+}
+"""What goes to host memory, and what a DeepSpeed config says of it; each takes more time than the one before."""
+
+
+class Machines(NamedTuple):
+    """What there is to train on."""
+
+    most_ranks: int
+    ranks_per_node: int
+    limits: Mapping[str, int]
+    """Bytes of a "device", and of the "host" of a node if that is limited."""
+
+
+class Given(NamedTuple):
+    """What is the same in all set-ups: how the checkpoint is found, and other arguments of ``plan``."""
+
+    revision: str | None
+    trust_remote_code: bool
+    dequantize: bool
+    how: Mapping[str, Any]
+
+
+def suggest(
+    path: str, given: Given, machines: Machines, dtype: str, write: Path | None, form: Literal["table", "json"]
+) -> None:
+    """Print what was looked at and what fits, and write accelerate's config for it; exit code 1 if nothing fits."""
+    with frame.quiet():
+        from .checkpoints import place_of, refuse_unloadable
+
+        with place_of(path, given.revision) as place:
+            if not is_url(place):
+                refuse_unloadable(place)
+            from ..loading.dry_load import plan
+            from .models import load_arguments, transformers_errors
+
+            with transformers_errors(path):
+                how = {**given.how, **load_arguments(place, given.trust_remote_code, given.dequantize)}
+
+                def needs(ranks: int, config: Mapping[str, Any]) -> dict[str, int]:
+                    memory = plan(place, world_size=ranks, rank=0, ds_config=config, **how).memory
+                    return needs_of_node(memory, how["device"], min(machines.ranks_per_node, ranks))
+
+                setup, looked_at = smallest(needs, machines, dtype)
+    if write and setup:
+        write_config(write, setup)
+    data = {
+        "path": path,
+        **machines._asdict(),
+        "device": how["device"],
+        "looked_at": looked_at,
+        "suggested": setup,
+        "written": str(write) if write and setup else None,
+    }
+    frame.emit(data, _blocks(data), form, ok=setup is not None)
+
+
+def smallest(
+    needs: Callable[[int, Mapping[str, Any]], Mapping[str, int]], machines: Machines, dtype: str
+) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """The first set-up that fits into the limits, or None, and all that were looked at.
+
+    Least offload goes first, since that is fastest; then fewest ranks: 1, 2, 4, ... up to what there is.
+
+    Args:
+        needs: the bytes that a "device" and the "host" of a node need, by the number of ranks and a DeepSpeed config.
+    """
+    most = machines.most_ranks
+    numbers = sorted({*(2**power for power in range(most.bit_length()) if 2**power < most), most})
+    looked_at = []
+    for offload, zero in OFFLOADS.items():
+        for ranks in numbers:
+            found = needs(ranks, frame.zero3_config({"zero_optimization": {"stage": 3, **zero}}, dtype))
+            setup = {
+                "ranks": ranks,
+                "ranks_per_node": min(ranks, machines.ranks_per_node),
+                "offload": offload,
+                "dtype": dtype,
+                "needs": {place: found[place] for place in ("device", "host")},
+                "fits": all(found[place] <= limit for place, limit in machines.limits.items()),
+            }
+            looked_at.append(setup)
+            if setup["fits"]:
+                return setup, looked_at
+    return None, looked_at
+
+
+def needs_of_node(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
+    """The memory that a device and the host of a node with `ranks_per_node` ranks need, without activations."""
+    passes = Counter(footprint.held) + Counter({device: footprint.largest_gather})
+    phases = (footprint.load_peak, footprint.start_peak, passes, footprint.step_peak)
+    most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, "cpu"}}
+    return {
+        "device": 0 if device == "cpu" else most[device],
+        "host": most["cpu"] * ranks_per_node,
+        "ranks_per_node": ranks_per_node,
+    }
+
+
+def write_config(path: Path, setup: Mapping[str, Any]) -> None:
+    """Write what ``accelerate launch --config_file`` takes for `setup`."""
+    import yaml
+
+    offloaded = OFFLOADS[setup["offload"]]
+    config = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "DEEPSPEED",
+        "deepspeed_config": {
+            "zero_stage": 3,
+            "zero3_init_flag": True,
+            "zero3_save_16bit_model": True,
+            "offload_param_device": "cpu" if "offload_param" in offloaded else "none",
+            "offload_optimizer_device": "cpu" if "offload_optimizer" in offloaded else "none",
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": 1.0,
+        },
+        "mixed_precision": {"fp32": "no"}.get(setup["dtype"], setup["dtype"]),
+        "num_machines": -(-setup["ranks"] // setup["ranks_per_node"]),
+        "machine_rank": 0,
+        "num_processes": setup["ranks"],
+        "main_training_function": "main",
+    }
+    path.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+
+def _blocks(data: Mapping[str, Any]) -> Iterator[str]:
+    limits, setup = data["limits"], data["suggested"]
+    into = " and ".join(f"{bytes_text(limit)} of {place} memory" for place, limit in limits.items())
+    yield f"{data['path']}: ZeRO-3 with at most {count_text(data['most_ranks'], 'rank')}, {into}"
+    rows = [
+        (
+            str(tried["ranks"]),
+            tried["offload"],
+            bytes_text(tried["needs"]["device"]),
+            bytes_text(tried["needs"]["host"]),
+            "yes" if tried["fits"] else "no",
+        )
+        for tried in data["looked_at"]
+    ]
+    titles = (
+        "ranks",
+        "in host memory",
+        f"a {data['device']} device needs",
+        f"a node of {data['ranks_per_node']} needs",
+        "fits",
+    )
+    yield frame.table(titles, rows, left=2)
+    if setup is None:
+        yield (
+            "Nothing of this FITS. Give more ranks (--world-size), train adapters (--lora-rank), or offload to NVMe, "
+            "which plan computes with --ds-config."
+        )
+        return
+    yield (
+        f"Smallest that fits: {count_text(setup['ranks'], 'rank')}, ZeRO-3 in {setup['dtype']}, in host memory: "
+        f"{setup['offload']}. Activations are not counted."
+    )
+    if written := data["written"]:
+        yield f"Start it: hf-zero-stream run accelerate launch --config_file {written} train.py"
