@@ -35,13 +35,14 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines()]
 LAUNCHED = [command for command in COMMANDS if command.startswith(("python ", "accelerate ", "torchrun "))]
 SCRIPTS = list(dict.fromkeys(LAUNCHED))
 PLAN = "hf-zero-stream plan tiny-moe --world-size 64 --device-memory 80GiB"
+SUGGEST = "hf-zero-stream plan tiny-moe --world-size 8 --device-memory 80GiB --suggest --write zero3.yaml"
 TARGETS = [command.removeprefix("make ") for command in COMMANDS if command.startswith("make ")]
 
 
 def test_every_command_is_checked_below() -> None:
     assert {"demo", "test"} <= set(TARGETS) and SCRIPTS
     others = set(COMMANDS) - set(SCRIPTS) - {f"make {target}" for target in TARGETS}
-    assert others == {"pip install -e .", PLAN}
+    assert others == {"pip install -e .", PLAN, SUGGEST}
 
 
 def test_plan_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,6 +50,8 @@ def test_plan_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(app, shlex.split(PLAN)[1:])
     assert result.exit_code == 0 and "fits into 80.0 GiB" in result.stdout
+    result = CliRunner().invoke(app, shlex.split(SUGGEST)[1:])
+    assert result.exit_code == 0 and (tmp_path / "zero3.yaml").is_file()
 
 
 def test_readme_is_short() -> None:
@@ -94,7 +97,7 @@ def test_ci_runs_the_tests() -> None:
     ci = "\n".join(path.read_text() for path in (ROOT / ".ci").iterdir())
     assert re.search(r"^make\b.*\btest\b", ci, re.MULTILINE)
     makefile = (ROOT / "Makefile").read_text()
-    assert re.search(r"^demo:.*\n\t.*-m examples\.demo$", makefile, re.MULTILINE)
+    assert re.search(r"^demo:(?:.*\n\t)+.*/hf-zero-stream demo ", makefile, re.MULTILINE)
     assert re.search(r"pip install .*-e ", makefile)
 
 
