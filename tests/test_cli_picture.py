@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 import hf_zero_stream
+from hf_zero_stream.cli import frame
 from hf_zero_stream.cli import plan as plan_command
 from hf_zero_stream.cli.picture import _draw_ranks, _spans
 from hf_zero_stream.cli.plan import MOST_RANKS, ranks_to_draw
@@ -87,7 +88,7 @@ def test_plot_wants_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     def find_spec(name: str) -> Any:
         return None if name == "matplotlib" else importlib.util.find_spec(name)
 
-    monkeypatch.setattr(plan_command, "find_spec", find_spec)
+    monkeypatch.setattr(frame, "find_spec", find_spec)
     assert "hf_zero_stream[plot]" in run("plan", ".", "--world-size", "2", "--plot", "x.png", code=USAGE).stderr
 
 

@@ -80,7 +80,6 @@ def by_path() -> ByteSource:
 
 SOURCES: dict[str, Callable[[Path], AbstractContextManager[Opened]]] = {
     "local": lambda folder: in_folder(folder, LocalFiles),
-    "local, direct": lambda folder: in_folder(folder, lambda: LocalFiles(direct_io=True)),
     "local, not cached": lambda folder: in_folder(folder, lambda: LocalFiles(cache_bytes=0)),
     "remote": lambda folder: on_server(folder, lambda: RemoteFiles(Retries())),
     "by path, local": lambda folder: in_folder(folder, by_path),
@@ -162,7 +161,7 @@ def test_a_source_notices_that_a_file_is_another_one(opened: Opened, content: by
 def read_through_rank_0(folder: Path) -> str:
     """On every rank, the name of the class of source that has read."""
     paths = [str(folder / name) for name in CONTENTS]
-    config, coordinator = StreamingConfig(read_from="rank0", chunk_bytes=1000), Coordinator.of_default_group()
+    config, coordinator = StreamingConfig(read_from="rank0"), Coordinator.of_default_group()
     with coordinator.watched(), closing(OpenCheckpoint(config, coordinator, format=Raw())) as checkpoint:
         found = checkpoint.map_of(paths, [ShardHeader(len(content), b"") for content in CONTENTS.values()])
         checkpoint.add(found.shards)

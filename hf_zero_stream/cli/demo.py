@@ -87,11 +87,12 @@ def run(
     html: frame.PageOption = None,
     form: frame.FormatOption = "table",
 ) -> None:
-    """Compare stock's load and a streaming load on this machine: time, memory, every parameter.
+    """Compare stock and streaming on this machine: a load, a training, a resume.
 
-    Each load has its own processes, started by torchrun; the first in a process pays for imports, ours too. Without
-    --checkpoint it makes a Qwen3-MoE of 0.15 GB, trains it for three steps in both ways, saves the training, and
-    resumes it with one rank more. Without --ds-config and --dtype it is in bf16. Exit code 1 if a check fails.
+    It makes a Qwen3-MoE of 0.15 GB, trains it for three steps in both ways, saves the training, and resumes it with
+    one rank more; it compares time, memory, every parameter and every loss. With --checkpoint it loads that, and
+    trains nothing. Each load has its own processes, started by torchrun; the first in a process pays for imports, ours
+    too. Without --ds-config and --dtype it is in bf16. Exit code 1 if a check fails.
     """
     from ..checkpoint.soundness import shards_of
     from ..destinations.deepspeed.zero3 import partition_dtype
