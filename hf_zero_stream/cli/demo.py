@@ -87,7 +87,7 @@ def run(
     html: frame.PageOption = None,
     form: frame.FormatOption = "table",
 ) -> None:
-    """Compare stock and streaming on this machine: a load, a training, a resume.
+    """Compare stock and streaming on this machine.
 
     It makes a Qwen3-MoE of 0.15 GB, trains it for three steps in both ways, saves the training, and resumes it with
     one rank more; it compares time, memory, every parameter and every loss. With --checkpoint it loads that, and

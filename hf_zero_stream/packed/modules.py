@@ -7,7 +7,7 @@ backward pass, before which ZeRO-3 gathers it again, dequantises anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,10 +29,15 @@ class PackedLinear(nn.Linear):
         return f"{super().extra_repr()}, packed"
 
 
-def packed_weights(module: nn.Module) -> dict[str, PackedWeight]:
+def packed_weights(module: nn.Module) -> Mapping[str, PackedWeight]:
     """The packed weights of `module` itself, by the names of its parameters."""
-    found: dict[str, PackedWeight] = vars(module).setdefault("_hf_zero_stream_packed", {})
+    found: Mapping[str, PackedWeight] = vars(module).get("_hf_zero_stream_packed", {})
     return found
+
+
+def note_packed(module: nn.Module, key: str, weight: PackedWeight) -> None:
+    """Have :func:`packed_weights` say that the parameter `key` of `module` is packed; copies of `module` keep it."""
+    vars(module).setdefault("_hf_zero_stream_packed", {})[key] = weight
 
 
 def is_packed(model: nn.Module) -> bool:

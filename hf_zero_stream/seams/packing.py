@@ -25,7 +25,7 @@ from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import View, entries_of
 from ..errors import CheckpointError, UnsupportedError
-from ..packed.modules import PackedLinear, grouped_product, is_packed, packed_weights
+from ..packed.modules import PackedLinear, grouped_product, is_packed, note_packed, packed_weights
 from ..packed.programs import NotPackable, NotQuantised, is_computed
 from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
@@ -336,7 +336,7 @@ def _install(module: nn.Module, weights: Mapping[str, tuple[PackedWeight, LazyTe
         param = nn.Parameter(lazy, requires_grad=False)
         copy_attributes(module._parameters[key], param)
         module._parameters[key] = param
-        packed_weights(module)[key] = weight
+        note_packed(module, key, weight)
 
 
 @functools.cache
