@@ -168,8 +168,8 @@ def test_load_into_several_devices(even_checkpoint: Path, devices: int) -> None:
     "mistake", ["no lane", "no event is waited for", "the first device's event for all", "memory that is still in use"]
 )
 def test_mistakes_in_lanes_show(even_checkpoint: Path, mistake: str) -> None:
-    (found,) = run_ranks(1, wrong_after_load_into, even_checkpoint, 2, mistake, on=PAPER_GPUS)
-    assert found
+    tries = (run_ranks(1, wrong_after_load_into, even_checkpoint, 2, mistake, on=PAPER_GPUS) for _ in range(3))
+    assert any(found for (found,) in tries), "on a busy machine a copy may be done before its buffer comes round again"
 
 
 def saved_in_the_background(folder: Path, target: Path, devices: int, waited_for: int = 2) -> dict[str, Any]:
