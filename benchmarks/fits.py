@@ -9,12 +9,12 @@ Checkpoints have the shapes of the published ones, in bf16, and holes in place o
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.scale import CACHE, deepseek_v3, kimi_k2, qwen3_30b_a3b, qwen3_235b_a22b
+from hf_zero_stream.cli.suggest import OFFLOADS, ds_config_of, needs_of_node, phases_of
 
 
 GIB = 2**30
@@ -23,12 +23,6 @@ CARDS = {"80 GB": 79, "141 GB": 140}
 
 GPUS = (8, 16, 64)
 GPUS_PER_NODE = 8
-ON_HOST = {"device": "cpu"}
-OFFLOADS: dict[str, dict[str, Any]] = {
-    "nothing": {},
-    "optimizer": {"offload_optimizer": ON_HOST},
-    "optimizer, parameters": {"offload_optimizer": ON_HOST, "offload_param": ON_HOST},
-}
 LORA = {"r": 16, "target_modules": "all-linear"}
 
 
@@ -84,8 +78,8 @@ def rows(place: str) -> Iterator[Row]:
     """What training the checkpoint in `place` needs; with offload only where the smaller card is too small without."""
     for gpus in GPUS:
         for trains, lora in (("all", None), ("LoRA", LORA)):
-            for on_host, zero in OFFLOADS.items():
-                config = {"zero_optimization": {"stage": 3, **zero}, "bf16": {"enabled": True}}
+            for on_host in OFFLOADS:
+                config = ds_config_of(on_host, "bf16")
                 row = planned(place, gpus, trains, "ZeRO-3", on_host, lora=lora, ds_config=config)
                 yield row
                 if row.fits("80 GB"):
@@ -98,10 +92,8 @@ def planned(place: str, gpus: int, trains: str, engine: str, on_host: str, **how
     import hf_zero_stream
 
     memory = hf_zero_stream.plan(place, world_size=gpus, device="cuda", **how).memory
-    passes = Counter(memory.held) + Counter({"cuda": memory.largest_gather})
-    phases = (memory.load_peak, memory.start_peak, passes, memory.step_peak)
-    load, start, *step = (phase.get("cuda", 0) for phase in phases)
-    host = max(phase.get("cpu", 0) for phase in phases) * min(gpus, GPUS_PER_NODE)
+    load, start, *step = (phase.get("cuda", 0) for phase in phases_of(memory, "cuda"))
+    host = needs_of_node(memory, "cuda", min(gpus, GPUS_PER_NODE))["host"]
     return Row(gpus, trains, engine, on_host, load, start, max(step), host)
 
 

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .. import scope
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError
 from ..sources.answers import answers_once
 from ..sources.urls import Repository, checkpoint_url, is_url
+from . import frame
 
 
 if TYPE_CHECKING:
@@ -75,8 +76,23 @@ def map_of(place: str) -> CheckpointMap:
         return checkpoint.map_of(paths, checkpoint.read_headers(paths), weight_map)
 
 
+@contextmanager
+def loadable(
+    path: str, revision: str | None, *, trust_remote_code: bool, dequantize: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The place of a checkpoint that `from_pretrained` can load, and arguments for that; errors inside become ours."""
+    with frame.quiet(), place_of(path, revision) as place:
+        refuse_unloadable(place)
+        from .models import load_arguments, transformers_errors  # only now: this imports transformers and DeepSpeed
+
+        with transformers_errors(path):
+            yield place, load_arguments(place, trust_remote_code, dequantize)
+
+
 def refuse_unloadable(place: str) -> None:
     """Raise an error of ours if `from_pretrained` could not load what is in a folder, or only by running a pickle."""
+    if is_url(place):
+        return
     from ..checkpoint.contents import format_of
     from ..checkpoint.soundness import shards_of
     from ..checkpoint.torch_files import why_not

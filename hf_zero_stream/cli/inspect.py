@@ -86,8 +86,7 @@ def _model(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, A
     from .models import lazy_model, load_arguments, transformers_errors
 
     try:
-        if not is_url(place):
-            refuse_unloadable(place)
+        refuse_unloadable(place)
         with transformers_errors(place):
             model, missing, tied = lazy_model(place, load_arguments(place, trust_remote_code, dequantize))
     except (CheckpointError, UnsupportedError) as error:

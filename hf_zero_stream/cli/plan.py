@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..reports.text import bytes_text, count_text, folded_names
-from ..sources.urls import is_url
 from . import frame
-from .suggest import Given, Machines, needs_of_node, suggest
+from .checkpoints import loadable
+from .suggest import Machines, needs_of_node, suggest
 
 
 if TYPE_CHECKING:
@@ -109,44 +109,24 @@ def run(
     if write and not suggested:
         raise typer.BadParameter("--write: expected --suggest, which finds what is written")
     limits = _limits(device_memory, host_memory)
+    checkpoint = loadable(path, revision, trust_remote_code=trust_remote_code, dequantize=dequantize)
+    how: dict[str, Any] = {"device": device, "adamw": adamw, "lora": lora}
     if suggested:
-        suggest(
-            path,
-            Given(revision, trust_remote_code, dequantize, {"device": device, "adamw": adamw, "lora": lora}),
-            Machines(world_size, ranks_per_node, limits),
-            dtype or "bf16",
-            write,
-            form,
-        )
+        suggest(path, checkpoint, how, Machines(world_size, ranks_per_node, limits), dtype or "bf16", write, form)
         return
     config = frame.zero3_config(ds_config, dtype) if not sharding and (ds_config or dtype) else {}
     most = MOST_BARS if html else MOST_RANKS if plot else 1
     ranks = ranks_to_draw(world_size, rank, most)
-    with frame.quiet():
-        from .checkpoints import place_of, refuse_unloadable
+    with checkpoint as (place, arguments):
+        from ..loading.dry_load import plan
+        from .models import stock_load
 
-        with place_of(path, revision) as place:
-            if not is_url(place):
-                refuse_unloadable(place)
-            # Only now: this imports transformers and DeepSpeed.
-            from ..loading.dry_load import plan
-            from .models import load_arguments, stock_load, transformers_errors
-
-            with transformers_errors(path):
-                arguments = load_arguments(place, trust_remote_code, dequantize)
-                how = {
-                    "world_size": world_size,
-                    "ds_config": config or None,
-                    "device": device,
-                    "adamw": adamw,
-                    "lora": lora,
-                    **arguments,
-                }
-                if sharding:
-                    how |= {"distributed_config": sharding, "dtype": frame.torch_dtype(dtype)}
-                forecasts = {number: plan(place, rank=number, **how) for number in ranks}
-                forecast = forecasts[rank]
-                stock = None if sharding else stock_load(forecast, place, arguments, device)
+        how |= {"world_size": world_size, "ds_config": config or None, **arguments}
+        if sharding:
+            how |= {"distributed_config": sharding, "dtype": frame.torch_dtype(dtype)}
+        forecasts = {number: plan(place, rank=number, **how) for number in ranks}
+        forecast = forecasts[rank]
+        stock = None if sharding else stock_load(forecast, place, arguments, device)
     needs = needs_of_node(forecast.memory, device, min(ranks_per_node, world_size))
     fits = all(needs[place] <= limit for place, limit in limits.items())
     data = {

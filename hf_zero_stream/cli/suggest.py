@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..reports.text import bytes_text, count_text
-from ..sources.urls import is_url
 from . import frame
 
 
@@ -34,36 +34,28 @@ class Machines(NamedTuple):
     """Bytes of a "device", and of the "host" of a node if that is limited."""
 
 
-class Given(NamedTuple):
-    """What is the same in all set-ups: how the checkpoint is found, and other arguments of ``plan``."""
-
-    revision: str | None
-    trust_remote_code: bool
-    dequantize: bool
-    how: Mapping[str, Any]
-
-
 def suggest(
-    path: str, given: Given, machines: Machines, dtype: str, write: Path | None, form: Literal["table", "json"]
+    path: str,
+    checkpoint: AbstractContextManager[tuple[str, dict[str, Any]]],
+    how: Mapping[str, Any],
+    machines: Machines,
+    dtype: str,
+    write: Path | None,
+    form: Literal["table", "json"],
 ) -> None:
-    """Print what was looked at and what fits, and write accelerate's config for it; exit code 1 if nothing fits."""
-    with frame.quiet():
-        from .checkpoints import place_of, refuse_unloadable
+    """Print what was looked at and what fits, and write accelerate's config for it; exit code 1 if nothing fits.
 
-        with place_of(path, given.revision) as place:
-            if not is_url(place):
-                refuse_unloadable(place)
-            from ..loading.dry_load import plan
-            from .models import load_arguments, transformers_errors
+    `checkpoint` is that of :func:`.checkpoints.loadable`; `how` has the arguments of :func:`hf_zero_stream.plan` that
+    are the same for all set-ups.
+    """
+    with checkpoint as (place, arguments):
+        from ..loading.dry_load import plan
 
-            with transformers_errors(path):
-                how = {**given.how, **load_arguments(place, given.trust_remote_code, given.dequantize)}
+        def needs(ranks: int, config: Mapping[str, Any]) -> dict[str, int]:
+            memory = plan(place, world_size=ranks, ds_config=config, **how, **arguments).memory
+            return needs_of_node(memory, how["device"], min(machines.ranks_per_node, ranks))
 
-                def needs(ranks: int, config: Mapping[str, Any]) -> dict[str, int]:
-                    memory = plan(place, world_size=ranks, rank=0, ds_config=config, **how).memory
-                    return needs_of_node(memory, how["device"], min(machines.ranks_per_node, ranks))
-
-                setup, looked_at = smallest(needs, machines, dtype)
+        setup, looked_at = smallest(needs, machines, dtype)
     if write and setup:
         write_config(write, setup)
     data = {
@@ -75,6 +67,11 @@ def suggest(
         "written": str(write) if write and setup else None,
     }
     frame.emit(data, _blocks(data), form, ok=setup is not None)
+
+
+def ds_config_of(offload: str, dtype: str) -> dict[str, Any]:
+    """The DeepSpeed config of ZeRO-3 with this of :data:`OFFLOADS`, in `dtype`, as ``--dtype`` names it."""
+    return frame.zero3_config({"zero_optimization": {"stage": 3, **OFFLOADS[offload]}}, dtype)
 
 
 def smallest(
@@ -90,9 +87,9 @@ def smallest(
     most = machines.most_ranks
     numbers = sorted({*(2**power for power in range(most.bit_length()) if 2**power < most), most})
     looked_at = []
-    for offload, zero in OFFLOADS.items():
+    for offload in OFFLOADS:
         for ranks in numbers:
-            found = needs(ranks, frame.zero3_config({"zero_optimization": {"stage": 3, **zero}}, dtype))
+            found = needs(ranks, ds_config_of(offload, dtype))
             setup = {
                 "ranks": ranks,
                 "ranks_per_node": min(ranks, machines.ranks_per_node),
@@ -107,10 +104,15 @@ def smallest(
     return None, looked_at
 
 
+def phases_of(footprint: MemoryFootprint, device: str) -> tuple[Mapping[str, int], ...]:
+    """Bytes by place in the load, the engine's start, the passes through the model and the optimizer's step."""
+    passes = Counter(footprint.held) + Counter({device: footprint.largest_gather})
+    return footprint.load_peak, footprint.start_peak, passes, footprint.step_peak
+
+
 def needs_of_node(footprint: MemoryFootprint, device: str, ranks_per_node: int) -> dict[str, int]:
     """The memory that a device and the host of a node with `ranks_per_node` ranks need, without activations."""
-    passes = Counter(footprint.held) + Counter({device: footprint.largest_gather})
-    phases = (footprint.load_peak, footprint.start_peak, passes, footprint.step_peak)
+    phases = phases_of(footprint, device)
     most = {place: max(phase.get(place, 0) for phase in phases) for place in {device, "cpu"}}
     return {
         "device": 0 if device == "cpu" else most[device],
