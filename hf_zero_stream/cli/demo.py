@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -120,10 +120,12 @@ def run(
             resumed = _run_arm("resumed", task, nproc + 1, on)
             resumed["same_files"] = _same_files(Path(name, "saved"), Path(name, "again"))
 
-    checks = _checks(arms, resumed)
+    differing = _differing(arms)
+    checks = _checks(arms, differing, resumed)
     shown = checkpoint or "a Qwen3-MoE made here"
     data = {"path": shown, "ranks": nproc, "cache": cache, "arms": arms, "resumed": resumed}
-    data |= {"same_bits": _same_bits(arms), "checks": [{"passed": passed, "what": what} for passed, what in checks]}
+    data["same_bits"] = None if differing is None else not differing
+    data["checks"] = [{"passed": passed, "what": what} for passed, what in checks]
     blocks = [*_blocks(data), "\n".join(f"{'✓' if passed else '✗'} {what}" for passed, what in checks)]
     if html and not any("error" in found for found in arms.values()):
         from .page import write_page
@@ -228,18 +230,15 @@ def _differing(arms: Mapping[str, Mapping[str, Any]]) -> list[str] | None:
     )
 
 
-def _same_bits(arms: Mapping[str, Mapping[str, Any]]) -> bool | None:
-    differing = _differing(arms)
-    return None if differing is None else not differing
-
-
-def _checks(arms: Mapping[str, Mapping[str, Any]], resumed: Mapping[str, Any] | None) -> list[tuple[bool, str]]:
-    """What was looked at, and whether it holds."""
+def _checks(
+    arms: Mapping[str, Mapping[str, Any]], differing: Sequence[str] | None, resumed: Mapping[str, Any] | None
+) -> list[tuple[bool, str]]:
+    """Whether it holds, and what was looked at; `differing` is what :func:`_differing` found."""
     found = [(False, f"the {arm} run failed: {it['error']}") for arm, it in arms.items() if "error" in it]
     if found:
         return found
     stock, streaming = arms["stock"], arms["streaming"]
-    if (differing := _differing(arms)) is None:
+    if differing is None:
         found.append((True, "the parameters are in swap files, and were not compared"))
     else:
         count = len(streaming["digests"][0])

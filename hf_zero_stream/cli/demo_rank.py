@@ -25,6 +25,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers.integrations import HfDeepSpeedConfig
 
+from ..config import without_own_section
 from ..reports.memory import AnonymousMemory, GrowthPeak
 from .demo import Task
 
@@ -52,7 +53,7 @@ def loaded(arm: str, task: Task) -> Any:
     """The model; what this imports is part of the load."""
     model_class, dtype = getattr(transformers, task.model_class), getattr(torch, task.dtype)
     if arm == "stock":
-        config = HfDeepSpeedConfig(without_ours(task.config))  # transformers finds ZeRO-3 while it is alive
+        config = HfDeepSpeedConfig(without_own_section(task.config))  # transformers finds ZeRO-3 while it is alive
         model = model_class.from_pretrained(task.folder, dtype=dtype)
         model.kept_config = config
         return model
@@ -60,11 +61,6 @@ def loaded(arm: str, task: Task) -> Any:
 
     with streaming():
         return model_class.from_pretrained(task.folder, dtype=dtype, ds_config=task.config)
-
-
-def without_ours(config: dict[str, Any]) -> dict[str, Any]:
-    """A DeepSpeed config without this package's section, which DeepSpeed does not know."""
-    return {key: value for key, value in config.items() if key != "hf_zero_stream"}
 
 
 def measure(arm: str, task: Task) -> dict[str, Any]:
@@ -113,7 +109,7 @@ def train(arm: str, model: Any, task: Task) -> list[float]:
     from .. import load_state, save_pretrained, save_state
 
     engine, *_ = deepspeed.initialize(
-        model=model, config=without_ours(task.config), model_parameters=model.parameters()
+        model=model, config=without_own_section(task.config), model_parameters=model.parameters()
     )
     losses = []
     if arm == "resumed":
