@@ -166,7 +166,7 @@ def save_state(
             )
             contents.append(Content(lay_out=lay_out_them, index_name=index_name(EXACT), folder=name, held=held))
         act = save.start if asynchronous else save.run
-        names = zero_tools.names_of(training, keys)
+        names = zero_tools.names_of(training, keys) if coordinator.is_main else {}  # rank 0 writes them
         beside = partial(
             _write_record, name, record, random_states, fingerprinted, names, zero_tools.has_zero(trained)
         )
