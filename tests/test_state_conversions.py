@@ -144,3 +144,24 @@ def test_a_conversion_that_depends_on_values(tmp_path: Path) -> None:
         model.scaled.weight.zero_()
     hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer)
     assert different(whole_values(model), expected) == []
+
+
+@pytest.mark.parametrize("where", ["frozen", "buffer", "trained"])
+def test_a_conversion_that_is_not_undone(tmp_path: Path, where: str) -> None:
+    """Its values would come back as others: refused, but for what has masters beside the weights."""
+
+    class OneWay(Scaled):
+        @property
+        def reverse_op(self) -> Transpose:
+            return Transpose(0, 0)
+
+    name = "table" if where == "buffer" else "plain.weight"
+    conversion = WeightConverter(f"file_{name}", name, operations=[OneWay(1 / 3)])
+    register_checkpoint_conversion_mapping("odd_to_save", [conversion], overwrite=True)
+    model = TrainedModel(OddConfig())
+    if where == "frozen":
+        model.plain.requires_grad_(False)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad])
+    with pytest.raises(UnsupportedError, match=rf"compute {name} when it is loaded, and do not undo that"):
+        hf_zero_stream.save_state(model, tmp_path, optimizer=optimizer, tag="first")
+    assert [*tmp_path.iterdir()] == []

@@ -214,6 +214,11 @@ def sources_of(views: Iterable[View]) -> Iterator[tuple[Node, bool]]:
         nodes.extend((view.node, is_changed or changes) for view in node.inputs())
 
 
+def is_computed(view: View) -> bool:
+    """Whether its elements are more than copies of others, cast to another dtype."""
+    return isinstance(view.node, Computed) or any(map(is_computed, view.node.inputs()))
+
+
 def entries_of(views: Iterable[View]) -> Iterator[TensorEntry]:
     """The tensors of shards that `views` come from, each once."""
     seen: set[int] = set()

@@ -27,6 +27,7 @@ from ..checkpoint.nodes import (
     Opaque,
     Pointwise,
     View,
+    is_computed,
     row_major_strides,
 )
 from .pieces import Input, bounds, computed, pieces_of
@@ -198,8 +199,3 @@ def _identity(value: Any) -> Hashable:
         return code, tuple(_identity(cell.cell_contents) for cell in value.__closure__ or ())
     same: Any = value if callable(value) else type(value)
     return same
-
-
-def is_computed(view: View) -> bool:
-    """Whether its elements are more than copies of others, cast to another dtype."""
-    return isinstance(view.node, Computed) or any(map(is_computed, view.node.inputs()))

@@ -23,10 +23,10 @@ from transformers.utils import logging
 from ..bindings.install import keep_watching
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
-from ..checkpoint.nodes import View, entries_of
+from ..checkpoint.nodes import View, entries_of, is_computed
 from ..errors import CheckpointError, UnsupportedError
 from ..packed.modules import PackedLinear, grouped_product, is_packed, note_packed, packed_weights
-from ..packed.programs import NotPackable, NotQuantised, is_computed
+from ..packed.programs import NotPackable, NotQuantised
 from ..packed.together import quantised
 from ..packed.weights import PackedWeight, Taken, not_whole, pack, sources
 from .bitsandbytes import dequantising_quantizer

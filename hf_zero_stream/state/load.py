@@ -41,7 +41,7 @@ from .refusals import (
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
 from .trained import training_of
-from .values import has_more, load_values, load_values_alone, values_in
+from .values import has_more, load_values, load_values_alone
 from .zero_source import load_zero, record_of, swapped_masters
 
 
@@ -120,7 +120,7 @@ def load_state(
             found = found.renamed(partial(own_or_clean, names))
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
             training = training.of_trained({name for group in record.groups for name in group.parameters})
-            swapped, values = swapped_masters(training), values_in(record)
+            swapped, values = swapped_masters(training), record.with_masters
             if isinstance(found, StateRecord) and has_more(training.model, values - swapped):
                 needs_all = not values or bool(swapped)
                 coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
@@ -174,8 +174,8 @@ def load_without_optimizer(
         found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
         record = found.renamed(partial(own_or_clean, own_names(model)))
         has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder))
-        if has_more(model, set() if has_its_own else values_in(record)):
-            needs_all = has_its_own or not values_in(record)
+        if has_more(model, set() if has_its_own else record.with_masters):
+            needs_all = has_its_own or not record.with_masters
             coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
         load_values_alone(model, folder, place, record, coordinator, has_its_own=has_its_own, strict=strict)
     if not only_weights and engine.optimizer is not None:

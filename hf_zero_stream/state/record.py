@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.untrusted_json import parse_object
-from ..destinations.slots import Slot, is_number
+from ..destinations.slots import MASTER, Slot, is_number
 from ..errors import CheckpointError
 from ..saving.files import is_plain_name
 from .plain import plain, restored
@@ -106,6 +106,11 @@ class StateRecord:
     dtype: str | None = None
     weights: str | None = None
     version: int = _VERSION
+
+    @property
+    def with_masters(self) -> set[str]:
+        """The parameters whose values are in the state, and not only in the weights beside it."""
+        return {name for group in self.groups for name in group.parameters} if MASTER in self.keys else set()
 
     @property
     def is_in_hub_layout(self) -> bool:

@@ -9,6 +9,7 @@ Where a conversion computes, values that went into a file and came back would be
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import Stored, View, sources_of
+from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..config import StreamingConfig
 from ..destinations.base import source_of
 from ..destinations.own_names import named_buffers, named_parameters
@@ -66,10 +67,11 @@ def _sources_changed(model: PreTrainedModel, coordinator: Coordinator) -> set[st
     return of_buffers | {node.name for node in changed if isinstance(node, Stored)}
 
 
-def refuse_unloadable(model: nn.Module, folder: Path) -> None:
+def refuse_unloadable(model: nn.Module, in_state: Collection[str], folder: Path) -> None:
     """Raise an UnsupportedError if a load of `model` could not read all of it from the weights in `folder`.
 
-    Of these files only the headers are read.
+    Of these files only the headers are read. A load may compute only what is `in_state` too (own names): where saving
+    computes, :func:`changed_in_weights` has named it; where only loading does, values would come back as others.
     """
     if not isinstance(model, PreTrainedModel):
         return
@@ -86,16 +88,28 @@ def refuse_unloadable(model: nn.Module, folder: Path) -> None:
     finally:
         load.close()
     found = {
-        name: tensor.shape
+        name: view
         for name, tensor in [*lazy.named_parameters(remove_duplicate=False), *lazy.named_buffers()]
-        if name not in missing and source_of(tensor) is not None
+        if name not in missing and (view := source_of(tensor)) is not None
     }
-    lacking = sorted(
-        name for name, (shape, aliases) in wanted.items() if not any(found.get(each) == shape for each in aliases)
-    )
+    lacking, computed = [], []
+    for name, (shape, aliases) in wanted.items():
+        loaded = next(
+            (found[each] for each in aliases if each in found and torch.Size(found[each].sizes) == shape), None
+        )
+        if loaded is None:
+            lacking.append(name)
+        elif name not in in_state and is_computed(loaded):
+            computed.append(name)
     if lacking:
         raise UnsupportedError(
-            f"{_what(model)}: {len(lacking)} parameters or buffers are not there again: {', '.join(lacking[:8])}."
+            f"{_what(model)}: {len(lacking)} parameters or buffers are not there again: "
+            f"{', '.join(sorted(lacking)[:8])}."
+        )
+    if computed:
+        raise UnsupportedError(
+            f"{_what(model)}: its conversions compute {', '.join(sorted(computed)[:8])} when it is loaded, and do not "
+            "undo that when it is saved. Give the operation in its WeightConverter a reverse_op that does."
         )
     _seen[model] = names
 

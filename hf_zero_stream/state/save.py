@@ -15,7 +15,7 @@ of this very model asks for (see resumable.py).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -151,12 +151,13 @@ def save_state(
         record = record.with_data_of(data)
         name, older = coordinator.broadcast(partial(_free_name, folder, tag, keep_older))
         contents, fingerprinted = [], _fingerprint_of_older
+        in_state = record.with_masters | {*exact}
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights:
-            contents.append(_weights(training.model, save, max_shard_size, coordinator))
+            contents.append(_weights(training.model, save, in_state, max_shard_size, coordinator))
             fingerprinted = _no_fingerprint if is_adapted(training.model) else fingerprint_of_new
         elif not is_adapted(training.model):
-            coordinator.run_on_main(partial(refuse_unloadable, training.model, folder))
+            coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, folder))
         if keys:
             contents.append(_contents(training, name, keys, max_shard_size))
         if exact:
@@ -173,13 +174,15 @@ def save_state(
         return act(*contents, ending=Ending(beside, LATEST, [] if keep_older else older))
 
 
-def _weights(model: nn.Module, save: Save, max_shard_size: int | str, coordinator: Coordinator) -> Content:
+def _weights(
+    model: nn.Module, save: Save, in_state: Collection[str], max_shard_size: int | str, coordinator: Coordinator
+) -> Content:
     """What is saved beside the state: what transformers' or PEFT's own ``save_pretrained`` saves, if there is one."""
     if is_peft_model(model):
         return adapters.weights(model, coordinator)
     if not isinstance(model, PreTrainedModel):
         return Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None))
-    check = None if is_adapted(model) else partial(refuse_unloadable, model)
+    check = None if is_adapted(model) else partial(refuse_unloadable, model, in_state)
     return replace(save.weights(), check=check)
 
 

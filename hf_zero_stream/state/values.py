@@ -24,11 +24,6 @@ from .record import StateRecord
 from .zero_source import swapped_masters
 
 
-def values_in(record: StateRecord) -> set[str]:
-    """The parameters whose values are in the state, and not only in the weights beside it."""
-    return {name for group in record.groups for name in group.parameters} if MASTER in record.keys else set()
-
-
 def has_more(model: nn.Module, names: AbstractSet[str]) -> bool:
     """Whether anything of `model` but parameters of these `names` comes from the weights."""
     if is_adapted(model):  # its base is what it was
@@ -47,7 +42,7 @@ def load_values(
 ) -> None:
     """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
     model, swapped = training.model, swapped_masters(training)
-    in_memory = values_in(record) - swapped
+    in_memory = record.with_masters - swapped
     moments = [key for key in record.keys if key != MASTER]
     if has_more(model, in_memory):
         _load_weights(model, folder, in_memory, coordinator, strict=strict, with_masters=not swapped)
@@ -77,7 +72,7 @@ def load_values_alone(
     strict: bool,
 ) -> None:
     """As :func:`load_values`, of values alone; `has_its_own`: the weights in `folder` were saved with this state."""
-    values = set() if has_its_own and not is_adapted(model) else values_in(record)
+    values = set() if has_its_own and not is_adapted(model) else record.with_masters
     if has_more(model, values):
         _load_weights(model, folder, values, coordinator, strict=strict, with_masters=True)
     for key, names in ((EXACT, {*record.exact}), (MASTER, values)):
@@ -141,7 +136,7 @@ def _load_state(
         _refuse_lacking(place, found, needed if strict else set())
         return found
 
-    without = values_in(record) - needed
+    without = record.with_masters - needed
     place_into(model, str(place), lazy_model, without, coordinator=coordinator)
 
 
