@@ -30,9 +30,9 @@ def seconds_of(work: Callable[[], Any]) -> float:
 
 
 def read_headers(urls: list[str]) -> None:
-    from hf_zero_stream.config import StreamingConfig
     from hf_zero_stream.engine.opened import OpenCheckpoint
     from hf_zero_stream.ranks.coordinator import Coordinator
+    from hf_zero_stream.settings.config import StreamingConfig
 
     with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
         assert len(checkpoint.read_headers(urls)) == len(urls)

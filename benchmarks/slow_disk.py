@@ -121,7 +121,7 @@ def load(task: Task) -> dict[str, Any]:
     import transformers
 
     import hf_zero_stream
-    import hf_zero_stream.context
+    import hf_zero_stream.bindings.streaming
     import hf_zero_stream.destinations.deepspeed.partitioned
     import hf_zero_stream.engine.load
     import hf_zero_stream.loading.integration  # noqa: F401 - or the load would be timed with its import

@@ -9,8 +9,7 @@ from . import errors as errors
 
 
 if TYPE_CHECKING:
-    from .config import StreamingConfig as StreamingConfig
-    from .context import streaming as streaming
+    from .bindings.streaming import streaming as streaming
     from .loading.dry_load import Forecast as Forecast
     from .loading.dry_load import plan as plan
     from .loading.into import load_into as load_into
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from .reports.save import SaveReport as SaveReport
     from .saving.calls import save_pretrained as save_pretrained
     from .saving.pending import PendingSave as PendingSave
+    from .settings.config import StreamingConfig as StreamingConfig
     from .state.load import Resumed as Resumed
     from .state.load import load_state as load_state
     from .state.save import save_state as save_state

@@ -28,7 +28,7 @@ def _make_streaming_class(parent: Any) -> type:
     @functools.wraps(parent.from_pretrained.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         # This imports DeepSpeed, which `import hf_zero_stream.auto` must not do.
-        from .context import streaming
+        from .bindings.streaming import streaming
 
         with streaming():
             return _target(cls, streaming_class, parent).from_pretrained(*args, **kwargs)

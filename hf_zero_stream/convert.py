@@ -28,7 +28,6 @@ from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from .checkpoint.state_folder import is_state
 from .checkpoint.untrusted_json import parse_object
 from .checkpoint.zero_folder import zero_folder_of
-from .config import StreamingConfig
 from .destinations.base import Batch, Item
 from .engine.opened import OpenCheckpoint
 from .engine.reader import Reader
@@ -40,6 +39,7 @@ from .reports.memory import AnonymousMemory
 from .saving.files import Publication, ShardWriter, reserve
 from .saving.plan import in_dtype
 from .seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions
+from .settings.config import StreamingConfig
 
 
 logger = logging.getLogger(__name__)

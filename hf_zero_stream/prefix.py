@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from types import ModuleType
 
+from .bindings.patching import Watch
 from .errors import PACKAGE, requirements
-from .imports import Watch
-from .launcher import announced_local_rank, announces_local_rank
+from .settings.launcher import announced_local_rank, announces_local_rank
 
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")
@@ -35,7 +35,7 @@ def await_transformers() -> None:
         watch.__exit__()
         lacking = _unfit()
         if not lacking:
-            from .context import enter_with_ranks
+            from .bindings.streaming import enter_with_ranks
 
             enter_with_ranks()
         elif announces_local_rank() and announced_local_rank() == 0:

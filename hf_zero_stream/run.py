@@ -65,7 +65,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def _enter() -> None:
     """Enter the block, or end the process if the environment has a setting that no load could use."""
-    from .context import enter_for_process
+    from .bindings.streaming import enter_for_process
     from .errors import ConfigError
 
     try:

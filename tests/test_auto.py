@@ -35,9 +35,9 @@ def stand_in_streaming(config=None):
 @pytest.fixture(autouse=True)
 def context(monkeypatch):
     """Replaces the module that patches transformers: what it does is not the matter here."""
-    stand_in = types.ModuleType("hf_zero_stream.context")
+    stand_in = types.ModuleType("hf_zero_stream.bindings.streaming")
     stand_in.streaming = stand_in_streaming
-    monkeypatch.setitem(sys.modules, "hf_zero_stream.context", stand_in)
+    monkeypatch.setitem(sys.modules, "hf_zero_stream.bindings.streaming", stand_in)
     ENTERED.clear()
 
 
@@ -182,6 +182,6 @@ def test_importing_loads_no_model_code_and_patches_nothing():
         "import sys, hf_zero_stream.auto\n"
         "models = [m for m in sys.modules if m.startswith('transformers.models.') and '.modeling_' in m]\n"
         "assert models == ['transformers.models.auto.modeling_auto'], models\n"
-        "assert 'hf_zero_stream.context' not in sys.modules\n"
+        "assert 'hf_zero_stream.bindings.streaming' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -13,8 +13,8 @@ import pytest
 from hf_zero_stream.bindings import install
 from hf_zero_stream.bindings.install import Installation, installed
 from hf_zero_stream.bindings.rows import Moment, Row, Weight
+from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE
-from hf_zero_stream.context import streaming
 from hf_zero_stream.errors import PACKAGE, VersionError
 
 

@@ -5,8 +5,8 @@ import inspect
 
 import pytest
 
-from hf_zero_stream.config import StreamingConfig, unknown_variables, without_own_section
 from hf_zero_stream.errors import ConfigError, HfZeroStreamError
+from hf_zero_stream.settings.config import StreamingConfig, unknown_variables, without_own_section
 
 
 MIB = 2**20

@@ -16,7 +16,6 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
-from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.destinations import kinds
 from hf_zero_stream.destinations.base import Batch, Destination, Item, item_of, narrowed, replace_lazy
 from hf_zero_stream.destinations.holder import Holding, open_flat
@@ -26,6 +25,7 @@ from hf_zero_stream.planning.parameter_box import ParameterBox
 from hf_zero_stream.planning.plan import Target
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.reports.load import LoadReport
+from hf_zero_stream.settings.config import StreamingConfig
 from tests.cluster import run_ranks
 from tests.saving import SHARD_SIZE, different, saves_with
 

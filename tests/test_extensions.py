@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.utils.file_baton import FileBaton
 
-from hf_zero_stream.context import streaming
+from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.extensions import left_locks
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream import config
+from hf_zero_stream.settings import config
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
-from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.destinations.base import Batch, Destination
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
@@ -25,6 +24,7 @@ from hf_zero_stream.packed import pieces
 from hf_zero_stream.packed.modules import packed_weights
 from hf_zero_stream.packed.weights import PackedWeight, sources
 from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.settings.config import StreamingConfig
 from tests.quantised_checkpoints import (
     SCHEMES,
     bitsandbytes,

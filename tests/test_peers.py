@@ -80,7 +80,9 @@ def test_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_processes_enter_in_the_arm_ours(tmp_path: Path, arm: str) -> None:
-    code = "import transformers; from hf_zero_stream.scope import active_configs; print(bool(active_configs()))"
+    code = (
+        "import transformers; from hf_zero_stream.settings.scope import active_configs; print(bool(active_configs()))"
+    )
     environment = {**os.environ, "PEERS_ARM": arm, "PEERS_EVENTS": str(tmp_path / "events"), "LOCAL_RANK": "0"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE / "site"), str(ROOT)])
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)

@@ -116,7 +116,7 @@ def unfit(tmp_path: Path) -> str:
 
 def test_versions_that_do_not_fit(unfit: str) -> None:
     """Nothing is replaced; the first rank of a host says so, and a process without ranks says nothing."""
-    script = "import sys, transformers; print('hf_zero_stream.context' in sys.modules)"
+    script = "import sys, transformers; print('hf_zero_stream.bindings.streaming' in sys.modules)"
     for rank in ({}, {"LOCAL_RANK": "1"}):
         assert result(*PREFIX, "python", "-c", script, PYTHONPATH=unfit, **rank) == (0, "False\n", "")
     code, out, err = result(*PREFIX, "python", "-c", script, PYTHONPATH=unfit, LOCAL_RANK="0")
@@ -128,8 +128,8 @@ ALONE = """\
 import sys
 from transformers import AutoModel
 model = AutoModel.from_pretrained(sys.argv[1])
-print(hasattr(model, "streaming_report"), "hf_zero_stream.scope" in sys.modules)
-from hf_zero_stream import scope
+print(hasattr(model, "streaming_report"), "hf_zero_stream.settings.scope" in sys.modules)
+from hf_zero_stream.settings import scope
 print(scope.active_configs(), "hf_zero_stream.loading.entrance" in sys.modules)
 """
 

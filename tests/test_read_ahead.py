@@ -17,11 +17,11 @@ import torch.distributed as dist
 import transformers
 
 from hf_zero_stream.cli.demo import drop_from_cache
-from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources import local, madvise, read_ahead
 from hf_zero_stream.sources.read_ahead import WINDOW_BYTES, ReadAhead
 from tests.cluster import run_ranks

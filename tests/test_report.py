@@ -214,7 +214,7 @@ def load_twice(folder):
     """The second load imports nothing."""
     from transformers import AutoModel
 
-    from hf_zero_stream.context import streaming
+    from hf_zero_stream.bindings.streaming import streaming
 
     with streaming():
         models = [AutoModel.from_pretrained(folder, ds_config=ds_config()) for _ in range(2)]

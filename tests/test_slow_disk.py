@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 import hf_zero_stream
 from benchmarks.slow_disk import slow_folder
 from hf_zero_stream.checkpoint.formats import map_of
-from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources.local import is_on_network
 from scripts.system_packages import FUSE
 from tests.cluster import run_ranks

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine import opened
 from hf_zero_stream.engine.opened import OpenCheckpoint, choose_threads
 from hf_zero_stream.ranks.coordinator import Coordinator
+from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources.base import Hints
 from hf_zero_stream.sources.local import LocalFiles, is_on_network, kind_of_file_system
 from tests.memory_files import MemoryFiles

@@ -15,12 +15,13 @@ from transformers import modeling_utils
 from transformers.integrations import deepspeed as transformers_deepspeed
 
 import hf_zero_stream
-from hf_zero_stream import StreamingConfig, config, scope, streaming
+from hf_zero_stream import StreamingConfig, streaming
 from hf_zero_stream.bindings.install import installed
 from hf_zero_stream.bindings.rows import Moment
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.seams.ds_config import _StandIn
+from hf_zero_stream.settings import config, scope
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 

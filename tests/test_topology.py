@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from hf_zero_stream.launcher import LOCAL_RANKS, LOCAL_SIZES, announced_local_rank, announced_local_size
 from hf_zero_stream.ranks.topology import Location, Topology
+from hf_zero_stream.settings.launcher import LOCAL_RANKS, LOCAL_SIZES, announced_local_rank, announced_local_size
 from tests.cluster import run_ranks
 from tests.hosts import move_to_host
 

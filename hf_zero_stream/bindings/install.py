@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import PACKAGE, installed_version, refuse_unknown_version
-from ..imports import Watch
-from ..patching import Patches
-from ..scope import active_configs
+from ..settings.scope import active_configs
+from .patching import Patches, Watch
 from .rows import Moment, Row, Weight
 from .table import TABLE
 

@@ -46,7 +46,9 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             )
         ],
     ],
-    Moment.REACHED: [Row(_DEFAULT_GROUP, "context:enter_with_group", feature="ranks that no launcher announces")],
+    Moment.REACHED: [
+        Row(_DEFAULT_GROUP, "bindings.streaming:enter_with_group", feature="ranks that no launcher announces")
+    ],
     Moment.BLOCK: [
         # Ranks make contact as soon as there is a process group.
         Row(_DEFAULT_GROUP, "ranks.presence:set_default_group"),

@@ -8,8 +8,8 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .. import scope
 from ..errors import CheckpointError, ReadError
+from ..settings import scope
 from ..sources.failed import RequestFailed
 from ..sources.small_files import SmallFiles
 from ..sources.urls import joined

@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import scope
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError
+from ..settings import scope
 from ..sources.answers import answers_once
 from ..sources.urls import Repository, checkpoint_url, is_url
 from . import frame
@@ -67,9 +67,9 @@ def map_of(place: str) -> CheckpointMap:
     if not is_url(place):
         return contents_of(place)
     from ..checkpoint.at_url import shards_at
-    from ..config import StreamingConfig
     from ..engine.opened import OpenCheckpoint
     from ..ranks.coordinator import Coordinator
+    from ..settings.config import StreamingConfig
 
     paths, weight_map = shards_at(place)
     with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:

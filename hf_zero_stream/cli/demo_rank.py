@@ -25,8 +25,8 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers.integrations import HfDeepSpeedConfig
 
-from ..config import without_own_section
 from ..reports.memory import AnonymousMemory, GrowthPeak
+from ..settings.config import without_own_section
 from .demo import Task
 
 
@@ -57,7 +57,7 @@ def loaded(arm: str, task: Task) -> Any:
         model = model_class.from_pretrained(task.folder, dtype=dtype)
         model.kept_config = config
         return model
-    from ..context import streaming
+    from ..bindings.streaming import streaming
 
     with streaming():
         return model_class.from_pretrained(task.folder, dtype=dtype, ds_config=task.config)

@@ -14,10 +14,10 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from ..config import StreamingConfig, unknown_variables, values_in, without_own_section
 from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError, requirements
-from ..launcher import announces_zero3, announces_zero3_init
 from ..reports.text import count_text
+from ..settings.config import StreamingConfig, unknown_variables, values_in, without_own_section
+from ..settings.launcher import announces_zero3, announces_zero3_init
 from ..sources.local import is_on_network, kind_of_file_system
 from . import frame
 from .versions import newer_than_tried
@@ -124,8 +124,8 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
     """What works with the installed packages and DeepSpeed's `ops`."""
     import torch
 
-    from ..accelerators import kind
     from ..extensions import advice_on, left_locks
+    from ..ranks.accelerators import kind
 
     found = kind()
     yield Check("accelerator", "ok" if found else "no", found or "none that this process can use: ranks run on CPUs")

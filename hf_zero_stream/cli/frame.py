@@ -19,8 +19,8 @@ from typing import Annotated, Any, Literal, TextIO
 
 import typer
 
-from ..config import parse_size
 from ..reports.text import markdown_table, printable
+from ..settings.config import parse_size
 
 
 def json_object(path: str) -> dict[str, Any]:

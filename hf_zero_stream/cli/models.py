@@ -14,10 +14,10 @@ from transformers.utils import logging
 
 from ..bindings.install import installed
 from ..bindings.rows import Moment
-from ..config import StreamingConfig
 from ..errors import CheckpointError, HfZeroStreamError
 from ..footprint.memory import HOST
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
+from ..settings.config import StreamingConfig
 
 
 def load_arguments(place: str, trust_remote_code: bool, dequantize: bool) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from ..config import check_environment
 from ..errors import ConfigError
 from ..prefix import environment
+from ..settings.config import check_environment
 
 
 EXAMPLE = "hf-zero-stream run accelerate launch --config_file zero3.yaml train.py"

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from .. import accelerators
 from ..bindings.install import refuse_lacking
 from ..errors import UnsupportedError, refuse_unknown_version
 from ..footprint.memory import HOST
 from ..footprint.sharded import HeldShard
 from ..planning.parameter_box import Cut
+from ..ranks import accelerators
 
 
 Managed = Any

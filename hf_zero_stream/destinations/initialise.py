@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from .. import accelerators
+from ..ranks import accelerators
 
 
 # Properties that say the same of a part of a parameter as of all of it.

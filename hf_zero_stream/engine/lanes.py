@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..accelerators import is_accelerator, on_device, pinned, side_stream, synchronise
 from ..planning.plan import Piece
+from ..ranks.accelerators import is_accelerator, on_device, pinned, side_stream, synchronise
 from .transposed import copy_strided
 
 

@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..accelerators import peak_bytes, used_bytes
 from ..checkpoint.format import ShardHeader, TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.map import AbsentSlice, CheckpointMap, CheckpointSlice
 from ..checkpoint.nodes import HostTensor, Leaf, View
 from ..checkpoint.without_values import lacks_values, refuse_wrapped
-from ..config import StreamingConfig
 from ..destinations.base import Batch, Destination, is_out_of_memory
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..planning.plan import LoadPlan
+from ..ranks.accelerators import peak_bytes, used_bytes
 from ..ranks.coordinator import Coordinator
 from ..reports.load import LoadReport, PhaseClock, RankReport
 from ..reports.memory import AnonymousMemory
+from ..settings.config import StreamingConfig
 from .opened import OpenCheckpoint
 from .reader import Reader
 from .sameness import Copy, description, refuse_differences, refuse_other_shards

@@ -13,14 +13,14 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from ..accelerators import is_accelerator
 from ..checkpoint import formats
 from ..checkpoint.format import Format, Shard, ShardHeader
 from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import View
-from ..config import StreamingConfig
 from ..errors import ReadError
+from ..ranks.accelerators import is_accelerator
 from ..ranks.coordinator import Coordinator
+from ..settings.config import StreamingConfig
 from ..sources.base import RETRIES, ByteSource, Hints, Retries
 from ..sources.by_path import FilesByPath
 from ..sources.local import LocalFiles

@@ -18,8 +18,8 @@ from torch import nn
 from ..checkpoint.format import ShardHeader
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import FileTensor, View
-from ..config import StreamingConfig
 from ..errors import CheckpointError, DisagreementError
+from ..settings.config import StreamingConfig
 
 
 LIBRARIES = ("hf_zero_stream", "torch", "transformers", "deepspeed", "accelerate")

@@ -11,16 +11,17 @@ import torch
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
-from .. import accelerators, scope
-from ..config import StreamingConfig, completed
 from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import UnsupportedError
-from ..launcher import announced_local_rank, announces_zero3, announces_zero3_init
+from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
 from ..seams.sharding import SIZES, cuts_matrices, distributed_config_of, init_distributed, is_known
 from ..seams.wrappers import shards_by_fsdp2
+from ..settings import scope
+from ..settings.config import StreamingConfig, completed
+from ..settings.launcher import announced_local_rank, announces_zero3, announces_zero3_init
 
 
 logger = logging.get_logger(__name__)

@@ -24,7 +24,6 @@ from ..bindings.install import installed
 from ..bindings.rows import Moment
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..config import StreamingConfig
 from ..destinations.base import Destination
 from ..destinations.deferred import Deferred, InPlace, fill_whole
 from ..engine.load import Load
@@ -34,6 +33,7 @@ from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.memory import collector_paused
+from ..settings.config import StreamingConfig
 from .set_aside import SetAside
 
 

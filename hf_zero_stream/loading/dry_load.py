@@ -13,10 +13,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .. import scope
 from ..bindings.install import installed
 from ..bindings.rows import Moment
-from ..config import StreamingConfig, buildable, completed
 from ..destinations.base import Batch, Destination
 from ..destinations.own_names import adapter_names, without_adapters
 from ..destinations.skeleton import skeleton_of
@@ -33,6 +31,8 @@ from ..seams.ds_config import zero3_hidden
 from ..seams.file_names import MODEL_FILES
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
+from ..settings import scope
+from ..settings.config import StreamingConfig, buildable, completed
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
 from .entrance import asked_at_once
 from .integration import outside_zero_init

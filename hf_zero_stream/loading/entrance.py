@@ -14,13 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .. import scope
-from ..config import StreamingConfig
-from ..launcher import announces_zero3
 from ..seams.dequantised import forget_quantizer
 from ..seams.ds_config import found_config
 from ..seams.file_names import MODEL_FILES, PROCESSOR_FILES, TOKENIZER_FILES
 from ..seams.wrappers import is_accelerator_there, shards_by_fsdp2
+from ..settings import scope
+from ..settings.config import StreamingConfig
+from ..settings.launcher import announces_zero3
 from ..sources.urls import is_url
 
 

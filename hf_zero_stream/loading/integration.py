@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from .. import scope
 from ..bindings.install import installed
 from ..bindings.rows import Moment
 from ..checkpoint.kinds import has_unfinished
-from ..config import buildable
 from ..destinations.deepspeed.marks import is_inside_zero_init
 from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
@@ -27,6 +25,8 @@ from ..seams.ds_config import ModelsConfig, found_config
 from ..seams.file_names import MODEL_FILES
 from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
+from ..settings import scope
+from ..settings.config import buildable
 from .choice import choose, choose_alone, settings_for
 from .entrance import asked_at_once, is_at_url
 

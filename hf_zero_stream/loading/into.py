@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint.without_values import refuse_wrapped
-from ..config import StreamingConfig
 from ..destinations import fsdp
 from ..destinations.base import Destination
 from ..destinations.deferred import fill_whole
@@ -33,6 +32,7 @@ from ..seams.buffers import computed_buffers
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from ..seams.wrappers import unwrapped
+from ..settings.config import StreamingConfig
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded_like
 from .integration import finish_saves_into

@@ -18,10 +18,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from .. import accelerators
-from ..accelerators import is_accelerator
 from ..errors import ConfigError, DisagreementError, PeerError
-from ..launcher import announced_local_rank, announces_local_rank
+from ..settings.launcher import announced_local_rank, announces_local_rank
+from . import accelerators
+from .accelerators import is_accelerator
 from .liveness import Verdict, Watch
 from .presence import Presence, begun_collectives, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round

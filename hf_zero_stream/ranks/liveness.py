@@ -18,8 +18,8 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from .. import errors
-from ..config import StreamingConfig
 from ..errors import HfZeroStreamError, PeerError
+from ..settings.config import StreamingConfig
 from .presence import Presence
 from .store import PREFIX, TIMEOUT_S, pauses
 

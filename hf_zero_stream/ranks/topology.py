@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..launcher import announced_local_rank, announced_local_size
+from ..settings.launcher import announced_local_rank, announced_local_size
 
 
 class Location(NamedTuple):

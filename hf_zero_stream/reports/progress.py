@@ -13,7 +13,7 @@ import torch.distributed as dist
 from huggingface_hub.utils import are_progress_bars_disabled
 from tqdm.auto import tqdm
 
-from ..launcher import announced_local_rank
+from ..settings.launcher import announced_local_rank
 
 
 LOG_SECONDS = 10

@@ -28,10 +28,10 @@ from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..scope import active_configs
 from ..seams.dequantised import forget_quantizer
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
+from ..settings.scope import active_configs
 from .arguments import SIGNATURE, refuse_unknown, refuse_url
 
 

@@ -21,13 +21,12 @@ from typing import Any
 import torch.distributed as dist
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
+from ..bindings.patching import standing_in
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.deepspeed.marks import is_gathered_whole
 from ..errors import UnsupportedError
-from ..patching import standing_in
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
-from ..scope import active_configs
 from ..seams.adapted import with_all_adapters
 from ..seams.wrappers import (
     is_of_a_trainer,
@@ -38,6 +37,7 @@ from ..seams.wrappers import (
     shares_its_model,
     unwrapped,
 )
+from ..settings.scope import active_configs
 from . import calls
 from .arguments import refuse_url
 from .outside_models import values_outside_models

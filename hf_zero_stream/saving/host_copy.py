@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..accelerators import is_accelerator, pinned, synchronise
 from ..engine.huge_pages import HugePages
+from ..ranks.accelerators import is_accelerator, pinned, synchronise
 from ..sources.local import IOV_MAX
 from .write import WRITE_BYTES, bytes_of
 

@@ -21,8 +21,8 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 
 from ..bindings.install import installed
 from ..bindings.rows import Moment
-from ..config import StreamingConfig
-from ..scope import current_config
+from ..settings.config import StreamingConfig
+from ..settings.scope import current_config
 
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run a finaliser inside that takes it again

@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import Occasion
-from ..scope import active_configs
+from ..settings.scope import active_configs
 
 
 _MERGE = Occasion(

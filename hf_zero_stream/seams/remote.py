@@ -13,10 +13,10 @@ from typing import Any
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from .. import scope
 from ..checkpoint.kinds import OF_VALUES
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
-from ..launcher import announced_local_rank
+from ..settings import scope
+from ..settings.launcher import announced_local_rank
 from ..sources.answers import Answers, answers_once
 from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token

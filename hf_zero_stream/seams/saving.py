@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from .. import patching
+from ..bindings import patching
 from ..bindings.install import installed
 from ..bindings.rows import Moment
 from ..checkpoint.format import TensorEntry

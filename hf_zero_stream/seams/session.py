@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import PreTrainedModel
 
+from ..bindings.patching import Replacement
 from ..bindings.rows import Moment
 from ..bindings.table import TABLE
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
-from ..patching import Replacement
 
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ import transformers
 from packaging.version import Version
 from transformers.distributed import DistributedConfig
 
-from .. import accelerators
 from ..bindings.install import refuse_lacking
-from ..launcher import announced_local_rank
+from ..ranks import accelerators
+from ..settings.launcher import announced_local_rank
 from .session import Original, Session, in_session
 
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ..bindings.install import refuse_lacking
-from ..launcher import announces_fsdp2
-from ..patching import is_defined_by, replaced_methods
+from ..bindings.patching import is_defined_by, replaced_methods
+from ..settings.launcher import announces_fsdp2
 
 
 def accelerate_config_file() -> str:

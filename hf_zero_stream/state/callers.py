@@ -18,8 +18,8 @@ from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
 from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
-from ..scope import active_configs
 from ..seams.ds_config import settings_in_force
+from ..settings.scope import active_configs
 from .record import FILE, LATEST, write_latest
 from .zero_tools import SCRIPT, write_scripts
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..bindings.patching import is_defined_by, replaced_methods
 from ..errors import ConfigError, UnsupportedError
-from ..patching import is_defined_by, replaced_methods
 from ..ranks.coordinator import Coordinator
-from ..scope import active_configs
+from ..settings.scope import active_configs
 from .callers import Caller, current, forget_signs, in_background, is_on, name_state, other_zero_in, state_in
 from .load import load_state, load_without_optimizer
 from .save import save_state

@@ -13,8 +13,8 @@ from typing import Any
 
 from ..errors import ConfigError, UnsupportedError
 from ..loading.into import load_into
-from ..scope import active_configs
 from ..seams.wrappers import is_fsdp2, optimizers_of
+from ..settings.scope import active_configs
 from .callers import Caller, current, forget_state, in_background, is_on, name_state, state_in
 from .engine_hooks import say_refused
 from .load import load_state

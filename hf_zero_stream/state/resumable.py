@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
-from ..config import StreamingConfig
 from ..destinations.base import source_of
 from ..destinations.own_names import named_buffers, named_parameters
 from ..destinations.skeleton import whole_shape
@@ -29,6 +28,7 @@ from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import LazyParameters
 from ..saving.preparation import quiet
 from ..seams.saving import as_stored
+from ..settings.config import StreamingConfig
 from .layout import persistent_buffers
 
 

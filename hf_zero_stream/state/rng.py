@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .. import accelerators
 from ..errors import CheckpointError
+from ..ranks import accelerators
 
 
 FILE = "rng.safetensors"

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from ..checkpoint.zero_folder import entries_of_deepspeed
-from ..config import StreamingConfig
 from ..destinations.own_names import named_buffers, named_parameters, own_names
 from ..destinations.skeleton import whole_shape
 from ..destinations.slots import MASTER
@@ -26,9 +25,10 @@ from ..destinations.training import Training
 from ..errors import CheckpointError
 from ..loading.dry_load import lazily_loaded, load_of_layouts
 from ..saving.pending import finish_pending
-from ..scope import active_configs
 from ..seams.adapted import is_adapted
 from ..seams.saving import stored_names
+from ..settings.config import StreamingConfig
+from ..settings.scope import active_configs
 from . import zero_to_fp32
 from .layout import persistent_buffers
 from .record import FILE, StateRecord

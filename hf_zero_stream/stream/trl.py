@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .. import patching
+from ..bindings import patching
 from ..destinations.deepspeed.marks import has_partition
 from ..destinations.shards import is_sharded
 from ..packed.modules import is_packed

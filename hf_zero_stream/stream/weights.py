@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .. import patching
+from ..bindings import patching
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Stored, View
 from ..checkpoint.safetensors import NotedShard

@@ -26,10 +26,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ...accelerators import free_bytes, is_accelerator, kind
 from ...bindings.install import installed
 from ...bindings.rows import Moment
 from ...checkpoint.lazy import LazyTensor
+from ...ranks.accelerators import free_bytes, is_accelerator, kind
 from ...ranks.coordinator import Coordinator, all_gather
 from ..base import Batch
 from ..replicated import Replicated

@@ -24,10 +24,10 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
-from ...launcher import announced_local_rank
 from ...planning.parameter_box import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
+from ...settings.launcher import announced_local_rank
 from ..base import allocating
 from . import nvme
 

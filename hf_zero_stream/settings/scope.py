@@ -15,8 +15,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from ..errors import ConfigError
 from .config import StreamingConfig
-from .errors import ConfigError
 
 
 Function = Callable[..., Any]

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from . import scope
-from .bindings.install import installed
-from .bindings.rows import Moment
-from .config import StreamingConfig, check_environment
-from .errors import ConfigError
-from .launcher import announces_local_rank
+from ..errors import ConfigError
+from ..settings import scope
+from ..settings.config import StreamingConfig, check_environment
+from ..settings.launcher import announces_local_rank
+from .install import installed
+from .rows import Moment
 
 
 Function = TypeVar("Function")
@@ -108,6 +108,6 @@ def _has_group() -> bool:
 def _make_contact() -> None:
     """Tell the other ranks where this one runs, if it has come to have any."""
     if "torch.distributed.distributed_c10d" in sys.modules:
-        from .ranks.presence import make_contact
+        from ..ranks.presence import make_contact
 
         make_contact()

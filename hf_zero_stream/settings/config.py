@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import Any, Literal, get_args, get_type_hints
 
-from .errors import ConfigError
+from ..errors import ConfigError
 from .launcher import announced_local_rank
 
 
