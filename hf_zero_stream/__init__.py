@@ -35,14 +35,14 @@ _HOMES = {
     "PendingSave": ".saving.pending",
     "Resumed": ".state.load",
     "SaveReport": ".reports.save",
-    "StreamingConfig": ".config",
+    "StreamingConfig": ".settings.config",
     "WeightStream": ".stream.weights",
     "load_into": ".loading.into",
     "load_state": ".state.load",
     "plan": ".loading.dry_load",
     "save_pretrained": ".saving.calls",
     "save_state": ".state.save",
-    "streaming": ".context",
+    "streaming": ".bindings.streaming",
     "weight_stream": ".stream.weights",
 }
 
