@@ -29,8 +29,8 @@ from hf_zero_stream.checkpoint.safetensors import read_header
 from hf_zero_stream.errors import HfZeroStreamError
 from hf_zero_stream.sources import remote
 from hf_zero_stream.sources.base import Retries
-from hf_zero_stream.sources.failed import RequestFailed
 from hf_zero_stream.sources.remote import RemoteFiles
+from hf_zero_stream.sources.urls import RequestFailed
 
 
 __all__ = ["Disagreement", "read_from_server", "read_from_store", "seeds", "seeds_of_store"]

@@ -20,7 +20,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
 from .checkpoint.contents import contents_of
-from .checkpoint.kinds import INDEX, OF_VALUES, SINGLE
+from .checkpoint.formats import INDEX, OF_VALUES, SINGLE
 from .checkpoint.lazy import LazyTensor
 from .checkpoint.map import CheckpointMap
 from .checkpoint.nodes import Copy, FileTensor, View

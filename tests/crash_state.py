@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import set_seed
 
-from hf_zero_stream.checkpoint.kinds import UNFINISHED
+from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.saving.files import finish_interrupted
 from tests.cluster import run_ranks, run_ranks_expecting_errors, warm_up
 from tests.crash import FAULTS, at_each_step, strike

@@ -51,7 +51,7 @@ def kill_in_a_request() -> None:
 
 def look_as_on_other_hosts() -> None:
     """Ranks do not see each other's processes."""
-    from hf_zero_stream.ranks.topology import Location
+    from hf_zero_stream.ranks.presence import Location
 
     Location.sees = lambda self, other: False  # type: ignore[method-assign]
 

@@ -117,9 +117,9 @@ def make_contact() -> None:
 def share_with_a_slow_rank(folder: Path) -> tuple[bool, str]:
     """Rank 1 comes late. Meanwhile threads of it and of rank 0 communicate, not quite at the same time."""
     from hf_zero_stream.loading import choice
-    from hf_zero_stream.ranks import inquiry
+    from hf_zero_stream.ranks import rendezvous
 
-    inquiry.CERTAIN_S = 4.0
+    rendezvous.CERTAIN_S = 4.0
     choice.SHARED_LOAD = dataclasses.replace(choice.SHARED_LOAD, reminder_s=2.0)
     logging.getLogger("hf_zero_stream").setLevel(logging.WARNING)
     group = dist.new_group()

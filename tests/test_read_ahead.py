@@ -22,8 +22,8 @@ from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
-from hf_zero_stream.sources import local, madvise, read_ahead
-from hf_zero_stream.sources.read_ahead import WINDOW_BYTES, ReadAhead
+from hf_zero_stream.sources import local, pages
+from hf_zero_stream.sources.pages import WINDOW_BYTES, ReadAhead
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
@@ -94,7 +94,7 @@ def test_two_ranks_take_turns(cold_files: list[str]) -> None:
 
 
 def test_lead_is_bounded(cold_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_ahead, "LEAD_BYTES", WINDOW_BYTES)
+    monkeypatch.setattr(pages, "LEAD_BYTES", WINDOW_BYTES)
     ahead = ReadAhead(cold_files, 0, 1)
     try:
         wait_until(lambda: is_cached(cold_files[0], WINDOW_BYTES + MIDDLE))
@@ -111,17 +111,18 @@ def test_what_is_cached_is_left_alone(cold_files: list[str], monkeypatch: pytest
     """Mapping it would cost a warm load a tenth of its time."""
     found: list[bool] = []
     populated: list[int] = []
+    ask, tell = pages.is_resident, pages.advise
 
     def is_resident(address: int, nbytes: int) -> bool:
-        found.append(madvise.is_resident(address, nbytes))
+        found.append(ask(address, nbytes))
         return found[-1]
 
     def advise(address: int, nbytes: int, advice: int) -> bool:
-        populated.extend([nbytes] * (advice == madvise.MADV_POPULATE_READ))
-        return madvise.advise(address, nbytes, advice)
+        populated.extend([nbytes] * (advice == pages.MADV_POPULATE_READ))
+        return tell(address, nbytes, advice)
 
-    monkeypatch.setattr(read_ahead, "is_resident", is_resident)
-    monkeypatch.setattr(read_ahead, "advise", advise)
+    monkeypatch.setattr(pages, "is_resident", is_resident)
+    monkeypatch.setattr(pages, "advise", advise)
     finish(ReadAhead(cold_files, 0, 1))
     assert not any(found[:3])
     assert len(found) == 5
@@ -129,7 +130,7 @@ def test_what_is_cached_is_left_alone(cold_files: list[str], monkeypatch: pytest
     wait_until(lambda: ask_again(cold_files, found))
     assert len(populated) == found.count(False)
     before, asked = len(populated), len(found)
-    monkeypatch.setattr(read_ahead, "_may_ask", lambda handle: False)  # a file of somebody else
+    monkeypatch.setattr(pages, "_may_ask", lambda handle: False)  # a file of somebody else
     finish(ReadAhead(cold_files, 0, 1))
     assert len(populated) == before + 5
     assert len(found) == asked
@@ -144,13 +145,13 @@ def ask_again(files: list[str], found: list[bool]) -> bool:
 def test_what_fails_is_left_to_the_reads(cold_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    monkeypatch.setattr(read_ahead, "LEAD_BYTES", 0)
+    monkeypatch.setattr(pages, "LEAD_BYTES", 0)
     ahead = ReadAhead(cold_files, 0, 1)
     os.truncate(cold_files[0], WINDOW_BYTES)
     os.remove(cold_files[1])
     ahead.reached(1.0)
     finish(ahead)
-    monkeypatch.setattr(read_ahead, "advise", lambda *args: False)
+    monkeypatch.setattr(pages, "advise", lambda *args: False)
     finish(ReadAhead(cold_files[:1], 0, 1))
     assert failures == []
 

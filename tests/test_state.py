@@ -70,9 +70,9 @@ def loads_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> tup
     """How often ``load_state`` has transformers load a model, and the states that it plans to read."""
     import hf_zero_stream
     from hf_zero_stream.loading import dry_load
-    from hf_zero_stream.state import elementwise
+    from hf_zero_stream.state import values
 
-    original, planned, loaded = elementwise.opened, [], []
+    original, planned, loaded = values.opened, [], []
 
     def noted(load: Any, model: Any, place: Path, key: str) -> Any:
         planned.append(key)
@@ -82,7 +82,7 @@ def loads_of_a_resume(folder: Path, target: Path, config: dict[str, Any]) -> tup
     train(engine, range(1))
     hf_zero_stream.save_state(engine, target)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(elementwise, "opened", noted)
+        patch.setattr(values, "opened", noted)
         patch.setattr(dry_load, "lazily_loaded", lambda path, *_, **__: loaded.append(path))
         hf_zero_stream.load_state(engine, target)
     return len(loaded), planned

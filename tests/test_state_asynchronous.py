@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.checkpoint.kinds import UNFINISHED
+from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.errors import SaveError
 from hf_zero_stream.saving import pending, preparation
 from hf_zero_stream.saving.host_copy import HostMemory

@@ -16,7 +16,7 @@ import transformers
 from torch.optim import lr_scheduler
 
 import hf_zero_stream
-from hf_zero_stream.checkpoint.kinds import UNFINISHED
+from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
 from hf_zero_stream.state import load as loading
 from hf_zero_stream.state import refusals

@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from hf_zero_stream.checkpoint.kinds import UNFINISHED
+from hf_zero_stream.checkpoint.formats import UNFINISHED
 from hf_zero_stream.state import hooks
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.test_state_fsdp2_hooks import trainer_of

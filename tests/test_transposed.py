@@ -5,14 +5,14 @@ from math import prod
 import pytest
 import torch
 
-from hf_zero_stream.engine import transposed
-from hf_zero_stream.engine.transposed import copy_strided
+from hf_zero_stream.engine import lanes
+from hf_zero_stream.engine.lanes import copy_strided
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transposed, "SMALL_BYTES", 0)
-    monkeypatch.setattr(transposed, "TILE_BYTES", 2**14)
+    monkeypatch.setattr(lanes, "SMALL_BYTES", 0)
+    monkeypatch.setattr(lanes, "TILE_BYTES", 2**14)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.float8_e4m3fn, torch.bool])

@@ -15,8 +15,7 @@ import transformers
 
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.nodes import HostTensor
-from hf_zero_stream.engine.lookup import Lookup
-from hf_zero_stream.engine.verification import BLOCK, digest_of
+from hf_zero_stream.engine.verification import BLOCK, Lookup, digest_of
 from hf_zero_stream.sources.local import LocalFiles
 from tests.cluster import SOON_S, Outcome, run_ranks, run_ranks_expecting_errors
 from tests.homes import make_even_llama

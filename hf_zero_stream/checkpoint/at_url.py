@@ -10,13 +10,11 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ReadError
 from ..settings import scope
-from ..sources.failed import RequestFailed
 from ..sources.small_files import SmallFiles
-from ..sources.urls import joined
+from ..sources.urls import RequestFailed, joined
 from . import safetensors
-from .formats import map_of
+from .formats import INDEX, SINGLE, map_of
 from .index_file import read_index_file
-from .kinds import INDEX, SINGLE
 from .map import CheckpointMap
 from .soundness import Soundness, check_tensors, read_weight_map
 

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from .format import NotAMap
-from .formats import read_map, row_of
-from .kinds import distributed_file
+from .formats import distributed_file, read_map, row_of
 from .map import CheckpointMap
 from .soundness import Soundness, check_soundness, shards_of
 from .state_folder import is_state, read_state

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ReadError
 from .format import NotAMap
-from .formats import read_map
+from .formats import INDEX, SINGLE, WEIGHTS, read_map
 from .index_file import check_files, fault_of_name, faults_of_index, read_index_text
-from .kinds import INDEX, SINGLE, WEIGHTS
 from .map import CheckpointMap
 from .untrusted_json import excerpt, parse_object
 

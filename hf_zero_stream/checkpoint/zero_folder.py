@@ -20,7 +20,7 @@ from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource
 from ..sources.local import LocalFiles
 from .format import Shard, TensorEntry
-from .kinds import has_weights
+from .formats import has_weights
 from .map import CheckpointMap, view_of
 from .nodes import View, row_major_strides
 from .signs import is_sign

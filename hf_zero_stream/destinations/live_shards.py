@@ -19,7 +19,7 @@ from ..planning.parameter_box import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Item, Sourced, flat_items, item_of, narrowed
-from .live_sources import live_sources
+from .live_whole import live_sources
 from .shards import Shard, local_of, shard_of
 
 

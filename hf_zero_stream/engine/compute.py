@@ -14,8 +14,7 @@ from ..planning.boxes import Axis, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
 from ..sources.base import ByteSource
 from .execute import execute_reads
-from .lanes import settle
-from .transposed import copy_strided
+from .lanes import copy_strided, settle
 from .workers import run_in_threads
 
 

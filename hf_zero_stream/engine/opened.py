@@ -24,7 +24,7 @@ from ..settings.config import StreamingConfig
 from ..sources.base import RETRIES, ByteSource, Hints, Retries
 from ..sources.by_path import FilesByPath
 from ..sources.local import LocalFiles
-from ..sources.read_ahead import ReadAhead
+from ..sources.pages import ReadAhead
 from .compute import Evaluator
 from .lanes import Lane, SideLane
 from .workers import run_in_threads

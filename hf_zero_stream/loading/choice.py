@@ -100,12 +100,12 @@ def choose_alone(
 
 
 def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
-    from ..destinations.deepspeed import zero3, zero_init
-    from ..destinations.deepspeed.partitioned import Partitioned
+    from ..destinations.deepspeed import partitioned, zero3
 
-    settings, around = settings_for(found, strict), zero_init.open_init()
-    ds_config = completed(found) if around is None else zero_init.config_of(around, completed(found) if found else {})
-    load = Load(settings, ds_config, coordinator, Partitioned(ds_config, coordinator, around=around))
+    settings, around, ds_config = settings_for(found, strict), partitioned.open_init(), completed(found)
+    if around is not None:
+        ds_config = partitioned.config_of(around, ds_config if found else {})
+    load = Load(settings, ds_config, coordinator, partitioned.Partitioned(ds_config, coordinator, around=around))
     zero3.refuse_unsupported(ds_config)
     if _builds_without_memory():
         raise UnsupportedError(

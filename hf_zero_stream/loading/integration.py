@@ -14,7 +14,7 @@ from transformers.utils import logging
 
 from ..bindings.install import installed
 from ..bindings.rows import Moment
-from ..checkpoint.kinds import has_unfinished
+from ..checkpoint.formats import has_unfinished
 from ..destinations.deepspeed.marks import is_inside_zero_init
 from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
@@ -171,9 +171,9 @@ def outside_zero_init() -> AbstractContextManager[None]:
     """Suspend a ``zero.Init`` that the caller is in, which would partition the lazy model while it is built."""
     if not is_inside_zero_init():
         return nullcontext()
-    from ..destinations.deepspeed import zero_init  # imports deepspeed, which takes seconds
+    from ..destinations.deepspeed import partitioned  # imports deepspeed, which takes seconds
 
-    return zero_init.outside_zero_init()
+    return partitioned.outside_zero_init()
 
 
 def _model_of(result: Any) -> Any:

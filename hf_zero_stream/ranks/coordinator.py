@@ -23,10 +23,9 @@ from ..settings.launcher import announced_local_rank, announces_local_rank
 from . import accelerators
 from .accelerators import is_accelerator
 from .liveness import Verdict, Watch
-from .presence import Presence, begun_collectives, is_alone
+from .presence import Presence, Topology, begun_collectives, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round
 from .store import pauses
-from .topology import Topology
 
 
 T = TypeVar("T")

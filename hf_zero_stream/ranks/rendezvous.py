@@ -6,7 +6,15 @@ arrive decides *together*; a rank that has waited in vain or long enough, *apart
 round that is not decided: whatever happened before, the next ranks meet.
 
 The first rank to arrive looks for the absent ones on behalf of all. If ranks need not load together, it waits as long
-as all of them may be on their way (see :mod:`.inquiry`), up to a limit.
+as all of them may be on their way (see :class:`Inquiry`), up to a limit.
+
+The ranks of a program begin the same collectives in the same order. So a rank that has begun one to which this rank
+has not come is past the load, or has never been on the way there: it waits in a barrier for the rank that loads alone
+(``main_process_first``, ``if rank == 0``), or trains. That is a proof, which time is not: a slow rank, however late,
+has begun no more collectives than this one. torch counts them itself, in every group. So nothing has to be hooked in,
+and neither the library that begins a collective matters nor whether the process waits for it, as with NCCL it may not.
+
+A rank that waits for this one by other means than collectives (a file, a queue) shows nothing. So waiting has a limit.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import HfZeroStreamError, PeerError, SaveError, StreamError
-from .inquiry import Inquiry
+from .lines import Line
 from .liveness import KEYS, Verdict, Watch
 from .presence import Presence
 from .store import PREFIX
@@ -277,3 +285,50 @@ class Round:
 def _ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+CERTAIN_S = 1.0
+"""How long a rank must be ahead. Threads that communicate beside the main one may be, for a moment."""
+
+ASKED = 16
+"""The most ranks that are asked at once; one that has gone on is enough."""
+
+
+class Inquiry:
+    """What the first rank to come asks the `watch` of its meeting, and the ranks themselves."""
+
+    def __init__(self, presence: Presence, watch: Watch) -> None:
+        self._presence = presence
+        self._watch = watch
+        self._lines: dict[int, Line] = {}
+        self._ahead: dict[int, tuple[float, dict[str, int]]] = {}
+        """When a rank was ahead first, and of what it had begun by then."""
+
+    def why_in_vain(self, absent: Sequence[int]) -> str:
+        """Why one of these ranks does not come; "" as long as all may be on their way. Call it again and again."""
+        elsewhere = self._watch.elsewhere(absent)
+        if elsewhere:
+            return f"rank {elsewhere[0]} waits for this rank in another load or save"
+        asked = [rank for rank in absent if self._presence.has_contact(rank)][:ASKED]
+        meeting, mine = self._presence.progress()
+        now = time.monotonic()
+        for rank, (common, theirs) in zip(asked, self._presence.answers(asked), strict=True):
+            self._lines.setdefault(rank, self._presence.line_to(rank)).ask()
+            # Counts begin where both were together last.
+            if common == meeting and rank not in self._ahead and _is_ahead(theirs, mine):
+                self._ahead[rank] = now, theirs
+        for rank, (since, theirs) in list(self._ahead.items()):
+            if not _is_ahead(theirs, mine):
+                del self._ahead[rank]
+            elif now - since >= CERTAIN_S:
+                return f"rank {rank} has begun a collective without this rank, so it does not come to this load now"
+        return ""
+
+    def close(self) -> None:
+        for line in self._lines.values():
+            line.close()
+
+
+def _is_ahead(theirs: dict[str, int], mine: dict[str, int]) -> bool:
+    """Whether more has been begun there, in any group that both know."""
+    return any(count > mine[group] for group, count in theirs.items() if group in mine)

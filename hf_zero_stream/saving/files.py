@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.kinds import UNFINISHED
+from ..checkpoint.formats import UNFINISHED
 from ..checkpoint.safetensors import ShardToWrite
 from ..errors import SaveError
 from ..sources.local import IOV_MAX, advance

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ..engine.huge_pages import HugePages
+from ..engine.execute import HugePages
 from ..ranks.accelerators import is_accelerator, pinned, synchronise
 from ..sources.local import IOV_MAX
 from .write import WRITE_BYTES, bytes_of

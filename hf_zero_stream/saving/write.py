@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..engine.transposed import copy_strided
+from ..engine.lanes import copy_strided
 from ..engine.workers import run_in_threads
 from ..errors import PeerError
 from ..ranks.coordinator import Coordinator, collective_device

@@ -13,15 +13,14 @@ from typing import Any
 from transformers import dynamic_module_utils
 from transformers.utils import logging
 
-from ..checkpoint.kinds import OF_VALUES
+from ..checkpoint.formats import OF_VALUES
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
 from ..settings import scope
 from ..settings.launcher import announced_local_rank
 from ..sources.answers import Answers, answers_once
-from ..sources.failed import RequestFailed
 from ..sources.hub import remember_token
 from ..sources.small_files import SmallFiles
-from ..sources.urls import checkpoint_url, is_url, joined, repository_of, scheme_of
+from ..sources.urls import RequestFailed, checkpoint_url, is_url, joined, repository_of, scheme_of
 from .session import Original, Session
 
 

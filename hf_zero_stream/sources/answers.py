@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from .failed import RequestFailed
+from .urls import RequestFailed
 
 
 T = TypeVar("T")

@@ -10,8 +10,7 @@ import time
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
-from .failed import PASSING_STATUS, RequestFailed
-from .urls import repository_of, scheme_of
+from .urls import PASSING_STATUS, RequestFailed, repository_of, scheme_of
 
 
 EXPIRES_S = 600.0

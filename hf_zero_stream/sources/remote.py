@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..errors import CheckpointError, ReadError
 from .answers import Answers
 from .base import Hints, Retries, SourceFile
-from .failed import PASSING_STATUS, RequestFailed
 from .hub import HubFiles
 from .local import advance
-from .urls import located, scheme_of
+from .urls import PASSING_STATUS, RequestFailed, located, scheme_of
 
 
 if TYPE_CHECKING:

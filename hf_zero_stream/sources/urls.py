@@ -140,3 +140,15 @@ def repository_of(url: str) -> Repository:
         expected = "expected hf://organisation/name or hf://organisation/name@revision"
         raise UrlError(f"{_without_secrets(url)!r}: {expected}{fault}")
     return Repository(found[1], unquote(found[2] or ""), found[3] or "")
+
+
+PASSING_STATUS = frozenset({408, 425, 429})
+"""Besides 5xx: what a server answers that may do so a moment later."""
+
+
+class RequestFailed(OSError):
+    """A request that failed; its text names no file. `status` is that of HTTP, 0 if there was no answer."""
+
+    def __init__(self, text: str, status: int = 0, is_transient: bool = False) -> None:
+        super().__init__(text)
+        self.status, self.is_transient = status, is_transient

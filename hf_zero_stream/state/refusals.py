@@ -18,7 +18,7 @@ from . import schedules
 from .groups import ADAMS, OF_SOME_ADAMS, options_of
 from .layout import files_of
 from .record import LATEST, GroupRecord, StateRecord
-from .weights import fingerprint
+from .resumable import fingerprint
 
 
 logger = logging.get_logger(__name__)

@@ -5,10 +5,13 @@ transformers' conversions, and whatever the user's own classes do in ``save_pret
 are loaded once, without values, as a resume would load them.
 
 Where a conversion computes, values that went into a file and came back would be rounded, or worse. Those are named.
+
+The weights beside a state can be replaced without it. So a state has a fingerprint of the weights saved with it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -17,17 +20,20 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..checkpoint.format import NotAMap
+from ..checkpoint.formats import read_map
+from ..checkpoint.index_file import read_index_file
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..destinations.base import source_of
 from ..destinations.own_names import named_buffers, named_parameters
 from ..destinations.skeleton import whole_shape
-from ..errors import HfZeroStreamError, UnsupportedError
+from ..errors import CheckpointError, HfZeroStreamError, ReadError, UnsupportedError
 from ..loading.dry_load import lazily_loaded_like, load_of_layouts
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import LazyParameters
 from ..saving.preparation import quiet
-from ..seams.saving import as_stored
+from ..seams.saving import as_stored, index_name
 from ..settings.config import StreamingConfig
 from .layout import persistent_buffers
 
@@ -132,3 +138,42 @@ def _what(model: nn.Module) -> str:
         f"the weights of this {type(model).__name__}, as save_pretrained writes them, are not what a load of it asks "
         "for, and a training could not go on from them"
     )
+
+
+_MOST_TENSORS = 1024
+_SAMPLE_BYTES = 64
+
+
+def fingerprint(folder: Path) -> str | None:
+    """That of the weights in `folder`, whatever their shards; None if there are none that can be read.
+
+    It is made of the names, dtypes, shapes and some bytes of all tensors, or of every n-th of very many: a step of an
+    optimizer changes nearly all of them, and reading all bytes would take as long as a load.
+    """
+    try:
+        return fingerprint_of_new(folder)
+    except (OSError, CheckpointError, ReadError, NotAMap):
+        return None
+
+
+def fingerprint_of_new(folder: Path) -> str | None:
+    """As :func:`fingerprint`, of weights that were written just now: raises an OSError or a ReadError if need be."""
+    found = read_map(_files(folder))
+    digest = hashlib.sha256()
+    entries = found.entries
+    names = sorted(entries)
+    for name in names[:: -(-len(names) // _MOST_TENSORS) or 1]:
+        entry = entries[name]
+        digest.update(f"{name} {entry.dtype} {list(entry.shape)} ".encode())
+        with open(found.shards[entry.shard].path, "rb") as file:
+            file.seek(max(entry.start, (entry.start + entry.stop - _SAMPLE_BYTES) // 2))
+            digest.update(file.read(min(_SAMPLE_BYTES, entry.stop - entry.start)))
+    return digest.hexdigest() if names else None
+
+
+def _files(folder: Path) -> list[Path]:
+    """The shards that ``from_pretrained`` reads."""
+    index = folder / index_name(None)
+    if not index.exists():
+        return [folder / "model.safetensors"]
+    return [folder / name for name in sorted(set(read_index_file(index)["weight_map"].values()))]

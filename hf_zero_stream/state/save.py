@@ -56,9 +56,8 @@ from .record import (
     shard_of_key,
 )
 from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart
-from .resumable import changed_in_weights, refuse_unloadable
+from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
 from .trained import training_of
-from .weights import fingerprint, fingerprint_of_new
 
 
 @overload

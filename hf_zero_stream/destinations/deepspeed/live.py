@@ -15,8 +15,7 @@ from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Destination, Item, Sourced, flat_items, item_of
-from ..live_sources import live_sources
-from ..live_whole import refuse_repeated
+from ..live_whole import live_sources, refuse_repeated
 from ..replicated import exchange_batches
 from . import nvme, zero3
 from .gathered import gather, gathered

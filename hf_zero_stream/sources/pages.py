@@ -1,4 +1,4 @@
-"""Brings a checkpoint into the page cache before, and while, the reader threads come for it."""
+"""Pages of memory: what Linux is told of them, and a thread that brings a checkpoint into the page cache in time."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 
 import psutil
 
 from .local import open_nonblocking
-from .madvise import MADV_HUGEPAGE, MADV_POPULATE_READ, advise, is_resident
 
 
 WINDOW_BYTES = 16 * 2**20
@@ -89,3 +89,35 @@ def _populate(path: str, begin: int, nbytes: int) -> bool:
 def _may_ask(handle: int) -> bool:
     """Whether Linux tells this process which pages of the file are cached (``can_do_mincore`` in mm/mincore.c)."""
     return os.geteuid() in (0, os.fstat(handle).st_uid)
+
+
+HUGE_PAGE_BYTES = 2 * 2**20
+
+# From <linux/mman.h>; the last two since Linux 5.14.
+MADV_HUGEPAGE = 14
+MADV_NOHUGEPAGE = 15
+MADV_POPULATE_READ = 22
+MADV_POPULATE_WRITE = 23
+
+
+def advise(address: int, nbytes: int, advice: int) -> bool:
+    """Call ``madvise`` for the pages of these bytes, without the GIL; whether the system took the advice."""
+    begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+    length = ctypes.c_size_t(address + nbytes - begin)
+    return bool(_c_library().madvise(ctypes.c_void_p(begin), length, advice) == 0)
+
+
+def is_resident(address: int, nbytes: int) -> bool:
+    """Whether all pages of these bytes, from the beginning of a page on, are in memory: of a file, in the page cache.
+
+    Of a file that this process neither owns nor may write to, Linux says so whether or not it is true.
+    """
+    pages = (ctypes.c_ubyte * -(-nbytes // mmap.PAGESIZE))()
+    if _c_library().mincore(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), pages):
+        return False
+    return bytes(pages).count(1) == len(pages)
+
+
+@cache
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
