@@ -127,7 +127,7 @@ def sines_of_gptj(folder: Path) -> dict[str, Any]:
     from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
 
     model = load_with("streamed", "AutoModel", folder, ds_config(torch.bfloat16), {"dtype": torch.float32})
-    positions = model.h[0].attn.embed_positions
+    positions = next(buffer for name, buffer in model.named_buffers() if name.endswith("embed_positions"))
     expected = create_sinusoidal_positions(model.config.max_position_embeddings, model.config.rotary_dim)
     return {
         "weight": model.h[0].attn.q_proj.weight.dtype,

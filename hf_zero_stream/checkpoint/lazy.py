@@ -301,12 +301,13 @@ def _pieces_of_rows(view: View, rows: Sequence[int]) -> Iterator[View]:
 
 def _index(func: Any, args: Any, kwargs: Any) -> Any:
     source, indices = args
-    if len(indices) != 1 or indices[0].dtype in (torch.bool, torch.uint8) or indices[0].dim() != 1:
+    dim = len(indices) - 1  # tensor[:, rows]: those before are None
+    index = indices[dim]
+    if any(each is not None for each in indices[:dim]) or index.dtype in (torch.bool, torch.uint8) or index.dim() != 1:
         return NotImplemented
-    index = indices[0]
     if not isinstance(index, LazyTensor) and not index.is_meta:
-        index = torch.where(index < 0, index + source.shape[0], index)
-    return _index_select(func, (source, 0, index), {})
+        index = torch.where(index < 0, index + source.shape[dim], index)
+    return _index_select(func, (source, dim, index), {})
 
 
 def _pad(func: Any, args: Any, kwargs: Any) -> Any:
@@ -314,16 +315,23 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     value = args[2] if len(args) > 2 else kwargs.get("value", 0)
     if any(amount < 0 for amount in pad):
         return NotImplemented
-    constant = HostTensor.of(torch.full((1,) * source.dim(), value, dtype=source.dtype))
-    filler = LazyTensor.whole(constant, source._materialise)
     result = _copy(func, (source,), {})
     for number, amounts in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
         dim = source.dim() - number
-        shapes = ((*result.shape[:dim], amount, *result.shape[dim + 1 :]) for amount in amounts)
-        before, after = map(filler.expand, shapes)
+        shapes = [(*result.shape[:dim], amount, *result.shape[dim + 1 :]) for amount in amounts]
+        before, after = (_filled(source, shape, value, source.dtype) for shape in shapes)
         if any(amounts):
             result = _cat(aten.cat.default, ([before, result, after], dim), {})
     return result
+
+
+def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
+    return _filled(args[0], args[1], 0, kwargs.get("dtype") or args[0].dtype)
+
+
+def _filled(like: LazyTensor, sizes: Sequence[int], value: Any, dtype: torch.dtype) -> LazyTensor:
+    constant = HostTensor.of(torch.full((1,) * len(sizes), value, dtype=dtype))
+    return LazyTensor.whole(constant, like._materialise).expand(tuple(sizes))
 
 
 def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
@@ -357,6 +365,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,
     aten.constant_pad_nd.default: _pad,
+    aten.new_zeros.default: _new_zeros,
     aten.repeat.default: _repeat,
     # These IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
     # Transcendental functions are not among them: their vector and scalar versions differ.
