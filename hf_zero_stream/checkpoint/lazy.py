@@ -325,10 +325,6 @@ def _pad(func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _new_zeros(func: Any, args: Any, kwargs: Any) -> Any:
-    return _filled(args[0], args[1], 0, kwargs.get("dtype") or args[0].dtype)
-
-
 def _filled(like: LazyTensor, sizes: Sequence[int], value: Any, dtype: torch.dtype) -> LazyTensor:
     constant = HostTensor.of(torch.full((1,) * len(sizes), value, dtype=dtype))
     return LazyTensor.whole(constant, like._materialise).expand(tuple(sizes))
@@ -365,7 +361,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,
     aten.constant_pad_nd.default: _pad,
-    aten.new_zeros.default: _new_zeros,
+    aten.new_zeros.default: lambda _, args, more: _filled(*args, 0, more.get("dtype") or args[0].dtype),
     aten.repeat.default: _repeat,
     # These IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
     # Transcendental functions are not among them: their vector and scalar versions differ.
@@ -375,8 +371,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
 
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    meta_args, meta_kwargs = tree_map(_to_meta, (tuple(args), kwargs))
-    return func(*meta_args, **meta_kwargs)
+    return func(*tree_map(_to_meta, tuple(args)), **tree_map(_to_meta, kwargs))
 
 
 def _first_lazy(args: Any, kwargs: Any) -> LazyTensor:
