@@ -361,7 +361,7 @@ _HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten.index_select.default: _index_select,
     aten.index.Tensor: _index,
     aten.constant_pad_nd.default: _pad,
-    aten.new_zeros.default: lambda _, args, more: _filled(*args, 0, more.get("dtype") or args[0].dtype),
+    aten.new_zeros.default: lambda _, args, more: _filled(args[0], args[1], 0, more.get("dtype") or args[0].dtype),
     aten.repeat.default: _repeat,
     # These IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
     # Transcendental functions are not among them: their vector and scalar versions differ.

@@ -16,7 +16,7 @@ from ...errors import refuse_unknown_version
 from ...footprint.memory import HOST, EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
 from ...footprint.optimizers import AdamW, adamw_copies
 from ..own_names import own_names
-from . import nvme, zero3
+from . import zero3
 
 
 # The package has a function of the same name.
@@ -102,7 +102,7 @@ def _engine_settings(
         offload_optimizer=_device(optimizer),
         offload_ratio=optimizer.ratio,
         pinned_optimizer=optimizer.pin_memory,
-        swap_from_bytes=nvme.swap_from_bytes(ds_config),
+        swap_from_bytes=_swap_from_bytes(ds_config, parameters, optimizer),
         parameter_swap_bytes=swap_numel * dtype.itemsize,
         optimizer_swap_buffers=optimizer.buffer_count,
         sub_group_size=zero.sub_group_size,
@@ -185,3 +185,11 @@ def _step_copies(ds_config: Mapping[str, Any], place: str, optimizer: Any, adamw
         if params.get("foreach") is not None:
             return adamw_copies("foreach" if params["foreach"] else "single", place)
     return adamw_copies(adamw, place)
+
+
+def _swap_from_bytes(ds_config: Mapping[str, Any], *offloads: Any) -> int:
+    if "nvme" not in map(_device, offloads):
+        return 0
+    from . import nvme
+
+    return nvme.swap_from_bytes(ds_config)

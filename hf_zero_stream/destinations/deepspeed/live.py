@@ -17,7 +17,7 @@ from ...ranks.coordinator import Coordinator
 from ..base import Batch, Destination, Item, Sourced, flat_items, item_of
 from ..live_whole import live_sources, refuse_repeated
 from ..replicated import exchange_batches
-from . import nvme, zero3
+from . import zero3
 from .gathered import gather, gathered
 from .held import is_trained_apart
 from .masters import ZENFLOW, masters_of
@@ -71,7 +71,7 @@ class LiveModel(Destination):
             refuse_repeated(repeated)
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
-        swapped: list[nvme.Swap] = []
+        swapped: list[tuple[Any, Item | torch.Tensor | None]] = []
         replicated: dict[str, Sourced] = {}  # filled by all ranks together
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), when everything is read
         for name, (param, view) in parameters.items():
@@ -103,6 +103,8 @@ class LiveModel(Destination):
 
         batches = [Batch(direct)]
         if swapped:
+            from . import nvme
+
             batches.extend(nvme.swap_batches(swapped, swapped[0][0].nvme_swapper.available_swap_in_buffers()))
         batches.extend(exchange_batches(replicated, self._coordinator, self._chunk_bytes, self.device))
 

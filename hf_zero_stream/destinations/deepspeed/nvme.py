@@ -15,7 +15,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import AsyncPartitionedParameterSwapper
 from deepspeed.runtime.swap_tensor.utils import MIN_AIO_BYTES
-from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig, OffloadDeviceEnum
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadParamConfig
 from deepspeed.runtime.zero.partition_parameters import PartitionedParamStatus
 
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
@@ -33,15 +33,8 @@ Swap = tuple[Any, Item | torch.Tensor | None]
 _swappers: WeakValueDictionary[tuple[Any, ...], AsyncPartitionedParameterSwapper] = WeakValueDictionary()
 
 
-def uses_nvme(ds_config: Mapping[str, Any]) -> bool:
-    """Whether partitions of this config are offloaded to NVMe."""
-    return _offload(ds_config).get("device") == OffloadDeviceEnum.nvme
-
-
 def refuse_wrong_settings(ds_config: Mapping[str, Any], targets: Sequence[Target]) -> None:
     """Refuse, before anything is read, what DeepSpeed would only fail over in the middle."""
-    if not uses_nvme(ds_config):
-        return
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UnsupportedError(
             "offload_param.device is nvme, but DeepSpeed cannot build its asynchronous I/O here: install libaio "

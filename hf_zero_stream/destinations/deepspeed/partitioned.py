@@ -18,7 +18,7 @@ from ...errors import UnsupportedError
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Destination, Item, flat_items, replace_lazy
-from . import nvme, zero3
+from . import zero3
 
 
 if TYPE_CHECKING:
@@ -85,21 +85,25 @@ class Partitioned(Destination):
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
-        # What PartitionedInit will find, known before there is a swapper.
-        placeholders = filter(zero3.is_placeholder, model.parameters() if nvme.uses_nvme(self._ds_config) else ())
-        large = nvme.swap_from_bytes(self._ds_config)
-        self._swapped = [
-            param
-            for param in placeholders
-            if param.dtype == self._dtype and self._share(param)[0] * param.dtype.itemsize >= large
-        ]
-        swaps: list[nvme.Swap] = [(param, items.pop(id(param), None)) for param in self._swapped]
-        buffers_free = nvme.free_buffers(self._ds_config) if swaps else 0
+        swapped = self._through_swap_files(model, items) if zero3.uses_nvme(self._ds_config) else []
         return [
             Batch([*items.values(), *flat_items(buffers)]),
             *_batches_made_together(together, self._coordinator, self.device),
-            *nvme.swap_batches(swaps, buffers_free),
+            *swapped,
         ]
+
+    def _through_swap_files(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
+        """Takes out of `items` those whose parameters PartitionedInit will swap, before there is a swapper."""
+        from . import nvme
+
+        large = nvme.swap_from_bytes(self._ds_config)
+        self._swapped = [
+            param
+            for param in filter(zero3.is_placeholder, model.parameters())
+            if param.dtype == self._dtype and self._share(param)[0] * param.dtype.itemsize >= large
+        ]
+        swaps: list[nvme.Swap] = [(param, items.pop(id(param), None)) for param in self._swapped]
+        return nvme.swap_batches(swaps, nvme.free_buffers(self._ds_config)) if swaps else []
 
     def _share(self, param: Any) -> tuple[int, int, int]:
         place = zero3.place_in_group(param, self._coordinator.rank, self._coordinator.world_size)
@@ -124,7 +128,10 @@ class Partitioned(Destination):
         )
 
     def check(self, targets: Sequence[Target]) -> None:
-        nvme.refuse_wrong_settings(self._ds_config, targets)
+        if zero3.uses_nvme(self._ds_config):
+            from . import nvme
+
+            nvme.refuse_wrong_settings(self._ds_config, targets)
 
     def allocate(self) -> None:
         model, self._model = self._model, None
@@ -235,6 +242,8 @@ def config_of(around: Init, found: Mapping[str, Any]) -> dict[str, Any]:
         config["weight_quantization"] = {"quantized_initialization": around.quantized_initialization}
     if around.param_swapper is not None:
         config["aio"] = around.param_swapper.aio_config
+        from . import nvme
+
         nvme.share_swapper(config, around.param_swapper)
     return config
 

@@ -29,7 +29,6 @@ from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ...settings.launcher import announced_local_rank
 from ..base import allocating
-from . import nvme
 
 
 _DTYPES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}  # by section of a config
@@ -40,6 +39,20 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT
 
 _RELIED_ON = ("_convert_to_deepspeed_param", "_convert_to_zero_parameters", "_aligned_size", "_partition_param")
 refuse_unknown_version("deepspeed", [f"zero.Init.{name}" for name in _RELIED_ON if not hasattr(Init, name)])
+
+
+def uses_nvme(ds_config: Mapping[str, Any]) -> bool:
+    """Whether partitions of this config are offloaded to NVMe."""
+    offload = (ds_config.get("zero_optimization") or {}).get("offload_param") or {}
+    return bool(offload.get("device") == OffloadDeviceEnum.nvme)
+
+
+def _swapping(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    if not uses_nvme(ds_config):
+        return {}
+    from . import nvme
+
+    return {"remote_device": "nvme", "param_swapper": nvme.shared_swapper(ds_config)}
 
 
 class PartitionedInit(Init):
@@ -72,10 +85,11 @@ class PartitionedInit(Init):
             config_dict_or_path=dict(ds_config),
             # Those that share hpZ's copies, if an earlier zero.Init made the groups: another must not make them.
             zero_param_parallel_group=groups._get_zero_param_intra_parallel_group() if has_hpz else None,
-            remote_device="nvme" if nvme.uses_nvme(ds_config) else None,
-            param_swapper=nvme.shared_swapper(ds_config),
+            **_swapping(ds_config),
         )
         if self.param_swapper is not None:
+            from . import nvme
+
             nvme.share_swapper(ds_config, self.param_swapper)
 
     def _convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
@@ -245,7 +259,7 @@ def refuse_packed(ds_config: Mapping[str, Any]) -> None:
             "gathers all parameters of a module in one buffer of one dtype",
         ),
         "zero_optimization.offload_param.device: nvme": (
-            nvme.uses_nvme(ds_config),
+            uses_nvme(ds_config),
             "has swap buffers of one floating-point dtype",
         ),
         "zero_optimization.zero_quantized_weights": (
