@@ -16,6 +16,7 @@ import transformers
 from safetensors.torch import load_file
 
 import hf_zero_stream
+from hf_zero_stream import StreamingConfig
 from hf_zero_stream.errors import ConfigError, UnsupportedError, UrlError
 from hf_zero_stream.saving.arguments import refuse_url
 from tests.cluster import run_ranks
@@ -37,7 +38,8 @@ def model(zoo_checkpoint: Checkpoint) -> Any:
     [
         ({"nonsense": 1}, ConfigError, "unknown argument nonsense; known are distributed_checkpoint, .*variant"),
         ({"repo_id": "a/b"}, ConfigError, "unknown argument repo_id"),
-        ({"verify": True}, ConfigError, "unknown argument verify"),
+        ({"verify": True}, ConfigError, r"verify: .*got a setting. .*streaming\(StreamingConfig\(verify=True\)\)"),
+        ({"config": StreamingConfig()}, ConfigError, r"config: .*got a setting. .*streaming\(config\)"),
         ({"max_shard_size": -1}, ConfigError, "max_shard_size: expected bytes, at least 1, .*; got -1"),
         ({"max_shard_size": "5 apples"}, ConfigError, "max_shard_size: .*got '5 apples'"),
         ({"max_shard_size": None}, ConfigError, "max_shard_size: .*got None"),
@@ -134,3 +136,11 @@ def save_by_trainer(checkpoint: Path, folder: Path) -> None:
 
 def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     run_ranks(1, save_by_trainer, zoo_checkpoint("llama"), tmp_path)
+
+
+def test_settings_are_no_arguments_of_loads(model: Any, zoo_checkpoint: Checkpoint) -> None:
+    folder = str(zoo_checkpoint("llama"))
+    with pytest.raises(ConfigError, match=r"progress: .*streaming\(StreamingConfig\(progress=False\)\)"):
+        hf_zero_stream.load_into(model, folder, progress=False)
+    with pytest.raises(ConfigError, match=r"config: .*got a setting"):
+        hf_zero_stream.plan(folder, world_size=2, config=StreamingConfig())

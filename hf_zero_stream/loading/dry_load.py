@@ -32,7 +32,7 @@ from ..seams.file_names import MODEL_FILES
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
 from ..settings import scope
-from ..settings.config import StreamingConfig, buildable, completed
+from ..settings.config import StreamingConfig, buildable, completed, refuse_settings
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
 from .entrance import asked_at_once
 from .integration import outside_zero_init
@@ -106,6 +106,7 @@ def plan(
         raise ConfigError(f"rank: expected 0 <= rank < world_size ({world_size}); got {rank}")
     if adamw is not None and adamw not in ADAMW_COPIES:
         raise ConfigError(f"adamw: expected one of {', '.join(ADAMW_COPIES)}; got {adamw!r}")
+    refuse_settings(kwargs)
     coordinator = Coordinator(rank, world_size, alone=True)
     if distributed_config is not None:
         kwargs["distributed_config"] = distributed_config

@@ -32,7 +32,7 @@ from ..seams.buffers import computed_buffers
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from ..seams.wrappers import unwrapped
-from ..settings.config import StreamingConfig
+from ..settings.config import StreamingConfig, refuse_settings
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded_like
 from .integration import finish_saves_into
@@ -96,6 +96,7 @@ def load_some_into(
     ZeRO-3 trains in place of parameters keeps its values. A `coordinator` is that of a meeting that this is a part of.
     """
     with _before_meeting(coordinator):
+        refuse_settings(kwargs)
         refuse_sharding(path, kwargs)
         live_model = _inside(model)
 

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..errors import ConfigError, UnsupportedError, UrlError
+from ..settings.config import refuse_settings
 from ..sources.urls import is_url
 
 
@@ -42,6 +43,7 @@ def refuse_unknown(arguments: Mapping[str, Any], others: Iterable[str] = ()) -> 
         ConfigError: no such argument, or no such value.
         UnsupportedError: the argument asks for files of ``torch.save``.
     """
+    refuse_settings({name: value for name, value in arguments.items() if name not in others})
     known = {*SIGNATURE.parameters, *_OF_EARLIER_VERSIONS, *others} - {"self", "save_directory", "kwargs"}
     if unknown := sorted(set(arguments) - known):
         raise ConfigError(f"save: unknown argument {unknown[0]}; known are {', '.join(sorted(known))}")

@@ -210,6 +210,18 @@ def _variables() -> dict[str, str]:
     return {_PREFIX + field.name.upper(): field.name for field in fields(StreamingConfig)}
 
 
+def refuse_settings(arguments: Mapping[str, Any]) -> None:
+    """Raise a ConfigError if one of a function's further `arguments` is a setting of ours."""
+    known = {field.name for field in fields(StreamingConfig)}
+    for name, value in arguments.items():
+        if name in known or isinstance(value, StreamingConfig):
+            config = "config" if isinstance(value, StreamingConfig) else f"StreamingConfig({name}={value!r})"
+            raise ConfigError(
+                f"{name}: expected an argument of this function; got a setting. Call it inside "
+                f"`with streaming({config}):`."
+            )
+
+
 def without_own_section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     """A shallow copy of a DeepSpeed config without our section, for readers that refuse unknown keys."""
     return {key: value for key, value in ds_config.items() if key != _SECTION}

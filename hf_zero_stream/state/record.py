@@ -88,7 +88,7 @@ class StateRecord:
         data: what the user gave; on rank 0, if ranks gave different things.
         data_of_ranks: what each of them gave then, else None.
         dtype: of what is trained: masters, or the parameters themselves.
-        weights: a fingerprint of the weights that were saved with it (:mod:`.weights`).
+        weights: a fingerprint of the weights that were saved with it (:func:`.resumable.fingerprint`).
         version: of the format.
     """
 
