@@ -156,6 +156,8 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
         (["demo", "--nproc", "0"], "nproc"),
         (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
+        (["doctor", "--report", "nowhere.json"], "nowhere.json"),
+        (["plan", ".", "--json"], "say --format json"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -112,18 +112,20 @@ def emit(data: Mapping[str, Any], blocks: Iterable[str], form: Literal["table", 
     if form == "json":
         print(json.dumps(data, indent=2))
     else:
-        width = _terminal_width()
         for number, block in enumerate(blocks):
-            lines = printable(block, "\n").splitlines()
-            # A table has its width already, and a long path or name stays whole.
-            if width:
-                wrap = textwrap.TextWrapper(
-                    width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-                )
-                lines = [line if line[:1] == "|" else wrap.fill(line) for line in lines]
-            print(*([""] if number else []), *lines, sep="\n")
+            show(block, first=not number)
     if not ok:
         raise typer.Exit(1)
+
+
+def show(block: str, *, first: bool) -> None:
+    """Write a block of text, after an empty line unless it is the `first`."""
+    lines, width = printable(block, "\n").splitlines(), _terminal_width()
+    # A table has its width already, and a long path or name stays whole.
+    if width:
+        wrap = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        lines = [line if line[:1] == "|" else wrap.fill(line) for line in lines]
+    print(*([] if first else [""]), *lines, sep="\n", flush=True)
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
