@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import hf_zero_stream
 from hf_zero_stream import errors
 from hf_zero_stream.cli import app
+from scripts.check_package import pasted
 from tests.cluster import ROOT, run_ranks
 from tests.test_examples import EXAMPLES, example_commands
 from tests.zoo import make_moe_checkpoint
@@ -46,6 +47,14 @@ def test_every_command_is_checked_below() -> None:
     assert {"demo", "test"} <= set(TARGETS) and SCRIPTS
     others = set(COMMANDS) - set(SCRIPTS) - {f"make {target}" for target in TARGETS}
     assert others == {"pip install .", PLAN, SUGGEST}
+
+
+def test_a_stranger_pastes_them_all() -> None:
+    """`make stranger` does; make has its own environment."""
+    commands = pasted()
+    assert {"pip install .", PLAN, SUGGEST, "hf-zero-stream doctor"} <= set(commands)
+    own = set(COMMANDS) & set(re.findall(r"^.*$", README, re.MULTILINE))
+    assert own <= {*commands, "make demo", "make test"}
 
 
 def test_plan_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
