@@ -24,9 +24,7 @@ from tests.zoo import make_moe_checkpoint
 
 
 README = (ROOT / "README.md").read_text()
-PAGES = {
-    name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("index", "use", "settings", "report", "support")
-}
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("index", "use", "settings", "support")}
 SHOWN = "\n".join([README, (ROOT / "CONTRIBUTING.md").read_text(), *PAGES.values()])
 HUB_NAME = "Qwen/Qwen3-30B-A3B"
 
