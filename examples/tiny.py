@@ -47,7 +47,7 @@ def main() -> None:
     Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=128, **SIZES, **HEADS)).save_pretrained("tiny-moe")
     write("texts/train.jsonl", [{"text": sentence()} for _ in range(64)])
     write("texts/validation.jsonl", [{"text": sentence()} for _ in range(8)])
-    write("pairs/train.jsonl", [{name: sentence() for name in ("prompt", "chosen", "rejected")} for _ in range(64)])
+    write("pairs/train.jsonl", [{"prompt": "a small", "chosen": " model learns words", "rejected": " words"}] * 64)
 
 
 if __name__ == "__main__":
