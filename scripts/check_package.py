@@ -21,15 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOAD = """\
-import sys
-from pathlib import Path
+from importlib.util import find_spec
 import torch
 from transformers import AutoModel, BertConfig, BertModel
 import hf_zero_stream
 assert "site-packages" in hf_zero_stream.__file__, hf_zero_stream.__file__
 config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
 BertModel(config).save_pretrained("bert")
-plan = hf_zero_stream.plan("bert", world_size=2, rank=1)
+how = {} if find_spec("deepspeed") else {"distributed_config": {"fsdp_size": 2}}
+plan = hf_zero_stream.plan("bert", world_size=2, rank=1, **how)
 assert plan.load.cost.bytes_read > 0
 plain = AutoModel.from_pretrained("bert")
 with hf_zero_stream.streaming():
@@ -81,6 +81,8 @@ def try_as_stranger(folder: Path) -> None:
     print(run(python, "-c", LOAD, cwd=folder, **QUIET).splitlines()[-1])
     run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "deepspeed", cwd=folder)
     print(run(python, "-c", LOAD, cwd=folder, **QUIET).splitlines()[-1], "without DeepSpeed")
+    run(python.parent / "hf-zero-stream", "plan", "bert", "--fsdp", "2", cwd=folder, **QUIET)
+    assert "No problem found." in run(python.parent / "hf-zero-stream", "doctor", cwd=folder, **QUIET)
     print(run(python, "-m", "pip", "list", "--format", "freeze", cwd=folder), end="")
 
 

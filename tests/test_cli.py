@@ -159,6 +159,7 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["demo", "--nproc", "0"], "nproc"),
         (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
         (["doctor", "--report", "nowhere.json"], "nowhere.json"),
+        (["doctor", "--bundle", "nowhere/bundle.json"], "there is no folder nowhere"),
         (["plan", ".", "--json"], "say --format json"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -38,6 +38,10 @@ class Check(NamedTuple):
     text: str
 
 
+def _bundle(text: str) -> Path:
+    return frame.file_to_write(text, ".json")
+
+
 def run(
     path: Annotated[
         str | None, typer.Argument(metavar="PATH", help="A folder or file whose storage is looked at, and read.")
@@ -50,7 +54,8 @@ def run(
         str | None, typer.Option(metavar="FILE", help="accelerate's config file; default: its own default.")
     ] = None,
     bundle: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write all that an issue needs, without secrets: .json.")
+        Path | None,
+        typer.Option(metavar="FILE", parser=_bundle, help="Write all that an issue needs, without secrets: .json."),
     ] = None,
     report: Annotated[
         dict[str, Any] | None,
@@ -100,7 +105,8 @@ def run(
 
 def _verdict(ops: Mapping[str, bool], problems: int) -> Iterator[str]:
     can, cannot = ([name for name, works in ops.items() if works is wanted] for wanted in (True, False))
-    yield f"DeepSpeed's ops that compile here, or are compiled: {', '.join(can) or 'none'}"
+    if ops:
+        yield f"DeepSpeed's ops that compile here, or are compiled: {', '.join(can) or 'none'}"
     if cannot:
         yield f"and that do not: {', '.join(cannot)}"
     yield f"{count_text(problems, 'problem')} found." if problems else "No problem found."
@@ -123,6 +129,9 @@ def _check_versions() -> Iterator[Check]:
             fits = requirement.specifier.contains(found, prereleases=True)
             text = found if fits else f"{found} is installed, but {requirement} is needed"
         except metadata.PackageNotFoundError:
+            if requirement.name == "deepspeed":
+                yield Check("deepspeed", "note", "not installed: there is no ZeRO, and no plan for it; the rest works")
+                continue
             fits, text = False, f"not installed; {requirement} is needed"
         newest = newer_than_tried(requirement.name, found) if fits else ""
         if newest:
@@ -143,15 +152,16 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
     nccl = "this torch is built without it" if not built else "in this torch" + ("" if found else "; there is no GPU")
     yield Check("NCCL", "ok" if built and found == "cuda" else "no", f"communication between GPUs: {nccl}")
     yield from _check_table()
+    yield from (Check("lock", "problem", advice_on(lock)) for lock in left_locks())
     if find_spec("deepspeed"):
         from ..destinations.deepspeed.zero3 import compatible_ops
 
         ops |= compatible_ops()
-    yield from (Check("lock", "problem", advice_on(lock)) for lock in left_locks())
-    yield _imports("streaming under ZeRO-3", "problem", "destinations.deepspeed.partitioned", "loading.integration")
-    yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
-    for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
-        yield Check(what, "ok" if ops.get(op) else "no", f"DeepSpeed's op {op}")
+        rooms = "destinations.deepspeed.partitioned", "loading.integration"
+        yield _imports("streaming under ZeRO-3", "problem", *rooms)
+        yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
+        for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
+            yield Check(what, "ok" if ops.get(op) else "no", f"DeepSpeed's op {op}")
     uses = {
         "compressed_tensors": "compressed-tensors checkpoints",
         "gguf": "GGUF checkpoints",

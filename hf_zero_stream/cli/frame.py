@@ -46,6 +46,11 @@ def file_to_draw(text: str, *endings: str) -> Path:
     """Parses the name of a file that matplotlib's pictures go to, and of which the ending is one of `endings`."""
     if find_spec("matplotlib") is None:
         raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
+    return file_to_write(text, *endings)
+
+
+def file_to_write(text: str, *endings: str) -> Path:
+    """Parses the name of a file of which the ending is one of `endings`, in a folder that is there."""
     path = Path(text)
     if path.suffix not in endings:
         raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
