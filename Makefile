@@ -27,7 +27,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
 
 .DEFAULT_GOAL := help
-.PHONY: help system venv test test-all nightly peers drift compat sweep fuzz quality style demo docs package bench scale ecosystem gpu azurite clean
+.PHONY: help system venv test test-all nightly peers drift compat sweep fuzz quality style demo docs package stranger bench scale ecosystem gpu azurite clean
 
 help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
@@ -36,7 +36,7 @@ help:
 	@echo "make test-all run all tests: whole matrices, long trials, every command of the documentation"
 	@echo "make peers    run suites of transformers, accelerate and TRL, with and without hf_zero_stream (PEERS_ARGS=mixins)"
 	@echo "make drift    look at the table of what is bent in other versions, and try sets of versions (DRIFT_ARGS=contracts)"
-	@echo "make nightly  run make test-all, make peers and make drift"
+	@echo "make nightly  run make test-all, make peers, make drift and make stranger"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
@@ -45,6 +45,7 @@ help:
 	@echo "make demo     run hf-zero-stream demo: stock and streaming side by side"
 	@echo "make docs     build the documentation as a site, in build/site; broken links fail"
 	@echo "make package  build wheel and sdist, check them, and try the wheel alone in a clean environment"
+	@echo "make stranger paste the commands of README.md, in a clone, with the newest versions that pip brings"
 	@echo "make bench    run the benchmarks"
 	@echo "make scale    load one rank of worlds of up to 1024, for real, from sparse checkpoints"
 	@echo "make ecosystem train with other people's tools and frameworks, each in a venv of its own, with and without us"
@@ -79,7 +80,7 @@ test-all: $(STAMP) $(COMPILED) azurite
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # What is not in make test-all: of peers, a sample is.
-nightly: test-all peers drift
+nightly: test-all peers drift stranger
 
 drift: $(STAMP) $(COMPILED)
 	$(BIN)/python -m tests.drift $(DRIFT_ARGS)
@@ -133,6 +134,9 @@ docs: $(STAMP)
 package: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[package]"
 	$(BIN)/python -m scripts.check_package
+
+stranger: $(STAMP)
+	$(BIN)/python -m scripts.check_package --stranger
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.bench

@@ -9,6 +9,7 @@ from . import errors as errors
 
 
 if TYPE_CHECKING:
+    from .auto import *  # noqa: F403 - its stub names the classes
     from .bindings.streaming import streaming as streaming
     from .loading.dry_load import Forecast as Forecast
     from .loading.dry_load import plan as plan
@@ -47,7 +48,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def _find(name: str) -> Any:
     if name == "__all__":  # with the classes that the installed transformers has
         return __dir__()
     if name in _HOMES:
@@ -58,6 +59,10 @@ def __getattr__(name: str) -> Any:
         if name in STREAMING_CLASSES:
             return STREAMING_CLASSES[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:  # to a type checker, a module with a __getattr__ has every name
+    __getattr__ = _find
 
 
 def __dir__() -> list[str]:

@@ -1,20 +1,16 @@
 """One `Streaming<Name>` for each Auto model class of the installed transformers.
 
-They differ from their parents in one point: `from_pretrained` runs inside `hf_zero_stream.streaming()`.
+They differ from their parents in one point: `from_pretrained` runs inside `hf_zero_stream.streaming()`. Type checkers
+read auto.pyi instead, which names the classes of the newest version that was tried.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.models.auto import modeling_auto
-
-
-if TYPE_CHECKING:
-    # The names are only known at run time; type checkers may take any of them from here.
-    def __getattr__(name: str) -> Any: ...
 
 
 def _target(cls: type, streaming_class: type, parent: type) -> Any:

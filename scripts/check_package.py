@@ -1,11 +1,15 @@
-"""Build the wheel and the sdist, check them, and try the wheel alone: in a new environment, outside the checkout.
+"""Try the package as others get it: in new environments, outside the checkout.
 
-    python -m scripts.check_package
+    python -m scripts.check_package             # builds wheel and sdist, checks them, and tries the wheel alone
+    python -m scripts.check_package --stranger  # a clone, what pip brings today, and what README.md shows, as pasted
 
-The new environment gets the versions in constraints.txt. It runs `hf-zero-stream doctor`, `inspect` and a load.
+The first gets the versions in constraints.txt. It runs `hf-zero-stream doctor`, `inspect` and a load. The second gets
+the newest versions of everything but torch, and loads also without DeepSpeed.
 """
 
+import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,15 +21,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOAD = """\
-import sys
-from pathlib import Path
+from importlib.util import find_spec
 import torch
 from transformers import AutoModel, BertConfig, BertModel
 import hf_zero_stream
 assert "site-packages" in hf_zero_stream.__file__, hf_zero_stream.__file__
 config = BertConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, vocab_size=99)
 BertModel(config).save_pretrained("bert")
-plan = hf_zero_stream.plan("bert", world_size=2, rank=1)
+how = {} if find_spec("deepspeed") else {"distributed_config": {"fsdp_size": 2}}
+plan = hf_zero_stream.plan("bert", world_size=2, rank=1, **how)
 assert plan.load.cost.bytes_read > 0
 plain = AutoModel.from_pretrained("bert")
 with hf_zero_stream.streaming():
@@ -49,14 +53,53 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
+QUIET = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+SHOWN = ("README.md", "docs/index.md")
+NOT_PASTED = ("make ", "hf-zero-stream run ")
+"""`make` has an environment of its own, with our versions; a script to run is the reader's."""
+
+
+def pasted() -> list[str]:
+    """The commands that a reader pastes into a shell, in their order, each once."""
+    text = "\n".join((ROOT / name).read_text() for name in SHOWN)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = dict.fromkeys(line for language, block in blocks if language != "python" for line in block.splitlines())
+    return [line for line in lines if not line.startswith(NOT_PASTED)]
+
+
+def try_as_stranger(folder: Path) -> None:
+    run("git", "clone", "--quiet", ROOT, folder / "clone", cwd=folder)
+    venv.create(folder / "env", with_pip=True)
+    python = folder / "env" / "bin" / "python"
+    (torch,) = re.findall(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    # The one thing that a reader need not type: without it pip brings gigabytes for CUDA, where there is no GPU.
+    run(python, "-m", "pip", "install", "--quiet", torch, cwd=folder)
+    path = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(folder / "env")}
+    for command in pasted():
+        print(f"$ {command}", flush=True)
+        run("bash", "-ec", command, cwd=folder / "clone", **path, **QUIET)
+    print(run(python, "-c", LOAD, cwd=folder, **QUIET).splitlines()[-1])
+    run(python, "-m", "pip", "uninstall", "--quiet", "--yes", "deepspeed", cwd=folder)
+    print(run(python, "-c", LOAD, cwd=folder, **QUIET).splitlines()[-1], "without DeepSpeed")
+    run(python.parent / "hf-zero-stream", "plan", "bert", "--fsdp", "2", cwd=folder, **QUIET)
+    assert "No problem found." in run(python.parent / "hf-zero-stream", "doctor", cwd=folder, **QUIET)
+    print(run(python, "-m", "pip", "list", "--format", "freeze", cwd=folder), end="")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description="Try the package as others get it.")
+    parser.add_argument("--stranger", action="store_true", help="paste what README.md shows")
+    if parser.parse_args().stranger:
+        with tempfile.TemporaryDirectory(prefix="hf_zero_stream-stranger-") as name:
+            try_as_stranger(Path(name))
+        return
     out = ROOT / "dist"
     shutil.rmtree(out, ignore_errors=True)
     run(sys.executable, "-m", "build", "--outdir", out, ROOT, cwd=ROOT)
     (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
     print(run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=ROOT), end="")
     names = zipfile.ZipFile(wheel).namelist()
-    for name in ("py.typed", "site/sitecustomize.py"):
+    for name in ("py.typed", "auto.pyi", "site/sitecustomize.py"):
         assert f"hf_zero_stream/{name}" in names, f"{name} is not in the wheel"
     foreign = {name.split("/")[0] for name in names} - {"hf_zero_stream"}
     assert all(name.endswith(".dist-info") for name in foreign), f"the wheel has more than the package: {foreign}"
@@ -68,12 +111,11 @@ def main() -> None:
         # torch goes first: pinned, so that the rest of the resolution cannot choose another build of it.
         run(python, "-m", "pip", "install", "--quiet", "-c", constraints, "torch", cwd=folder)
         run(python, "-m", "pip", "install", "--quiet", "-c", constraints, wheel, cwd=folder)
-        quiet = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        print(run(python, "-c", LOAD, cwd=folder, **quiet).splitlines()[-1])
+        print(run(python, "-c", LOAD, cwd=folder, **QUIET).splitlines()[-1])
         command = folder / "env" / "bin" / "hf-zero-stream"
-        assert "encoder.layer" in run(command, "inspect", "bert", cwd=folder, **quiet)
-        assert "No problem found." in run(command, "doctor", "bert", cwd=folder, **quiet)
-        assert "usage: " in run(python, "-m", "hf_zero_stream.run", "--help", cwd=folder, **quiet)
+        assert "encoder.layer" in run(command, "inspect", "bert", cwd=folder, **QUIET)
+        assert "No problem found." in run(command, "doctor", "bert", cwd=folder, **QUIET)
+        assert "usage: " in run(python, "-m", "hf_zero_stream.run", "--help", cwd=folder, **QUIET)
     print(f"{wheel.name} and {sdist.name} are as they should be.")
 
 

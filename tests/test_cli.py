@@ -110,6 +110,8 @@ LIGHT = """\
 import sys
 from typer.testing import CliRunner
 from hf_zero_stream.cli import app
+for path in ("/nowhere", "nowhere"):
+    assert CliRunner().invoke(app, ["plan", path, "--world-size", "2"]).exit_code == 1 and "torch" not in sys.modules
 for arguments, absent in ((["--version"], "torch"), (["inspect", PATH, "--no-model"], "transformers"), \\
                           (["verify", PATH], "transformers"), (["inspect", PATH], "deepspeed")):
     assert CliRunner().invoke(app, arguments).exit_code == 0
@@ -156,6 +158,9 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
         (["demo", "--nproc", "0"], "nproc"),
         (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
+        (["doctor", "--report", "nowhere.json"], "nowhere.json"),
+        (["doctor", "--bundle", "nowhere/bundle.json"], "there is no folder nowhere"),
+        (["plan", ".", "--json"], "say --format json"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -4,6 +4,8 @@ import importlib
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +128,42 @@ def test_doctor_finds_a_lock_that_nobody_holds(
 def test_doctor_has_no_nccl_without_a_gpu(no_accelerate: list[str]) -> None:
     found = {check["what"]: check["status"] for check in run_json("doctor", *no_accelerate)["features"]}
     assert (found["accelerator"], found["NCCL"], found["replaced functions"]) == ("no", "no", "ok")
+
+
+def test_versions_are_there_before_anything_heavy_is_imported() -> None:
+    """What follows may take seconds, or end the process: here the first such import does."""
+    code = "import sys\nfrom hf_zero_stream.cli import main\nsys.modules['torch'] = None\nmain()"
+    done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True)
+    assert done.returncode == 1 and "| transformers " in done.stdout and "torch" in done.stderr
+
+
+def test_bundle_has_what_an_issue_needs_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secrets = ["hunter2", "s3cret", "hf_abcdefghijklmnopqrst", "wandbkey"]
+    monkeypatch.setenv("HF_TOKEN", secrets[0])
+    monkeypatch.setenv("HF_ENDPOINT", f"https://me:{secrets[1]}@hub.example/x?sig={secrets[1]}")
+    monkeypatch.setenv("NCCL_DEBUG", secrets[2])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("UNRELATED", "nobody's business")
+    monkeypatch.setenv("HF_HOME", os.path.expanduser("~/hub"))
+    config = {**ds_config(torch.bfloat16), "wandb": {"enabled": False, "api_key": secrets[3]}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "accelerate.yaml").write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    (tmp_path / "report.json").write_text('{"world_size": 2}')
+    options = {name: str(tmp_path / f"{name}.json") for name in ("bundle", "report")}
+    options |= {"ds-config": str(tmp_path / "ds.json"), "accelerate-config": str(tmp_path / "accelerate.yaml")}
+    run("doctor", *(word for name, value in options.items() for word in (f"--{name}", value)))
+    text = (tmp_path / "bundle.json").read_text()
+    found = json.loads(text)
+    assert [secret for secret in [*secrets, "nobody's business"] if secret in text] == []
+    assert found["environment"]["HF_TOKEN"] == found["ds_config"]["wandb"]["api_key"] == "(hidden)"
+    assert found["environment"]["HF_ENDPOINT"] == "https://(hidden)@hub.example/x?(hidden)"
+    assert (found["environment"]["NCCL_SOCKET_IFNAME"], found["environment"]["HF_HOME"]) == ("eth0", "~/hub")
+    assert found["packages"]["transformers"] == transformers.__version__ and found["doctor"]["healthy"] is True
+    assert found["accelerate_config"]["num_processes"] == 8 and found["report"] == {"world_size": 2}
+    assert (
+        found["ds_config"]["zero_optimization"]["stage"] == 3 and found["hf_zero_stream"] and found["machine"]["cpus"]
+    )
+    assert "expected --bundle" in run("doctor", "--report", options["report"], code=2).output
 
 
 def test_doctor_looks_at_settings_in_the_environment(

@@ -185,6 +185,28 @@ def test_what_needs_no_deepspeed_does_not_import_it(zoo_checkpoint: Callable[...
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+WITHOUT_DEEPSPEED = """\
+import sys
+sys.modules["deepspeed"] = None
+from typer.testing import CliRunner
+from hf_zero_stream.cli import app
+planned, refused, healthy = (
+    CliRunner().invoke(app, words) for words in (["plan", PATH, "--fsdp", "2"], ["plan", PATH, "--world-size", "2"], \\
+                                                 ["doctor"])
+)
+assert planned.exit_code == 0, planned.output
+assert refused.exit_code == 1 and "needs DeepSpeed, which is not installed" in refused.output, refused.output
+assert healthy.exit_code == 0 and "ZeRO-3" not in healthy.output, healthy.output
+"""
+
+
+@pytest.mark.slow
+def test_tools_without_deepspeed(zoo_checkpoint: Callable[..., Path]) -> None:
+    code = WITHOUT_DEEPSPEED.replace("PATH", repr(str(zoo_checkpoint("qwen3_moe"))))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # ------------------------------------------------------------------------------------------- whose private surface
 
 PUBLIC = {

@@ -215,9 +215,8 @@ BY_TRL = f"trl sft --accelerate_config {ON_CPU} --config examples/trl/sft.yaml -
 @pytest.mark.parametrize(("command", "loads"), [*zip(ON_A_CPU, (1, 2), strict=True), (BY_TRL + CPU_OPTIONS, 1)])
 @pytest.mark.slow
 def test_trl_streams(command: str, loads: int, tmp_path: Path) -> None:
-    """With what the page makes. Loads and saves stream, of dpo's reference model too; losses are those without."""
-    (script,) = re.findall(r"^```python\n(# Makes.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True)
+    """With what examples/tiny.py makes. Loads and saves stream, of dpo's reference model too; losses are stock's."""
+    run_command("python examples/tiny.py", tmp_path)
     (tmp_path / "own").mkdir()
     if command.startswith("trl"):
         (tmp_path / "own" / "sitecustomize.py").write_text(GLOO)

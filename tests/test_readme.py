@@ -4,25 +4,27 @@ import ast
 import dataclasses
 import re
 import shlex
+import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 import hf_zero_stream
 from hf_zero_stream import errors
 from hf_zero_stream.cli import app
+from scripts.check_package import pasted
 from tests.cluster import ROOT, run_ranks
 from tests.test_examples import EXAMPLES, example_commands
 from tests.zoo import make_moe_checkpoint
 
 
 README = (ROOT / "README.md").read_text()
-PAGES = {
-    name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("index", "use", "settings", "report", "support")
-}
+PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("index", "use", "settings", "support")}
 SHOWN = "\n".join([README, (ROOT / "CONTRIBUTING.md").read_text(), *PAGES.values()])
 HUB_NAME = "Qwen/Qwen3-30B-A3B"
 
@@ -42,7 +44,15 @@ TARGETS = [command.removeprefix("make ") for command in COMMANDS if command.star
 def test_every_command_is_checked_below() -> None:
     assert {"demo", "test"} <= set(TARGETS) and SCRIPTS
     others = set(COMMANDS) - set(SCRIPTS) - {f"make {target}" for target in TARGETS}
-    assert others == {"pip install -e .", PLAN, SUGGEST}
+    assert others == {"pip install .", PLAN, SUGGEST}
+
+
+def test_a_stranger_pastes_them_all() -> None:
+    """`make stranger` does; make has its own environment."""
+    commands = pasted()
+    assert {"pip install .", PLAN, SUGGEST, "hf-zero-stream doctor"} <= set(commands)
+    own = set(COMMANDS) & set(re.findall(r"^.*$", README, re.MULTILINE))
+    assert own <= {*commands, "make demo", "make test"}
 
 
 def test_plan_of_the_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +101,25 @@ def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
 def test_make_targets_exist() -> None:
     rules = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert set(TARGETS) <= set(rules)
+
+
+def test_issues_ask_for_what_doctor_gives() -> None:
+    forms = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").iterdir())]
+    assert all(form["name"] and form["description"] and form["body"] for form in forms)
+    asked = "\n".join(field["attributes"].get("description", "") for form in forms for field in form["body"])
+    (command,) = re.findall(r"`hf-zero-stream (doctor --bundle .*?)`", asked)
+    offered = CliRunner().invoke(app, ["doctor", "--help"]).stdout
+    assert all(option in offered for option in [*re.findall(r"--[\w-]+", command), *re.findall(r"`(--[\w-]+)", asked)])
+
+
+def test_classifiers_are_true() -> None:
+    """Of Python, those that the tests run on; and the package is typed."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = re.findall(r":: Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    assert (
+        f">={versions[0]}" == project["requires-python"] and f"{sys.version_info[0]}.{sys.version_info[1]}" in versions
+    )
+    assert "Typing :: Typed" in project["classifiers"] and (ROOT / "hf_zero_stream" / "py.typed").exists()
 
 
 def test_ci_runs_the_tests() -> None:

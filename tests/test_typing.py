@@ -1,11 +1,16 @@
 """Code of users that calls the public functions passes ``mypy --strict``, with the types that it expects."""
 
+import ast
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from hf_zero_stream.auto import STREAMING_CLASSES
+from hf_zero_stream.saving.arguments import SIGNATURE, SaveArguments
+from tests.cluster import ROOT
 
 
 USES = """\
@@ -31,19 +36,52 @@ def use(model: Any, flag: bool) -> None:
     either: SaveReport | PendingSave = save_state(model, "folder", asynchronous=flag)
     reveal_type(load_state(model, "folder"))
     try:
-        hf_zero_stream.StreamingAutoModel.from_pretrained("folder")
+        loaded = hf_zero_stream.StreamingAutoModel.from_pretrained("folder", dtype="auto")
     except LoadError as error:
         print(error, either)
+    reveal_type(loaded)
+    print(loaded.streaming_report.table(), loaded.config)
 """
+
+MISUSES = """\
+from hf_zero_stream import StreamingAutoModel, StreamingAutoModle, StreamingConfig, save_pretrained
+
+def use(model: object) -> None:
+    save_pretrained(model, "folder", dtyp="float32")
+    save_pretrained(model, "folder", variant=1)
+    StreamingConfig(verify="ful")
+    StreamingAutoModel.from_pretrained(model)
+"""
+
+
+def check(folder: Path, source: str) -> tuple[int, str]:
+    """(exit code, output) of ``mypy --strict`` on a user's script."""
+    pytest.importorskip("mypy")
+    (folder / "uses.py").write_text(source)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "uses.py"]
+    done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout
+
+
+def test_the_stub_names_what_there_is() -> None:
+    stub = ast.parse((ROOT / "hf_zero_stream" / "auto.pyi").read_text())
+    named = {node.name for node in stub.body if isinstance(node, ast.ClassDef)} - {"StreamedModel", "_Streaming"}
+    assert named == set(STREAMING_CLASSES)
+    taken = set(SIGNATURE.parameters) - {"self", "save_directory", "max_shard_size", "kwargs"}
+    assert set(SaveArguments.__annotations__) == taken
 
 
 @pytest.mark.slow
 def test_the_public_surface_is_typed(tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    (tmp_path / "uses.py").write_text(USES)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", tmp_path / "cache", "uses.py"]
-    done = subprocess.run(command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout
-    assert [revealed.split(".")[-1] for revealed in re.findall(r'Revealed type is "([\w.]+)"', done.stdout)] == [
-        *("int", "float", "LoadReport", "SaveReport", "SaveReport", "SaveReport", "Resumed")
+    code, text = check(tmp_path, USES)
+    assert code == 0, text
+    assert [revealed.split(".")[-1] for revealed in re.findall(r'Revealed type is "([\w.]+)"', text)] == [
+        *("int", "float", "LoadReport", "SaveReport", "SaveReport", "SaveReport", "Resumed", "StreamedModel")
     ]
+
+
+@pytest.mark.slow
+def test_misuses_are_errors(tmp_path: Path) -> None:
+    code, text = check(tmp_path, MISUSES)
+    assert code == 1
+    assert [int(line) for line in re.findall(r"^uses.py:(\d+): error", text, re.MULTILINE)] == [1, 4, 5, 6, 7], text

@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from .. import __version__
 from ..errors import HfZeroStreamError
@@ -23,6 +23,13 @@ COMMANDS = {
     for name in ("run", "inspect", "plan", "verify", "convert", "demo", "doctor")
 }
 """Command -> its module, which has the command's function `run` and an `EXAMPLE`."""
+
+
+class _Command(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--json" in args and self.name != "run":  # typer would suggest --revision
+            raise typer.BadParameter("no such option: --json; say --format json")
+        return super().parse_args(ctx, args)
 
 
 class _Group(TyperGroup):
@@ -63,7 +70,7 @@ def _options(
 for _name, _module in COMMANDS.items():
     # What stands behind the command of `run` is that command's, options too.
     _settings = {"allow_interspersed_args": _name != "run"}
-    app.command(_name, epilog=f"Example: {_module.EXAMPLE}", context_settings=_settings)(_module.run)
+    app.command(_name, cls=_Command, epilog=f"Example: {_module.EXAMPLE}", context_settings=_settings)(_module.run)
 
 
 def main() -> None:

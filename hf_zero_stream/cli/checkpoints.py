@@ -119,9 +119,10 @@ def _is_id(path: str) -> bool:
 
 def _is_cached_whole(repository: str, revision: str | None) -> bool:
     """Whether the Hub's cache has all shards; after an inspection it has only the small files."""
-    from ..checkpoint.soundness import shards_of
-
     try:
-        return all(map(os.path.exists, shards_of(cached_folder(repository, revision))[0]))
+        folder = cached_folder(repository, revision)
+        from ..checkpoint.soundness import shards_of  # imports torch, which a misspelt path can do without
+
+        return all(map(os.path.exists, shards_of(folder)[0]))
     except HfZeroStreamError:
         return False

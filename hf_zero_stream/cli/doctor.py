@@ -6,7 +6,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +38,10 @@ class Check(NamedTuple):
     text: str
 
 
+def _bundle(text: str) -> Path:
+    return frame.file_to_write(text, ".json")
+
+
 def run(
     path: Annotated[
         str | None, typer.Argument(metavar="PATH", help="A folder or file whose storage is looked at, and read.")
@@ -49,6 +53,16 @@ def run(
     accelerate_config: Annotated[
         str | None, typer.Option(metavar="FILE", help="accelerate's config file; default: its own default.")
     ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", parser=_bundle, help="Write all that an issue needs, without secrets: .json."),
+    ] = None,
+    report: Annotated[
+        dict[str, Any] | None,
+        typer.Option(
+            metavar="FILE", parser=frame.json_object, help="model.streaming_report.to_json() of a load, for --bundle."
+        ),
+    ] = None,
     form: frame.FormatOption = "table",
 ) -> None:
     """Check versions, DeepSpeed's ops, storage and settings.
@@ -56,41 +70,43 @@ def run(
     Exit code 1 if anything is a problem. With PATH, reads the largest file there to measure the speed, at most 256 MiB
     of it. If PATH is a checkpoint, also looks for faults in it.
     """
-    with frame.quiet():
-        from ..destinations.deepspeed.zero3 import compatible_ops
-
-        ops = compatible_ops()
-        found = {
-            "versions": list(_check_versions()),
-            "features": list(_check_features(ops)),
-            "storage": [] if path is None else list(_check_storage(path)),
-            "checkpoint": [] if path is None else list(_check_checkpoint(Path(path))),
-            "settings": [*_check_environment(), *_check_launcher(accelerate_config)],
-        }
-        if ds_config is not None:
-            found["settings"] += _check_ds_config(ds_config)
+    if report is not None and bundle is None:
+        raise typer.BadParameter("--report: expected --bundle, which it goes into")
+    ops: dict[str, bool] = {}
+    looks: dict[str, tuple[str, Callable[[], Iterable[Check]]]] = {
+        "versions": ("Versions", _check_versions),
+        "features": ("What works here", lambda: _check_features(ops)),
+        "storage": ("Storage", lambda: () if path is None else _check_storage(path)),
+        "checkpoint": ("Checkpoint", lambda: () if path is None else _check_checkpoint(Path(path))),
+        "settings": ("Settings", lambda: _check_settings(accelerate_config, ds_config)),
+    }
+    found: dict[str, list[Check]] = {}
+    for name, (title, look) in looks.items():
+        with frame.quiet():
+            found[name] = list(look())
+        # Versions are there at once; what works takes seconds, or ends the process where a library is broken.
+        if form == "table" and found[name]:
+            frame.show(frame.table((title, "", ""), found[name], left=3), first=name == "versions")
     problems = sum(check.status == "problem" for group in found.values() for check in group)
     data = {
         "healthy": not problems,
         **{name: [check._asdict() for check in group] for name, group in found.items()},
         "ops": ops,
     }
-    frame.emit(data, _blocks(found, ops, problems), form, ok=not problems)
+    if bundle is not None:
+        from .bundle import write_bundle
+
+        path_of_accelerate = accelerate_config or _default_config()
+        write_bundle(bundle, path_of_accelerate, doctor=data, ds_config=ds_config, report=report)
+    if form == "table":
+        print()
+    frame.emit(data, _verdict(ops, problems), form, ok=not problems)
 
 
-def _blocks(found: Mapping[str, list[Check]], ops: Mapping[str, bool], problems: int) -> Iterator[str]:
-    titles = {
-        "versions": "Versions",
-        "features": "What works here",
-        "storage": "Storage",
-        "checkpoint": "Checkpoint",
-        "settings": "Settings",
-    }
-    for name, group in found.items():
-        if group:
-            yield frame.table((titles[name], "", ""), group, left=3)
+def _verdict(ops: Mapping[str, bool], problems: int) -> Iterator[str]:
     can, cannot = ([name for name, works in ops.items() if works is wanted] for wanted in (True, False))
-    yield f"DeepSpeed's ops that compile here, or are compiled: {', '.join(can) or 'none'}"
+    if ops:
+        yield f"DeepSpeed's ops that compile here, or are compiled: {', '.join(can) or 'none'}"
     if cannot:
         yield f"and that do not: {', '.join(cannot)}"
     yield f"{count_text(problems, 'problem')} found." if problems else "No problem found."
@@ -113,6 +129,9 @@ def _check_versions() -> Iterator[Check]:
             fits = requirement.specifier.contains(found, prereleases=True)
             text = found if fits else f"{found} is installed, but {requirement} is needed"
         except metadata.PackageNotFoundError:
+            if requirement.name == "deepspeed":
+                yield Check("deepspeed", "note", "not installed: there is no ZeRO, and no plan for it; the rest works")
+                continue
             fits, text = False, f"not installed; {requirement} is needed"
         newest = newer_than_tried(requirement.name, found) if fits else ""
         if newest:
@@ -120,8 +139,8 @@ def _check_versions() -> Iterator[Check]:
         yield Check(requirement.name, "note" if newest else "ok" if fits else "problem", text)
 
 
-def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
-    """What works with the installed packages and DeepSpeed's `ops`."""
+def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
+    """What works with the installed packages; fills `ops` with DeepSpeed's."""
     import torch
 
     from ..extensions import advice_on, left_locks
@@ -129,14 +148,20 @@ def _check_features(ops: Mapping[str, bool]) -> Iterator[Check]:
 
     found = kind()
     yield Check("accelerator", "ok" if found else "no", found or "none that this process can use: ranks run on CPUs")
-    works = found == "cuda" and torch.distributed.is_nccl_available()
-    yield Check("NCCL", "ok" if works else "no", "communication between GPUs" + ("" if found else ": there are none"))
+    built = torch.distributed.is_nccl_available()
+    nccl = "this torch is built without it" if not built else "in this torch" + ("" if found else "; there is no GPU")
+    yield Check("NCCL", "ok" if built and found == "cuda" else "no", f"communication between GPUs: {nccl}")
     yield from _check_table()
     yield from (Check("lock", "problem", advice_on(lock)) for lock in left_locks())
-    yield _imports("streaming under ZeRO-3", "problem", "destinations.deepspeed.partitioned", "loading.integration")
-    yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
-    for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
-        yield Check(what, "ok" if ops.get(op) else "no", f"DeepSpeed's op {op}")
+    if find_spec("deepspeed"):
+        from ..destinations.deepspeed.zero3 import compatible_ops
+
+        ops |= compatible_ops()
+        rooms = "destinations.deepspeed.partitioned", "loading.integration"
+        yield _imports("streaming under ZeRO-3", "problem", *rooms)
+        yield _imports("expert_parallel (AutoEP)", "no", "destinations.deepspeed.experts")
+        for what, op in (("offload to NVMe", "async_io"), ("Adam on the CPU (offload_optimizer)", "cpu_adam")):
+            yield Check(what, "ok" if ops.get(op) else "no", f"DeepSpeed's op {op}")
     uses = {
         "compressed_tensors": "compressed-tensors checkpoints",
         "gguf": "GGUF checkpoints",
@@ -225,18 +250,23 @@ def _check_checkpoint(folder: Path) -> Iterator[Check]:
         yield Check("files", "ok", "sound, as far as headers and sizes show")
 
 
-def _check_launcher(config_file: str | None) -> Iterator[Check]:
-    """accelerate's config file (default: where `accelerate config` writes it) and what its launcher announces."""
-    if config_file is None:
-        from ..seams.wrappers import accelerate_config_file
-
-        config_file = accelerate_config_file()
-    yield Check("accelerate's config", *_accelerate_config(config_file))
+def _check_settings(accelerate_config: str | None, ds_config: Mapping[str, Any] | None) -> Iterator[Check]:
+    """Variables, accelerate's config file, what its launcher announces, and a DeepSpeed config."""
+    yield from _check_environment()
+    yield Check("accelerate's config", *_accelerate_config(accelerate_config or _default_config()))
     if announces_zero3():
         found = ("ok", "true") if announces_zero3_init() else ("problem", f"not true: {_TURN_INIT_ON}")
         yield Check("ACCELERATE_DEEPSPEED_ZERO3_INIT", *found)
     order = "The DeepSpeed config object (Accelerator(), TrainingArguments) must be made before from_pretrained"
     yield Check("order", "note", f"{order}; streaming() warns at run time if it is not.")
+    if ds_config is not None:
+        yield from _check_ds_config(ds_config)
+
+
+def _default_config() -> str:
+    from ..seams.wrappers import accelerate_config_file
+
+    return accelerate_config_file()
 
 
 def _accelerate_config(path: str) -> tuple[str, str]:

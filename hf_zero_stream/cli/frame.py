@@ -46,6 +46,11 @@ def file_to_draw(text: str, *endings: str) -> Path:
     """Parses the name of a file that matplotlib's pictures go to, and of which the ending is one of `endings`."""
     if find_spec("matplotlib") is None:
         raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
+    return file_to_write(text, *endings)
+
+
+def file_to_write(text: str, *endings: str) -> Path:
+    """Parses the name of a file of which the ending is one of `endings`, in a folder that is there."""
     path = Path(text)
     if path.suffix not in endings:
         raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
@@ -112,18 +117,20 @@ def emit(data: Mapping[str, Any], blocks: Iterable[str], form: Literal["table", 
     if form == "json":
         print(json.dumps(data, indent=2))
     else:
-        width = _terminal_width()
         for number, block in enumerate(blocks):
-            lines = printable(block, "\n").splitlines()
-            # A table has its width already, and a long path or name stays whole.
-            if width:
-                wrap = textwrap.TextWrapper(
-                    width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-                )
-                lines = [line if line[:1] == "|" else wrap.fill(line) for line in lines]
-            print(*([""] if number else []), *lines, sep="\n")
+            show(block, first=not number)
     if not ok:
         raise typer.Exit(1)
+
+
+def show(block: str, *, first: bool) -> None:
+    """Write a block of text, after an empty line unless it is the `first`."""
+    lines, width = printable(block, "\n").splitlines(), _terminal_width()
+    # A table has its width already, and a long path or name stays whole.
+    if width:
+        wrap = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        lines = [line if line[:1] == "|" else wrap.fill(line) for line in lines]
+    print(*([] if first else [""]), *lines, sep="\n", flush=True)
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

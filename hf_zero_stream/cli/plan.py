@@ -198,10 +198,6 @@ def ranks_to_draw(world_size: int, rank: int, most: int = MOST_RANKS) -> list[in
 
 
 def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> Iterator[str]:
-    import torch
-
-    from ..destinations.deepspeed.zero3 import partition_dtype, undecided
-
     plan, footprint = forecast.load, forecast.memory
     if footprint.largest_gather > sum(footprint.partitions.values()):
         yield (
@@ -224,10 +220,16 @@ def _warnings(forecast: Forecast, config: Mapping[str, Any], defaults: bool) -> 
         yield f"Materialised parameters, whose sources are read whole ({reason}): {', '.join(names)}"
     if defaults:
         yield "No --ds-config: ZeRO-3 with DeepSpeed's defaults, no offload, and AdamW are assumed."
+    if not config:
+        return
+    import torch
+
+    from ..destinations.deepspeed.zero3 import partition_dtype, undecided  # FSDP2 needs no DeepSpeed
+
     auto = undecided(config)
     if auto:
         yield f'"{auto[0]}.enabled" is "auto": counted as off; say --dtype {auto[0]} if that is what it becomes.'
-    elif config and partition_dtype(config) == torch.float32:
+    elif partition_dtype(config) == torch.float32:
         yield "Parameters are in fp32, because the DeepSpeed config enables neither bf16 nor fp16."
 
 

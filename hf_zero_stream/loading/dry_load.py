@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..destinations.base import Batch, Destination
 from ..destinations.own_names import adapter_names, without_adapters
 from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError, VersionError
 from ..footprint.memory import MemoryFootprint
 from ..footprint.optimizers import ADAMW_COPIES, AdamW
 from ..planning.plan import LoadPlan
@@ -130,6 +131,11 @@ def plan(
         arguments = {"dtype": "auto" if dtype is None else dtype, **kwargs}
         return _plan_of_shards(path, coordinator, training, arguments, lora)
     refuse_sharding(path, kwargs)
+    if find_spec("deepspeed") is None:
+        raise VersionError(
+            "plan(): a plan for ZeRO-3 needs DeepSpeed, which is not installed. Install it, or plan for FSDP2: "
+            "distributed_config={'fsdp_size': ...}, on the command line --fsdp."
+        )
     from ..destinations.deepspeed.partitioned import Partitioned  # imports deepspeed, which takes seconds
 
     found = {} if ds_config is None else _with_dtype(buildable(ds_config), dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from transformers import PreTrainedModel
@@ -13,6 +13,19 @@ from transformers import PreTrainedModel
 from ..errors import ConfigError, UnsupportedError, UrlError
 from ..settings.config import refuse_settings
 from ..sources.urls import is_url
+
+
+class SaveArguments(TypedDict, total=False):
+    """For type checkers: what the newest version of transformers' ``save_pretrained`` takes besides."""
+
+    distributed_checkpoint: bool
+    is_main_process: bool
+    push_to_hub: bool
+    save_original_format: bool
+    save_peft_format: bool
+    state_dict: Mapping[str, Any] | None
+    token: str | bool | None
+    variant: str | None
 
 
 SIGNATURE = inspect.signature(PreTrainedModel.save_pretrained)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from ..seams.dequantised import forget_quantizer
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs
-from .arguments import SIGNATURE, refuse_unknown, refuse_url
+from .arguments import SIGNATURE, SaveArguments, refuse_unknown, refuse_url
 
 
 def save_pretrained(
@@ -41,7 +41,7 @@ def save_pretrained(
     *,
     max_shard_size: int | str = "5GB",
     dtype: torch.dtype | str | None = None,
-    **kwargs: Any,
+    **kwargs: Unpack[SaveArguments],
 ) -> SaveReport:
     """Save the whole of a model that ranks share, as transformers' ``save_pretrained`` would; nothing is gathered.
 
@@ -72,7 +72,7 @@ def save_pretrained(
     Example:
         >>> hf_zero_stream.save_pretrained(engine, "trained", dtype=torch.float32)
     """
-    call = {"max_shard_size": max_shard_size, "dtype": dtype, **kwargs}
+    call: dict[str, Any] = {"max_shard_size": max_shard_size, "dtype": dtype, **kwargs}
     leader = _leader.get()
     if leader is not None:  # a save_pretrained of the model's own calls this
         return leader.save(model, folder, call)
