@@ -95,6 +95,7 @@ def test_config_engages_zero3(path: Path, launched: Callable[[Path], tuple[Any, 
     assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == offload
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("fsdp2_*.yaml")), ids=lambda path: path.name)
 def test_fsdp2_config_trains(path: Path, folder: Path) -> None:
     """`accelerate launch` with a config of FSDP2, on two processes of a CPU (see ``fsdp2_on_cpu``)."""
