@@ -69,15 +69,14 @@ $(STAMP): pyproject.toml constraints.txt | system
 
 # A test has less time than a compiler may take.
 $(COMPILED): | $(STAMP)
-	-DS_ACCELERATOR=cpu $(BIN)/python -m tests.extensions
-	-$(BIN)/python -m tests.paper_gpu.build
+	-$(BIN)/python -m tests.paper_gpu.build & DS_ACCELERATOR=cpu $(BIN)/python -m tests.extensions; wait
 	touch $@
 
 test: $(STAMP) $(COMPILED)
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not slow" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(STAMP) $(COMPILED) azurite
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # What is not in make test-all: of peers, a sample is.
 nightly: test-all peers drift stranger

@@ -1,14 +1,14 @@
 """Fixtures that every test may use."""
 
+import gc
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import ENVIRONMENT, PAPER_GPUS, ROOT, warm_up
+from tests.cluster import ENVIRONMENT, PAPER_GPUS, run_ranks, warm_up
+from tests.extensions import compile_extension
 
 
 STARTS_RANKS = {"cluster", "compiler", "async_io"}
@@ -23,21 +23,28 @@ import torch  # noqa: E402
 
 from scripts import system_packages  # noqa: E402
 from scripts.system_packages import ASYNC_IO, COMPILER, HEADERS  # noqa: E402
+from tests import sampling  # noqa: E402
 from tests.paper_gpu import build as paper_gpu  # noqa: E402
 from tests.sharded import even_model  # noqa: E402
 from tests.zoo import make_checkpoint  # noqa: E402
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    sampling.is_sample = "not slow" in config.getoption("markexpr")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at the markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark rows of tests that start ranks as slow, so that ``make test`` runs one row and ``make test-all`` all rows.
 
-    The marker ``sample(n)`` leaves n rows, as different as can be: each has a value that no row before it had.
+    The marker ``sample(n)`` leaves n rows, as different as can be: each has a value that no row before it had. Rows
+    that are marked as slow themselves are none of them: so a test says which of its rows are cheap.
     """
     tests: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            if STARTS_RANKS & set(item.fixturenames) or item.get_closest_marker("sample"):
+            is_sampled = STARTS_RANKS & set(item.fixturenames) or item.get_closest_marker("sample")
+            if is_sampled and not item.get_closest_marker("slow"):
                 tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for rows in tests.values():
         random.Random(0).shuffle(rows)  # else the first value of one parameter would meet all values of the others
@@ -51,6 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             else:
                 most -= 1
             occurred |= values
+
+    # These files take longest, and would leave a worker alone at the end.
+    of_paper = {item.path for item in items if isinstance(item, pytest.Function) and "paper_gpus" in item.fixturenames}
+    items.sort(key=lambda item: item.path not in of_paper)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports have made out of every later collection of garbage: that is most of what one looks at."""
+    gc.collect()
+    gc.freeze()
 
 
 def _values(row: pytest.Function) -> set[tuple[Any, ...]]:
@@ -102,13 +119,13 @@ def even_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def async_io(compiler: None) -> None:
     """DeepSpeed's asynchronous I/O, compiled: that may take longer than a test may."""
     skip_if_lacking(ASYNC_IO)
-    subprocess.run([sys.executable, "-m", "tests.extensions", "AsyncIOBuilder"], check=True, timeout=900, cwd=ROOT)
+    run_ranks(1, compile_extension, "AsyncIOBuilder", timeout=900)
 
 
 @pytest.fixture(scope="session")
 def fused_adam(compiler: None) -> None:
     """DeepSpeed's FusedAdam, compiled: that may take longer than a test may."""
-    subprocess.run([sys.executable, "-m", "tests.extensions", "FusedAdamBuilder"], check=True, timeout=900, cwd=ROOT)
+    run_ranks(1, compile_extension, "FusedAdamBuilder", timeout=900)
 
 
 @pytest.fixture(scope="session")

@@ -164,7 +164,7 @@ def run_example(folder: Path, sizes: list[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "finetune_sharded.py"), run_name="__main__")
 
 
-@pytest.mark.parametrize("sizes", [["--fsdp", "2"], ["--tp", "2"]], ids=" ".join)
+@pytest.mark.parametrize("sizes", [["--fsdp", "2"], pytest.param(["--tp", "2"], marks=pytest.mark.slow)], ids=" ".join)
 def test_the_example_trains(paper_gpus: None, tmp_path: Path, sizes: list[str]) -> None:
     even_model("llama").save_pretrained(tmp_path)  # kernels of experts' grouped products are for real GPUs
     run_ranks(2, run_example, tmp_path, sizes, on=replace(PAPER_GPUS, sets_device=True))

@@ -149,7 +149,7 @@ def losses(name: str, folder: Path, dtype: torch.dtype, how: str, adapter: Path 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_training_a_new_adapter(
     cluster: None, zoo_checkpoint: Callable[..., Path], name: str, dtype: torch.dtype
 ) -> None:

@@ -288,7 +288,7 @@ class OwnBar(tqdm):  # type: ignore[type-arg]
     ],
     ids=lambda kwargs: "-".join(f"{name}={value}" for name, value in kwargs.items())[:40],
 )
-@pytest.mark.sample(14)
+@pytest.mark.sample(5)
 def test_changes_nothing(cluster: None, zoo_checkpoint: Checkpoint, kwargs: dict[str, Any]) -> None:
     """For a local folder of safetensors, without a device map, these have no effect in plain loading either."""
     assert_same(run_ranks(2, compare, CAUSAL, zoo_checkpoint("llama"), kwargs, torch.float32, see_config))

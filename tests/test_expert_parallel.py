@@ -223,7 +223,7 @@ def test_transformers_own_means_nothing_under_zero3(cluster: None, checkpoint: C
     assert run_ranks(2, losses_with_transformers_own, folder, "streaming", True) == without
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 @pytest.mark.parametrize("home", ["cpu", "nvme"])
 def test_with_offload(cluster: None, checkpoint: Callable[..., Path], tmp_path: Path, home: str) -> None:
@@ -317,7 +317,7 @@ def test_checkpoints_of_the_engine_are_saved_and_loaded(
     assert restored == continued
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_saved_as_the_model_that_it_was(

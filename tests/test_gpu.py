@@ -56,7 +56,9 @@ def test_table() -> None:
 
 @pytest.mark.usefixtures("paper_gpus")
 class TestOnPaper:
-    @pytest.mark.parametrize("command", COMMANDS)
+    @pytest.mark.parametrize(
+        "command", [each if each == "speed" else pytest.param(each, marks=pytest.mark.slow) for each in COMMANDS]
+    )
     def test_sample(self, tmp_path: Path, command: str) -> None:
         """Two ranks on one GPU first find a way to talk."""
         found = day(tmp_path, command, SAMPLE[command], gpus=1)
@@ -68,6 +70,7 @@ class TestOnPaper:
         found = day(tmp_path, command, "", gpus=2)
         assert [result["step"] for result in found] == [*COMMANDS[command]]
 
+    @pytest.mark.slow
     def test_a_step_that_fails_does_not_end_the_day(self, tmp_path: Path) -> None:
         """It is told what was found, and the next step begins in a new process."""
         with pytest.raises(AssertionError, match="KeyError|TypeError"):

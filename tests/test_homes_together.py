@@ -75,6 +75,7 @@ def second_load_of_stock(folder: Path) -> str:
     return f"loaded {type(model).__name__} twice"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.sample(1)
 def test_teacher_and_student_with_hpz(cluster: None, zoo_checkpoint: Checkpoint, world_size: int) -> None:
@@ -129,7 +130,7 @@ def classify(how: str, folder: Path, zero: dict[str, Any], init: str) -> dict[st
     [(2, {}, "second"), (2, HPZ, "initialize"), (3, OFFLOAD, "initialize"), (4, HPZ, "second")],
     ids=["device", "hpz_2", "offload", "hpz_4"],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_own_model_around_a_streamed_one(
     cluster: None, zoo_checkpoint: Checkpoint, world_size: int, zero: dict[str, Any], init: str
 ) -> None:

@@ -23,10 +23,11 @@ from hf_zero_stream.checkpoint.format import DTYPES, ShardHeader
 from hf_zero_stream.checkpoint.formats import map_of, read_map
 from hf_zero_stream.checkpoint.index_file import parse_index
 from hf_zero_stream.errors import CheckpointError
+from tests.sampling import examples as examples_of
 
 
 # The same examples in every run.
-examples = settings(derandomize=True, database=None, deadline=None, max_examples=400)
+examples = settings(derandomize=True, database=None, deadline=None, max_examples=examples_of(400))
 
 Fields = dict[str, Any]
 
@@ -93,7 +94,7 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 
 
 @given(st.data())
-@settings(examples, max_examples=1000)
+@settings(examples, max_examples=examples_of(1000))
 def test_changed_headers(data: st.DataObject) -> None:
     """Values replaced, added, taken away or copied to elsewhere; keys renamed."""
     fields, data_bytes = data.draw(headers())
@@ -127,7 +128,7 @@ odd_numerals = st.sampled_from(
 
 
 @given(st.data())
-@settings(examples, max_examples=1000)
+@settings(examples, max_examples=examples_of(1000))
 def test_changed_numerals_and_keys(data: st.DataObject) -> None:
     """What no JSON writer writes: numerals in another form, and keys that occur twice."""
     fields, data_bytes = data.draw(headers())
@@ -145,7 +146,7 @@ def test_changed_numerals_and_keys(data: st.DataObject) -> None:
 
 
 @given(st.data())
-@settings(examples, max_examples=1000)
+@settings(examples, max_examples=examples_of(1000))
 def test_changed_bytes(data: st.DataObject) -> None:
     fields, data_bytes = data.draw(headers())
     content = bytearray(whole(data.draw(texts(fields)), data_bytes))

@@ -18,12 +18,13 @@ from hf_zero_stream.checkpoint import index_file
 from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.index_file import check_files, parse_index, read_index_file
 from hf_zero_stream.errors import CheckpointError, ReadError
+from tests.sampling import examples as examples_of
 
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"
 
-examples = settings(derandomize=True, database=None, deadline=None, max_examples=400)
+examples = settings(derandomize=True, database=None, deadline=None, max_examples=examples_of(400))
 
 
 def written(folder: Path, content: Any) -> Path:
@@ -123,7 +124,7 @@ metadatas = st.just({}) | st.dictionaries(st.sampled_from(["dtype", "total_size"
 
 
 @given(st.fixed_dictionaries({"weight_map": maps, "metadata": metadatas}), st.booleans())
-@settings(examples, max_examples=1000)
+@settings(examples, max_examples=examples_of(1000))
 def test_generated_indexes(fields: Any, ascii_only: bool) -> None:
     read_index(json.dumps(fields, ensure_ascii=ascii_only).encode("utf-8", "surrogatepass"))
 

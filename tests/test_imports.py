@@ -116,7 +116,7 @@ with hf_zero_stream.streaming():
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
     assert "deepspeed" not in sys.modules and "hf_zero_stream.state" not in sys.modules
     import deepspeed
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "optimizer": optimizer}
     engine, *_ = deepspeed.initialize(model=model, config=config)
     engine.save_checkpoint(sys.argv[2], tag="first")

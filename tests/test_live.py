@@ -61,7 +61,7 @@ def reload(name: str, first: Path, second: Path, zero: dict[str, Any]) -> list[s
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "t5", "gpt_oss", "qwen3_vl_moe"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_partitions_hold_the_new_values(
     cluster: None,
     checkpoints: Checkpoints,
@@ -121,7 +121,7 @@ def losses_after_reload(first: Path, second: Path, config: dict[str, Any]) -> di
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16_file", "fp32_file"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_training_engine_gets_masters_and_weights(
     cluster: None,
     checkpoints: Checkpoints,

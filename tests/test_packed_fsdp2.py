@@ -16,12 +16,13 @@ from torch import nn
 
 import hf_zero_stream
 from hf_zero_stream.packed.modules import packed_weights
+from tests import sampling
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.fsdp2 import announce, count_lazy, force_fsdp_on_cpu, make_accelerator
 from tests.packed_models import MODELS, Folders
 from tests.packed_training import TARGETS, dequantised, fill_adapters, inputs, packed_names, with_adapters
 from tests.quantised_checkpoints import unquantised
-from tests.test_packed import check_saved, make_folders, tensors_of
+from tests.test_packed import FORMATS, check_saved, make_folders, tensors_of
 
 
 DOUBLE_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -29,7 +30,7 @@ DOUBLE_NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_folders(tmp_path_factory)
+    return make_folders(tmp_path_factory, ("fp8", "nf4 dense") if sampling.is_sample else FORMATS)
 
 
 @pytest.fixture(scope="module")
@@ -431,6 +432,7 @@ def test_replicas(cluster: None, folders: dict[str, Path]) -> None:
         assert torch.equal(packed, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offloads", [False, True])
 def test_accelerate_replicas(cluster: None, folders: dict[str, Path], offloads: bool) -> None:
     for packed, whole in run_ranks(4, train_replicas, folders["fp8"], offloads, timeout=300):

@@ -48,7 +48,7 @@ def losses(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses(cluster: None, folders: Folders, name: str, world_size: int) -> None:

@@ -20,6 +20,7 @@ from tests.paper_gpu.trials import (
     zero_resumed,
     zero_states,
 )
+from tests.sampling import chosen
 
 
 pytestmark = pytest.mark.usefixtures("paper_gpus")
@@ -36,31 +37,43 @@ RESUMED = {"FSDP2": {"fsdp_size": 2, "dp_replicate_size": 2}, "TP": {"fsdp_size"
 """How the same states are sharded over four ranks: HSDP, and both at once."""
 
 
+NAMES = [
+    name if name in ("ZeRO-3, pinned", "FSDP2") else pytest.param(name, marks=pytest.mark.slow)
+    for name in (*ZERO, *SHARDED)
+]
+
+
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("saved")
 
 
 @pytest.fixture(scope="module")
-def at_two(paper_gpus: None, even_checkpoint: Path, target: Path) -> list[dict[str, Any]]:
+def at_two(
+    request: pytest.FixtureRequest, paper_gpus: None, even_checkpoint: Path, target: Path
+) -> list[dict[str, Any]]:
     trials: dict[str, Any] = {
-        name: partial(zero_states, even_checkpoint, *how, target / name) for name, how in ZERO.items()
+        name: partial(zero_states, even_checkpoint, *ZERO[name], target / name) for name in chosen(request, ZERO)
     }
-    trials |= {name: partial(sharded_states, even_checkpoint, how, target / name) for name, how in SHARDED.items()}
+    for name in chosen(request, SHARDED):
+        trials[name] = partial(sharded_states, even_checkpoint, SHARDED[name], target / name)
     return run_ranks(2, in_one_process, trials, on=PAPER_GPUS, timeout=280)
 
 
 @pytest.fixture(scope="module")
-def at_four(even_checkpoint: Path, target: Path, at_two: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def at_four(
+    request: pytest.FixtureRequest, even_checkpoint: Path, target: Path, at_two: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     trials: dict[str, Any] = {
-        name: partial(zero_resumed, even_checkpoint, *how, target / name) for name, how in ZERO.items()
+        name: partial(zero_resumed, even_checkpoint, *ZERO[name], target / name) for name in chosen(request, ZERO)
     }
-    trials |= {name: partial(sharded_resumed, even_checkpoint, how, target / name) for name, how in RESUMED.items()}
+    for name in chosen(request, RESUMED):
+        trials[name] = partial(sharded_resumed, even_checkpoint, RESUMED[name], target / name)
     machine = replace(PAPER_GPUS, sets_device=True)
     return run_ranks(4, in_one_process, trials, on=machine, timeout=280)
 
 
-@pytest.mark.parametrize("name", [*ZERO, *SHARDED])
+@pytest.mark.parametrize("name", NAMES)
 def test_saves(at_two: list[dict[str, Any]], even_checkpoint: Path, target: Path, name: str) -> None:
     """In the background while training goes on; what is loaded again goes on as if nothing had been."""
     for rank in outcome(at_two, name):
@@ -75,7 +88,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
 
 
-@pytest.mark.parametrize("name", [*ZERO, *SHARDED])
+@pytest.mark.parametrize("name", NAMES)
 def test_resumes_at_four_ranks(at_two: list[dict[str, Any]], at_four: list[dict[str, Any]], name: str) -> None:
     expected = outcome(at_two, name)[0]["going on"]
     for losses in outcome(at_four, name):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tests.cluster import PAPER_GPUS, run_ranks
 from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_process, outcome, zero
+from tests.sampling import chosen
 
 
 pytestmark = pytest.mark.usefixtures("paper_gpus")
@@ -40,7 +42,28 @@ SHARDED: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "EP": ({"fsdp_size": 2, "ep_size": 2}, {}),
     "TP and EP": ({"tp_size": 2, "ep_size": 2}, {}),
 }
+NO_STOCK = "TP and EP"
+"""Stock's values are others there."""
+
 ACCELERATE = {"accelerate": False, "accelerate, on the host": True}
+
+IN_MAKE_TEST = {"ZeRO-3", "ZeRO-3, pinned parameters", f"stage 2{NO_ROOM}"}
+IN_MAKE_TEST |= {"FSDP2, verify", "TP and EP", "accelerate, on the host"}
+
+
+def rows(names: Iterable[str]) -> list[Any]:
+    """For ``parametrize``. A trial costs seconds of all ranks, and the others differ less from these."""
+    return [name if name in IN_MAKE_TEST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+def stock_of_zero(name: str) -> tuple[int, dict[str, Any]]:
+    """The stage and what `zero_optimization` has beside it, where stock trains as `name` must."""
+    stage, variation, _ = ZERO[name]
+    return 3 if stage == 3 else 2, {key: value for key, value in variation.items() if "offload" in key}
+
+
+def stock_of_sharded(name: str) -> str:
+    return f"stock {name.partition(', verify')[0].partition(', rank')[0]}"
 
 
 def without_room(*arguments: Any) -> dict[str, Any]:
@@ -52,27 +75,26 @@ def without_room(*arguments: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def of_zero(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
+def of_zero(request: pytest.FixtureRequest, paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
     """Nobody sets the current device: with DeepSpeed alone, nobody does before a model is loaded."""
-    trials: dict[str, Any] = {
-        name: partial(without_room if NO_ROOM in name else zero, even_checkpoint, *how) for name, how in ZERO.items()
-    }
-    for stage, variation in ((3, {}), (3, {"offload_param": PINNED}), (3, {"offload_optimizer": PINNED}), (2, {})):
-        trials[f"stock {stage} {variation}"] = partial(zero, even_checkpoint, stage, variation, None)
+    trials: dict[str, Any] = {}
+    for name in chosen(request, ZERO):
+        trials[name] = partial(without_room if NO_ROOM in name else zero, even_checkpoint, *ZERO[name])
+        stock = stock_of_zero(name)
+        trials[f"stock {stock}"] = partial(zero, even_checkpoint, *stock, None)
     return run_ranks(2, in_one_process, trials, on=PAPER_GPUS, timeout=280)
 
 
-@pytest.mark.parametrize("name", ZERO)
+@pytest.mark.parametrize("name", rows(ZERO))
 def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
-    stage, variation, _ = ZERO[name]
     found = outcome(of_zero, name)
     assert [rank["differences"] + rank["loaded into"] for rank in found] == [[], []]
-    stock_variation = {key: value for key, value in variation.items() if "offload" in key}
-    stock = outcome(of_zero, f"stock {3 if stage == 3 else 2} {stock_variation}")
+    stock = outcome(of_zero, f"stock {stock_of_zero(name)}")
     assert [rank["losses"] for rank in found] == [rank["losses"] for rank in stock]
     assert len(set(found[0]["losses"])) == 3, "steps must change the loss"
 
 
+@pytest.mark.slow
 def test_zero_with_a_group_for_each_kind_of_device(of_zero: list[dict[str, Any]], even_checkpoint: Path) -> None:
     """As under NCCL alone, also if somebody has set the current device."""
     trials: dict[str, Any] = {
@@ -84,20 +106,25 @@ def test_zero_with_a_group_for_each_kind_of_device(of_zero: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def of_sharded(paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
+def of_sharded(request: pytest.FixtureRequest, paper_gpus: None, even_checkpoint: Path) -> list[dict[str, Any]]:
     sharded, accelerate = partial(by_transformers, even_checkpoint), partial(by_accelerate, even_checkpoint)
-    trials: dict[str, Any] = {name: partial(sharded, *how) for name, how in SHARDED.items()}
-    trials |= {f"stock {name}": partial(sharded, SHARDED[name][0], None) for name in ("FSDP2", "TP", "EP")}
-    trials |= {name: partial(accelerate, offload, {}) for name, offload in ACCELERATE.items()}
-    trials |= {f"stock {name}": partial(accelerate, offload, None) for name, offload in ACCELERATE.items()}
+    trials: dict[str, Any] = {}
+    for name in chosen(request, SHARDED):
+        trials[name] = partial(sharded, *SHARDED[name])
+        if name != NO_STOCK:
+            trials[stock_of_sharded(name)] = partial(sharded, SHARDED[name][0], None)
+    for name in chosen(request, ACCELERATE):
+        trials[name] = partial(accelerate, ACCELERATE[name], {})
+        trials[stock_of_sharded(name)] = partial(accelerate, ACCELERATE[name], None)
     return run_ranks(2, in_one_process, trials, on=BOTH_GROUPS, timeout=280)
 
 
-@pytest.mark.parametrize("name", [*SHARDED, *ACCELERATE])
+@pytest.mark.parametrize("name", rows([*SHARDED, *ACCELERATE]))
 def test_sharded(of_sharded: list[dict[str, Any]], name: str) -> None:
-    check_sharded(of_sharded, name, stock=name != "TP and EP")  # stock's values are others there
+    check_sharded(of_sharded, name, stock=name != NO_STOCK)
 
 
+@pytest.mark.slow
 def test_four_ranks(even_checkpoint: Path) -> None:
     hsdp = partial(by_transformers, even_checkpoint, {"fsdp_size": 2, "dp_replicate_size": 2})
     trials: dict[str, Any] = {"HSDP": partial(hsdp, {}), "stock HSDP": partial(hsdp, None)}
@@ -109,5 +136,5 @@ def check_sharded(results: list[dict[str, Any]], name: str, stock: bool = True) 
     assert [rank["differences"] + rank["loaded into"] for rank in found] == [[]] * len(found)
     assert len(set(found[0]["losses"])) == 3, "steps must change the loss"
     if stock:
-        expected = outcome(results, f"stock {name.partition(', verify')[0].partition(', rank')[0]}")
+        expected = outcome(results, stock_of_sharded(name))
         assert [rank["losses"] for rank in found] == [rank["losses"] for rank in expected]

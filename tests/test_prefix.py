@@ -134,12 +134,19 @@ print(scope.active_configs(), "hf_zero_stream.loading.entrance" in sys.modules)
 """
 
 
-def test_a_process_without_ranks_is_left_alone(tmp_path: Path) -> None:
-    """And so is one that is told to be, even if it is a rank."""
+@pytest.fixture
+def alone(tmp_path: Path) -> list[str]:
     make_moe_checkpoint(tmp_path / "tiny-moe", 0.001 * 1e9, num_layers=1, num_experts=2)
-    command = (*PREFIX, "python", "-c", ALONE, f"{tmp_path}/tiny-moe")
-    assert result(*command)[1] == "False True\n() False\n"
-    switched_off = (*PREFIX, "env", "HF_ZERO_STREAM_RUN=0", *command[2:])
+    return ["python", "-c", ALONE, f"{tmp_path}/tiny-moe"]
+
+
+def test_a_process_without_ranks_is_left_alone(alone: list[str]) -> None:
+    assert result(*PREFIX, *alone)[1] == "False True\n() False\n"
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_told_to_be_is_left_alone(alone: list[str]) -> None:
+    switched_off = (*PREFIX, "env", "HF_ZERO_STREAM_RUN=0", *alone)
     assert result(*switched_off, LOCAL_RANK="0", RANK="0")[1] == "False False\n() False\n"
 
 
@@ -186,7 +193,9 @@ LAUNCHERS = {
 
 
 @pytest.mark.usefixtures("compiler")
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    "launcher", [each if each == "accelerate" else pytest.param(each, marks=pytest.mark.slow) for each in LAUNCHERS]
+)
 def test_ranks_of_any_launcher_stream(launcher: str, tmp_path: Path) -> None:
     """The script has no word of ours, and `mp.spawn` tells a rank its number when transformers is imported already."""
     make_moe_checkpoint(tmp_path / "tiny-moe", 0.001 * 1e9, num_layers=1, num_experts=2)

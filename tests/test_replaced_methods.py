@@ -150,7 +150,7 @@ def save_gathered(self: Any, output_dir: Any = None, _internal_call: bool = Fals
 
 
 @pytest.mark.parametrize("where", ["accelerator", "_save", "class"])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_of_a_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, where: str) -> None:
     checkpoint = zoo_checkpoint("llama")
     for how in ("stock", "ours"):

@@ -31,7 +31,7 @@ def stock(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize(("world_size", "write_from"), [(1, "all"), (2, "all"), (3, "all"), (4, "all"), (3, "rank0")])
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_every_architecture(
     cluster: None,
     zoo_checkpoint: Callable[..., Path],
@@ -124,7 +124,7 @@ OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "
     ],
     ids=["zero3", "offload_frozen", "hpz", "stage2", "stage1_frozen", "stage0"],
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_after_training(
     cluster: None,
     zoo_checkpoint: Callable[..., Path],

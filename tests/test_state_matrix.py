@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import sampling
 from tests.changed_models import CHANGES, by_trainer, is_in_bf16, resume_changed, save_changed
 from tests.cluster import run_ranks
 from tests.quantised_checkpoints import dense_fp8
@@ -30,7 +31,8 @@ ROWS = [
 
 def changes_in(home: str) -> list[str]:
     """DeepSpeed itself cannot train compiled blocks at stage 3: ``'dict' object has no attribute '_in_forward'``."""
-    return [change for change in CHANGES if home != "zero3" or change not in COMPILED]
+    found = [change for change in CHANGES if home != "zero3" or change not in COMPILED]
+    return found[::2] if sampling.is_sample else found
 
 
 def tolerance(home: str, change: str) -> float:

@@ -102,7 +102,7 @@ def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool) -> 
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("adapts", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("home", ["zero3", "fsdp2"])
 def test_grpo(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, home: str, adapts: bool) -> None:

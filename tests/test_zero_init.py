@@ -79,7 +79,7 @@ def load_inside(
     ],
     ids=["config", "offload", "without_config", "remote_device", "nested", "disabled_inside"],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 def test_an_open_init_is_zero3(
     cluster: None, zoo_checkpoint: Checkpoint, inits: list[dict[str, Any]], trains_by: dict[str, Any]
 ) -> None:
@@ -118,6 +118,7 @@ def load_to_swap_files(how: str, checkpoint: Path, config: dict[str, Any]) -> tu
     return three_losses(engine, ZOO["qwen3_moe"].inputs), swapped
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_swap_files(cluster: None, tmp_path: Path) -> None:
     checkpoint = make_moe_checkpoint(tmp_path / "moe", 2e7, num_layers=2, num_experts=16)
