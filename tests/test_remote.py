@@ -23,9 +23,9 @@ import transformers
 from safetensors.torch import save_file
 
 import hf_zero_stream
-from hf_zero_stream.cli.checkpoints import place_of
 from hf_zero_stream.config import StreamingConfig
 from hf_zero_stream.engine.opened import OpenCheckpoint
+from hf_zero_stream.engine.places import place_of
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError, UrlError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.sources.answers import Answers, answers_once
