@@ -40,7 +40,8 @@ class EngineServer:
                 self._answer(None)
 
             def do_POST(self) -> None:
-                self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self._answer(json.loads(data) if data else None)
 
             def _answer(self, body: Any) -> None:
                 path = self.path.removeprefix("/")
@@ -104,12 +105,15 @@ class VLLMServer(EngineServer):
             case "v1/models":
                 return {"data": [{"id": "served", "root": self.checkpoint}]}
             case "server_info?config_format=json":
-                return {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}}}
+                model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"}
+                return {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}, "model_config": model}}
+            case "v1/completions":
+                return {"choices": [completion(ids, n) for ids in body["prompt"] for n in range(body["n"])]}
             case "get_world_size":
                 return {"world_size": 1}
             case "init_weight_transfer_engine":
                 info = body["init_info"]
-                self._limit = info["packed_buffer_size_bytes"] if info["packed"] else 0
+                self._limit = info.get("packed_buffer_size_bytes", 2**30) if info["packed"] else 0
                 store = dist.TCPStore(
                     info["master_address"], info["master_port"], info["world_size"], False, timeout=TIMEOUT
                 )
@@ -137,6 +141,14 @@ class VLLMServer(EngineServer):
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group[1].broadcast([packed], options).wait()
+
+
+def completion(prompt: list[int], number: int) -> dict[str, Any]:
+    """What vLLM says of a completion, of ids that TRL asks for; each of a prompt is another."""
+    ids = [token + number % 2 for token in (4, 5, 6)]
+    tokens = [f"token_id:{each}" for each in ids]
+    logprobs = {"tokens": tokens, "token_logprobs": [-1.0] * 3, "top_logprobs": [{each: -1.0} for each in tokens]}
+    return {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": logprobs}
 
 
 class SGLangServer(EngineServer):

@@ -57,8 +57,8 @@ def checksums(url: str) -> dict[str, str]:
 
 
 def generated(url: str) -> list[int]:
-    body = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "return_token_ids": True}
-    body["model"] = ask(url, "v1/models")["data"][0]["id"]
+    body = {"prompt": [5, 6, 7, 8], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    body |= {"return_token_ids": True, "model": ask(url, "v1/models")["data"][0]["id"]}
     tokens: list[int] = ask(url, "v1/completions", body)["choices"][0]["token_ids"]
     return tokens
 
@@ -118,7 +118,7 @@ def train_and_send(checkpoint: Path, home: str, url: str, saved: Path) -> list[s
     for step in range(2):
         with torch.no_grad():
             for param in model.parameters():
-                (param.ds_tensor if home == "zero3" else param.to_local()).mul_(1.5 + step)
+                (param.ds_tensor.mul_(1.5 + step) if home == "zero3" else param.to_local().mul_(3 + step))
         sender.send()
         versions.append(ask(url, "weight_info")["weight_version"])
     hf_zero_stream.save_pretrained(model, saved)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import vllm_stand_in
-from tests.cluster import run_ranks
+from examples.vllm_on_cpu import stand_in
+from tests.cluster import free_port, run_ranks, run_ranks_expecting_errors
+from tests.engine_servers import VLLMServer
 from tests.fsdp2 import announce, force_fsdp_on_cpu
 from tests.streams import counted_gathers, differing
 from tests.test_trl import ON_A_CPU, make_tokenizer
@@ -26,13 +27,12 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(number % 2) for number, _ in enumerate(completions)]
 
 
-def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool) -> dict[str, Any]:
-    """Three steps with a sync before each; on rank 0 what the server got."""
+def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool, url: str) -> dict[str, Any]:
+    """Three steps with a sync before each."""
     from contextlib import nullcontext
 
-    vllm_stand_in.install(output / "stand-in")
+    stand_in(output / f"rank {dist.get_rank()}")
     import peft
-    import trl.generation.vllm_generation as generation
     from accelerate import PartialState
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
@@ -40,7 +40,6 @@ def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool) -> 
 
     import hf_zero_stream
 
-    generation.VLLMClient = vllm_stand_in.recorder([3], [4, 5, 6])
     options: dict[str, Any] = {}
     if home == "zero3":
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -61,6 +60,8 @@ def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool) -> 
         output_dir=str(output / "out"),
         use_vllm=True,
         vllm_mode="server",
+        vllm_server_base_url=url,
+        vllm_group_port=free_port(),
         max_completion_length=4,
         num_generations=2,
         max_steps=STEPS,
@@ -93,28 +94,65 @@ def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool) -> 
         own.sync_weights = counted_sync
         trainer.train()
     losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
-    client = own.vllm_client if dist.get_rank() == 0 else None
-    return {
-        "losses": losses,
-        "gathers": len(gathers),
-        "syncs": [] if client is None else client.syncs,
-        "calls": [] if client is None else client.calls,
-    }
+    return {"losses": losses, "gathers": len(gathers)}
+
+
+CALLS = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., VLLMServer]]:
+    servers: list[VLLMServer] = []
+
+    def start(*args: Any) -> VLLMServer:
+        servers.append(VLLMServer(*args))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("adapts", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("home", ["zero3", "fsdp2"])
-def test_grpo(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, home: str, adapts: bool) -> None:
+def test_grpo(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    started: Callable[..., VLLMServer],
+    tmp_path: Path,
+    home: str,
+    adapts: bool,
+) -> None:
     folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "model")
     make_tokenizer(folder)
-    ours, *others = run_ranks(2, train, folder, tmp_path / "ours", home, True, adapts)
-    stock, *_ = run_ranks(2, train, folder, tmp_path / "stock", home, False, adapts)
-    assert len(ours["syncs"]) == len(stock["syncs"]) == STEPS
-    for mine, theirs in zip(ours["syncs"], stock["syncs"], strict=True):
+    ours, stock = started(str(folder)), started(str(folder))
+    streamed, *others = run_ranks(2, train, folder, tmp_path / "ours", home, True, adapts, ours.url)
+    plain, *_ = run_ranks(2, train, folder, tmp_path / "stock", home, False, adapts, stock.url)
+    assert len(ours.updates) == len(stock.updates) == STEPS
+    for mine, theirs in zip(ours.updates, stock.updates, strict=True):
         assert differing(mine, theirs) == []
-    assert differing(*ours["syncs"][:2]), "the steps change the weights"
-    assert ours["losses"] == stock["losses"] and len(ours["losses"]) == STEPS
-    assert ours["gathers"] == others[0]["gathers"] == 0 < stock["gathers"]
-    calls = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]
-    assert ours["calls"] == stock["calls"] == calls * STEPS
+    assert differing(*ours.updates[:2]), "the steps change the weights"
+    assert streamed["losses"] == plain["losses"] and len(plain["losses"]) == STEPS
+    assert streamed["gathers"] == others[0]["gathers"] == 0 < plain["gathers"]
+    for server in (ours, stock):
+        assert [path for path in server.paths if path in CALLS] == CALLS * STEPS
+
+
+@pytest.mark.parametrize("route", CALLS[:3])
+def test_no_call_is_made_again(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    started: Callable[..., VLLMServer],
+    tmp_path: Path,
+    route: str,
+) -> None:
+    """TRL's session would make it again after an error: the server would wait for bytes that nobody sends."""
+    folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "model")
+    make_tokenizer(folder)
+    server = started(str(folder), {route: lambda: (500, {"error": "out of memory"})})
+    args = folder, tmp_path / "out", "zero3", True, False, server.url
+    for outcome in run_ranks_expecting_errors(2, train, *args):
+        assert outcome.error_type == "StreamError", outcome.traceback
+        assert f"{route} answered 500" in str(outcome.error_message)
+    assert server.paths.count(route) == 1

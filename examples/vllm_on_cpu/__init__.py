@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -66,7 +67,7 @@ def broadcast_packed(
 
 
 def stand_in(folder: Path) -> None:
-    """Make ``import vllm`` work in this process, for TRL, before TRL is imported. `folder` is for files."""
+    """Make TRL's client work in this process, without vLLM and CUDA; before TRL is imported. `folder` is for files."""
     _distribution(folder, "vllm", VERSION, {"RECORD": "vllm/__init__.py,,\n"})
     (folder / "vllm").mkdir(exist_ok=True)
     (folder / "vllm" / "__init__.py").write_text("")
@@ -85,6 +86,21 @@ def stand_in(folder: Path) -> None:
         module.__path__ = [str(folder / "vllm")]
         module.__spec__ = SimpleNamespace(name=name, submodule_search_locations=module.__path__)
         vars(module).update(contents)
+
+    from trl.generation.vllm_client import VLLMClient
+
+    VLLMClient.init_communicator = _init_communicator
+
+
+def _init_communicator(self: Any, device: Any = 0) -> None:
+    """TRL's, without its check that the device is one of CUDA."""
+    info = {"master_address": "127.0.0.1", "master_port": self.group_port, "rank_offset": 1, "packed": True}
+    info["world_size"] = self.get_world_size() + 1
+    with ThreadPoolExecutor(max_workers=1) as threads:  # the server waits in the group for this process
+        url = f"{self.base_url}/init_weight_transfer_engine"
+        told = threads.submit(self._post, url, json={"init_info": info})
+        self.communicator = join(info)
+        told.result()
 
 
 def _distribution(folder: Path, name: str, version: str, files: dict[str, str]) -> None:

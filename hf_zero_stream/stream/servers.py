@@ -90,6 +90,13 @@ class Server:
             self._calls.wait(self._sent, self._announced)
         self._sent = None
 
+    def _finish_update(self) -> None:
+        """Wait until all that was announced has been loaded."""
+        self._wait_for_bytes()
+        if self._announced is not None:
+            self._calls.wait(self._announced)
+        self._announced = None
+
     def _own_place(self, address: str | None, port: int | None) -> dict[str, Any]:
         return {"master_address": address or self._calls.own_address(), "master_port": port or _free_port()}
 
@@ -132,9 +139,7 @@ class VLLM(Server):
         self._broadcast(bucket.packed)
 
     def end(self, version: str) -> None:
-        self._wait_for_bytes()
-        assert self._announced is not None
-        self._calls.wait(self._announced)
+        self._finish_update()
         self._calls.post("finish_weight_update", {"weight_version": version})
         self._calls.post("reset_prefix_cache")
         self._calls.post("resume")
@@ -179,12 +184,11 @@ class SGLang(Server):
         self._calls.post("begin_weight_update")
 
     def send(self, bucket: Bucket) -> None:
-        self._finish_bucket()
-        tensors = [StreamedTensor(name, tensor.dtype, tuple(tensor.shape), ()) for name, tensor in bucket]
+        self._finish_update()
         self._announced = self._calls.posting(
             "update_weights_from_distributed",
             {
-                **described(tensors, "dtypes"),
+                **described(tensors_of(bucket), "dtypes"),
                 "group_name": SERVER_GROUP,
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
@@ -194,16 +198,10 @@ class SGLang(Server):
         self._broadcast(bucket.packed)
 
     def end(self, version: str) -> None:
-        self._finish_bucket()
+        self._finish_update()
         self._calls.post("end_weight_update")
         self._calls.post("flush_cache")
         self._calls.post("continue_generation")
-
-    def _finish_bucket(self) -> None:
-        self._wait_for_bytes()
-        if self._announced is not None:
-            self._calls.wait(self._announced)
-        self._announced = None
 
     def _join_by_nccl(self, info: dict[str, Any]) -> Any:
         return TorchGroup(info, info["backend"])
@@ -232,6 +230,10 @@ class TorchGroup:
 
     def destroy(self) -> None:
         self._group.abort()
+
+
+def tensors_of(bucket: Bucket) -> list[StreamedTensor]:
+    return [StreamedTensor(name, tensor.dtype, tuple(tensor.shape), ()) for name, tensor in bucket]
 
 
 def described(tensors: Sequence[StreamedTensor], dtypes: str) -> dict[str, Any]:
