@@ -103,7 +103,7 @@ class VLLMServer(EngineServer):
     def answer(self, path: str, body: Any) -> Any:
         match path:
             case "v1/models":
-                return {"data": [{"id": "served", "root": self.checkpoint}]}
+                return {"data": [{"id": "served", "root": self.checkpoint, "max_model_len": 256}]}
             case "server_info?config_format=json":
                 model = {"logprobs_mode": "processed_logprobs", "dtype": "torch.float32"}
                 return {"vllm_config": {"weight_transfer_config": {"backend": "gloo"}, "model_config": model}}

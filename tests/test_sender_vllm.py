@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -28,6 +29,7 @@ from tests.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.live_sharded import fully_sharded
 from tests.loading import load_with
 from tests.parity import ds_config
+from tests.test_stream_trl import CALLS, STEPS, train
 from tests.test_trl import make_tokenizer
 
 
@@ -174,6 +176,25 @@ def test_another_model(cluster: None, server: Served, tmp_path: Path) -> None:
     assert "model.layers.2.input_layernorm.weight: the checkpoint has no such tensor" in mine
     assert checksums(server.url) == before and ask(server.url, "weight_info") == version
     assert len(generated(server.url)) == 6
+
+
+@pytest.mark.parametrize("home", ["zero3", "fsdp2"])
+def test_grpo(cluster: None, server: Served, checkpoint: Path, folder: Path, tmp_path: Path, home: str) -> None:
+    """TRL's GRPOTrainer: after each sync the server has what it has after one of TRL's own, by as many calls."""
+    log = folder / "server" / "vllm.log"
+    found, calls = [], []
+    for name, streams in (("ours", True), ("stock", False)):
+        before = log.read_text().count("\n")
+        args = checkpoint, tmp_path / name, home, streams, False, server.url, checksums
+        found.append(run_ranks(WORLD, train, *args, timeout=600)[0])
+        routes = re.findall(r'"POST /(\w+) HTTP/1.1" (\d+)', "\n".join(log.read_text().splitlines()[before:]))
+        calls.append([each for each in routes if each[0] in CALLS])
+    ours, stock = found
+    assert ours["seen"] == stock["seen"] and len(ours["seen"]) == STEPS
+    assert ours["seen"][0] != ours["seen"][-1]
+    assert ours["losses"] == stock["losses"] and len(ours["losses"]) == STEPS
+    assert calls == [[(call, "200") for call in CALLS] * STEPS] * 2
+    assert ours["gathers"] == 0 < stock["gathers"]
 
 
 def send_and_kill(checkpoint: Path, url: str, victim: int | None, process_group: int) -> float:

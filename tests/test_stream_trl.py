@@ -27,8 +27,16 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(number % 2) for number, _ in enumerate(completions)]
 
 
-def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool, url: str) -> dict[str, Any]:
-    """Three steps with a sync before each."""
+def train(
+    folder: Path,
+    output: Path,
+    home: str,
+    stream: bool,
+    adapts: bool,
+    url: str,
+    look: Callable[[str], Any] | None = None,
+) -> dict[str, Any]:
+    """Three steps with a sync before each. `seen`: what `look` finds at the server after each, on rank 0."""
     from contextlib import nullcontext
 
     stand_in(output / f"rank {dist.get_rank()}")
@@ -69,6 +77,7 @@ def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool, url
         gradient_accumulation_steps=1,
         learning_rate=1e-2,
         gradient_checkpointing=False,
+        generation_kwargs={"seed": 1},
         **ON_A_CPU,
         **options,
     )
@@ -84,17 +93,20 @@ def train(folder: Path, output: Path, home: str, stream: bool, adapts: bool, url
             peft_config=peft.LoraConfig(r=3, target_modules=["q_proj"]) if adapts else None,
         )
         gathers: list[str] = []
+        seen: list[Any] = []
         own, sync = trainer.vllm_generation, trainer.vllm_generation.sync_weights
 
         def counted_sync() -> None:
             with counted_gathers() as noted:
                 sync()
             gathers.extend(noted)
+            if look is not None and dist.get_rank() == 0:
+                seen.append(look(url))
 
         own.sync_weights = counted_sync
         trainer.train()
     losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
-    return {"losses": losses, "gathers": len(gathers)}
+    return {"losses": losses, "gathers": len(gathers), "seen": seen}
 
 
 CALLS = ["start_weight_update", "update_weights", "finish_weight_update", "reset_prefix_cache"]

@@ -7,6 +7,7 @@ rank 0. `join` is the trainer's end. On GPUs none of this is needed.
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -76,7 +77,7 @@ def stand_in(folder: Path) -> None:
         "vllm": {"LLM": object, "RequestOutput": object, "SamplingParams": object},
         "vllm.sampling_params": {"StructuredOutputsParams": object},
         "vllm.utils": {},
-        "vllm.utils.network_utils": {"get_ip": lambda: "127.0.0.1"},
+        "vllm.utils.network_utils": {"get_ip": lambda: "127.0.0.1", "get_open_port": free_port},
         "vllm.distributed": {},
         "vllm.distributed.weight_transfer": {},
         "vllm.distributed.weight_transfer.nccl_common": {"trainer_init": join},
@@ -101,6 +102,12 @@ def _init_communicator(self: Any, device: Any = 0) -> None:
         told = threads.submit(self._post, url, json={"init_info": info})
         self.communicator = join(info)
         told.result()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 def _distribution(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
