@@ -80,3 +80,7 @@ def versions_in(venv: Path, packages: Sequence[str]) -> str:
     code = f"from importlib.metadata import version; print(', '.join(f'{{p}} {{version(p)}}' for p in {packages!r}))"
     found = subprocess.run([str(venv / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True)
     return found.stdout.strip()
+
+
+if __name__ == "__main__":
+    print(vllm_on_cpu())
