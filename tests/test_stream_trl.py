@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,6 +25,11 @@ from tests.test_trl import ON_A_CPU, make_tokenizer
 STEPS = 3
 
 
+def no_accelerator(check_available: bool = False) -> torch.device | None:
+    """For a trainer of TRL's that asks for the kind of one even with a server."""
+    return None if check_available else torch.device("cpu")
+
+
 def reward(completions: list[str], **_: Any) -> list[float]:
     return [float(number % 2) for number, _ in enumerate(completions)]
 
@@ -35,20 +42,21 @@ def train(
     adapts: bool,
     url: str,
     look: Callable[[str], Any] | None = None,
+    method: str = "GRPO",
 ) -> dict[str, Any]:
     """Three steps with a sync before each. `seen`: what `look` finds at the server after each, on rank 0."""
-    from contextlib import nullcontext
-
     stand_in(output / f"rank {dist.get_rank()}")
     import peft
     from accelerate import PartialState
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
+    from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
     import hf_zero_stream
 
     options: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if home == "zero3":
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         options["deepspeed"] = {
@@ -64,14 +72,18 @@ def train(
         options |= {"fsdp": True, "fsdp_config": {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     if home == "zero3":
         PartialState(backend="gloo")
-    args = GRPOConfig(
+    if method == "GRPO":
+        config, trainer_class = GRPOConfig, GRPOTrainer
+        options |= {"max_completion_length": 4, "num_generations": 2}
+    else:
+        config, trainer_class = OnlineDPOConfig, OnlineDPOTrainer
+        options |= {"max_new_tokens": 4}
+    args = config(
         output_dir=str(output / "out"),
         use_vllm=True,
         vllm_mode="server",
         vllm_server_base_url=url,
         vllm_group_port=free_port(),
-        max_completion_length=4,
-        num_generations=2,
         max_steps=STEPS,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=1,
@@ -83,18 +95,24 @@ def train(
     )
     data = Dataset.from_dict({"prompt": ["a small model learns words"] * 16})
     torch.manual_seed(0)
-    with hf_zero_stream.streaming() if stream else nullcontext():
+    with hf_zero_stream.streaming() if stream else nullcontext(), ExitStack() as stack:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-        trainer = GRPOTrainer(
+        if method != "GRPO":
+            more["ref_model"] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            stack.enter_context(patch.object(torch.accelerator, "current_accelerator", no_accelerator))
+        trainer = trainer_class(
             model=model,
             args=args,
             train_dataset=data,
+            processing_class=AutoTokenizer.from_pretrained(folder),
+            **more,
             reward_funcs=reward,
             peft_config=peft.LoraConfig(r=3, target_modules=["q_proj"]) if adapts else None,
         )
         gathers: list[str] = []
         seen: list[Any] = []
-        own, sync = trainer.vllm_generation, trainer.vllm_generation.sync_weights
+        own, name = (trainer.vllm_generation, "sync_weights") if method == "GRPO" else (trainer, "_move_model_to_vllm")
+        sync = getattr(own, name)
 
         def counted_sync() -> None:
             with counted_gathers() as noted:
@@ -103,7 +121,7 @@ def train(
             if look is not None and dist.get_rank() == 0:
                 seen.append(look(url))
 
-        own.sync_weights = counted_sync
+        setattr(own, name, counted_sync)
         trainer.train()
     losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
     return {"losses": losses, "gathers": len(gathers), "seen": seen}
@@ -168,3 +186,22 @@ def test_no_call_is_made_again(
         assert outcome.error_type == "StreamError", outcome.traceback
         assert f"{route} answered 500" in str(outcome.error_message)
     assert server.paths.count(route) == 1
+
+
+def test_online_dpo(
+    cluster: None, zoo_checkpoint: Callable[..., Path], started: Callable[..., VLLMServer], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
+    make_tokenizer(folder)
+    ours, stock = started(str(folder)), started(str(folder))
+    arms = [
+        run_ranks(2, train, folder, tmp_path / name, "zero3", streams, False, server.url, None, "online DPO")
+        for name, streams, server in (("ours", True, ours), ("stock", False, stock))
+    ]
+    assert len(ours.updates) == len(stock.updates) == STEPS
+    for mine, theirs in zip(ours.updates, stock.updates, strict=True):
+        assert differing(mine, theirs) == []
+    assert differing(*ours.updates[:2]), "the steps change the weights"
+    assert arms[0][0]["losses"] == arms[1][0]["losses"]
+    assert [found["gathers"] for found in arms[0]] == [0, 0] and arms[1][0]["gathers"] > 0
+    assert ours.paths.count("update_weights") == STEPS < stock.paths.count("update_weights")

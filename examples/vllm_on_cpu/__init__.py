@@ -74,7 +74,7 @@ def stand_in(folder: Path) -> None:
     (folder / "vllm" / "__init__.py").write_text("")
     sys.path.insert(0, str(folder))
     for name, contents in {
-        "vllm": {"LLM": object, "RequestOutput": object, "SamplingParams": object},
+        "vllm": {"LLM": object, "RequestOutput": object, "SamplingParams": SimpleNamespace},
         "vllm.sampling_params": {"StructuredOutputsParams": object},
         "vllm.utils": {},
         "vllm.utils.network_utils": {"get_ip": lambda: "127.0.0.1", "get_open_port": free_port},

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -66,6 +67,27 @@ def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> An
         return original(self, t0)
 
 
+def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
+    """``OnlineDPOTrainer._move_model_to_vllm`` (all ranks)."""
+    model = unwrapped(self.model)
+    if _gives_all_it_has(model):
+        return original(self)
+    serves = self.vllm_mode == "server"
+    stream = _stream_of(self, model, "rank0" if serves else "all")
+    client = _ByBuckets(self.vllm_client, stream) if serves and self.accelerator.is_main_process else None
+
+    def move() -> None:
+        if client is not None:
+            client.update_named_params(None, iter(()))
+        for bucket in () if client is not None else stream:
+            if not serves:
+                self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(list(bucket))
+
+    stand_ins = {"_move_model_to_vllm_inner": move, **({} if client is None else {"vllm_client": client})}
+    with patching.standing_in(self, **stand_ins):
+        return original(self)
+
+
 def iter_named_params(original: Callable[..., Any], model: Any) -> Iterator[tuple[str, Any]]:
     """``_iter_vllm_named_params`` of AsyncGRPO's, which rank 0 walks through alone, for names, dtypes and shapes."""
     for name, param in original(model):
@@ -98,6 +120,10 @@ class _ByBuckets:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
+
+    def weight_update(self) -> AbstractContextManager[None]:
+        """Nothing: the update of all buckets begins and finishes by itself."""
+        return nullcontext()
 
     def update_named_params(self, metadata: Any, named_params: Iterator[Any]) -> None:
         """In place of what is given, send the stream, in one update of the server's."""
