@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..checkpoint.nodes import View
 from ..engine.places import map_of, place_of
 from ..errors import ConfigError, HfZeroStreamError, StreamError
-from ..ranks.coordinator import Coordinator, collective_device, meeting
+from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import STREAM
 from ..saving.arguments import dtype_of_argument
 from .calls import Calls
@@ -69,11 +69,12 @@ def weight_sender(
         >>> sender = hf_zero_stream.weight_sender(engine, "http://10.0.0.7:8000")
         >>> sender.send()  # on all ranks, after each step
     """
-    if engine not in SERVERS:
-        raise ConfigError(f"engine: expected one of {', '.join(SERVERS)}; got {engine!r}")
-    stream = WeightStream(model, "rank0", bucket_bytes, dtype_of_argument(dtype), "all", "hub", overfull=True)
-    device = collective_device()
-    calls = Calls(url, SERVERS[engine].alive, device)
+    with expected_at(STREAM):
+        if engine not in SERVERS:
+            raise ConfigError(f"engine: expected one of {', '.join(SERVERS)}; got {engine!r}")
+        device = collective_device()
+        calls = Calls(url, SERVERS[engine].alive, device)
+        stream = WeightStream(model, "rank0", bucket_bytes, dtype_of_argument(dtype), "all", "hub", overfull=True)
     sender = WeightSender(stream, SERVERS[engine](calls, bucket_bytes, join, device), calls, checkpoint)
     with meeting(STREAM) as coordinator:
         sender._connect(coordinator, address, port)
@@ -130,10 +131,10 @@ class WeightSender:
                 raise
             self._server.abandon()
             self._lost = (
-                f"The server at {self._calls.url} has some of the weights of an update that failed, so it is lost: "
-                f"end it, start it again, and make a new weight_sender. The error was: {error}"
+                f"The server at {self._calls.url} may have some of the weights of an update that failed, so it is "
+                f"lost: end it, start it again, and make a new weight_sender. The error was: {error}"
             )
-            if isinstance(error, (HfZeroStreamError, OSError, RuntimeError)):
+            if isinstance(error, Exception):
                 raise StreamError(self._lost) from error
             raise
 

@@ -133,9 +133,10 @@ class _ByBuckets:
         all_buckets = chain([next(buckets)], buckets)
         try:
             server.begin(self._stream.metadata, "")
-            for bucket in all_buckets:
+            for number, bucket in enumerate(all_buckets, 1):
                 server.send(bucket)
-            server.end(str(self._stream.version))
+                if number == self._stream.bucket_count:  # within the pass, at whose end ranks agree
+                    server.end(str(self._stream.version))
         except BaseException as error:
             buckets.throw(error)  # so that all ranks hear of it
             raise

@@ -185,6 +185,12 @@ class WeightStream:
         return self._plan.metadata
 
     @property
+    def bucket_count(self) -> int:
+        """How many buckets a pass gives, empty ones too."""
+        assert self._plan is not None
+        return len(self._plan.buckets)
+
+    @property
     def model(self) -> PreTrainedModel:
         """The transformers model whose weights are streamed."""
         return self._base
