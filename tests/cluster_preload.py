@@ -33,7 +33,6 @@ LATE = (
     "hf_zero_stream.destinations.deepspeed.held",
     "hf_zero_stream.destinations.deepspeed.masters",
     "hf_zero_stream.destinations.deepspeed.partitioned",
-    "hf_zero_stream.destinations.deepspeed.zero_init",
     "hf_zero_stream.loading.into",
     "hf_zero_stream.saving.save",
     "hf_zero_stream.state.hooks",

@@ -23,8 +23,8 @@ import transformers
 from safetensors.torch import save_file
 
 import hf_zero_stream
-from hf_zero_stream.cli.checkpoints import place_of
 from hf_zero_stream.engine.opened import OpenCheckpoint
+from hf_zero_stream.engine.places import place_of
 from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError, UrlError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.cli.checkpoints import map_of, place_of
+from hf_zero_stream.engine.places import map_of, place_of
 from hf_zero_stream.errors import ReadError, UnsupportedError
 from hf_zero_stream.sources.remote import RemoteFiles
 from tests.cluster import ROOT, run_ranks

@@ -14,6 +14,8 @@ _ESSENTIAL, _SPEED = Weight.ESSENTIAL, Weight.SPEED
 _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_loading"
 _MODEL = f"{_MODELING}:PreTrainedModel"
 _TRAINER, _ENGINE = "transformers.trainer", "deepspeed.runtime.engine:DeepSpeedEngine"
+_ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer"
+_ASYNC_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
 _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 
 _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
@@ -142,7 +144,21 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
                 ("vllm_generation:VLLMGeneration.sync_weights", "stream.trl:sync_weights", ""),
                 ("vllm_generation:VLLMGeneration._iter_named_params", "", ""),
                 ("vllm_client:VLLMClient.update_named_params", "", "metadata named_params"),
-                ("vllm_client:VLLMClient.weight_update", "", ""),
+            )
+        ],
+        *[
+            Row(f"{_ASYNC_GRPO}:{name}", leads_to, feature="weights for vLLM by TRL's AsyncGRPO", since="1.16")
+            for name, leads_to in (
+                ("_iter_vllm_named_params", "stream.trl:iter_named_params"),
+                ("AsyncGRPOTrainer._sync_weight_merged", "stream.trl:sync_weight_merged"),
+                ("AsyncGRPOTrainer._streaming_iter", ""),
+            )
+        ],
+        *[
+            Row(f"{_ONLINE_DPO}.{name}", leads_to, feature="weights for vLLM by TRL's online DPO", since="1.16")
+            for name, leads_to in (
+                ("_move_model_to_vllm", "stream.trl:move_model_to_vllm"),
+                ("_move_model_to_vllm_inner", ""),
             )
         ],
     ],

@@ -1,79 +1,18 @@
-"""Finds a checkpoint: a folder, a snapshot in the Hub's cache, a URL, or a repository on the Hub."""
+"""Which checkpoints `from_pretrained` can load, for commands that let it."""
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
-from ..errors import HfZeroStreamError, ReadError, UnsupportedError
-from ..settings import scope
-from ..sources.answers import answers_once
-from ..sources.urls import Repository, checkpoint_url, is_url
+from ..engine.places import place_of
+from ..errors import UnsupportedError
+from ..sources.urls import is_url
 from . import frame
 
 
-if TYPE_CHECKING:
-    from ..checkpoint.map import CheckpointMap
-
 _NO_MAP = "{}. So it is no map of bytes, and only running its pickle could say what is in it."
-
-
-def cached_folder(path: str, revision: str | None) -> Path:
-    """The folder (or single file) at `path`, else the snapshot of that repository in the Hub's cache."""
-    if os.path.exists(path):
-        return Path(path)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(path, revision=revision, local_files_only=True))
-    except (OSError, ValueError) as error:
-        # Files are missing from the snapshot; whether they matter is for the readers of the folder to say.
-        if incomplete := getattr(error, "snapshot_path", None):
-            return Path(incomplete)
-        hint = f" To read it from the Hub without a download: hf://{path}." if _is_id(path) else ""
-        raise ReadError(
-            f"{path}: there is no such file or folder, and no such repository in the Hub's cache. Check the path, or "
-            f"download the checkpoint first.{hint}"
-        ) from error
-
-
-@contextmanager
-def place_of(path: str, revision: str | None) -> Iterator[str]:
-    """Where a checkpoint is: `path` itself, the snapshot in the Hub's cache if that has all shards, or a URL.
-
-    Of what is behind a URL, small files may be fetched inside; they are gone afterwards. Nothing is fetched twice.
-    """
-    with scope.inside(), answers_once():
-        if is_url(path):
-            yield checkpoint_url(path)
-        elif os.path.exists(path):
-            yield path
-        elif not path.startswith(("/", ".", "~")) and _is_cached_whole(path, revision):
-            yield str(cached_folder(path, revision))
-        elif not _is_id(path):
-            raise ReadError(f"{path}: there is no such file or folder, and no repository on the Hub has such an id.")
-        else:
-            yield Repository(path, revision or "", "").url
-
-
-def map_of(place: str) -> CheckpointMap:
-    """What the checkpoint at `place` holds, from what describes it; no weight is read."""
-    from ..checkpoint.contents import contents_of
-
-    if not is_url(place):
-        return contents_of(place)
-    from ..checkpoint.at_url import shards_at
-    from ..engine.opened import OpenCheckpoint
-    from ..ranks.coordinator import Coordinator
-    from ..settings.config import StreamingConfig
-
-    paths, weight_map = shards_at(place)
-    with closing(OpenCheckpoint(StreamingConfig(), Coordinator(0, 1, alone=True))) as checkpoint:
-        return checkpoint.map_of(paths, checkpoint.read_headers(paths), weight_map)
 
 
 @contextmanager
@@ -110,19 +49,3 @@ def refuse_unloadable(place: str) -> None:
                 raise UnsupportedError(_NO_MAP.format(reason))
         case "safetensors":
             shards_of(place)
-
-
-def _is_id(path: str) -> bool:
-    """Whether `path` may be the id of a repository on the Hub; "/name" and "~/name" are paths."""
-    return re.fullmatch(r"\b[\w.-]+\b/\b[\w.-]+\b", path, re.ASCII) is not None
-
-
-def _is_cached_whole(repository: str, revision: str | None) -> bool:
-    """Whether the Hub's cache has all shards; after an inspection it has only the small files."""
-    try:
-        folder = cached_folder(repository, revision)
-        from ..checkpoint.soundness import shards_of  # imports torch, which a misspelt path can do without
-
-        return all(map(os.path.exists, shards_of(folder)[0]))
-    except HfZeroStreamError:
-        return False

@@ -52,7 +52,7 @@ def run(
     complete. The --layout "hub" has one tensor per expert, as save_pretrained writes them; "model" has the tensors of
     the model.
     """
-    from .checkpoints import cached_folder
+    from ..engine.places import cached_folder
     from .models import transformers_errors
 
     with frame.quiet(), nullcontext() if layout == "same" else transformers_errors(path):

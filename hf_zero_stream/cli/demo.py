@@ -96,8 +96,8 @@ def run(
     """
     from ..checkpoint.soundness import shards_of
     from ..destinations.deepspeed.zero3 import partition_dtype
+    from ..engine.places import cached_folder
     from ..loading.dry_load import model_class_of
-    from .checkpoints import cached_folder
 
     config = frame.zero3_config(ds_config, dtype if ds_config or dtype else "bf16")
     adamw = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}  # DeepSpeed's own would be compiled first

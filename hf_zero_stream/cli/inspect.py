@@ -36,7 +36,7 @@ def run(
     Also shows the parameters of the model that transformers makes of it. Names that differ only in their numbers are
     written as one. Reads headers only, also from a repository on the Hub.
     """
-    from .checkpoints import place_of
+    from ..engine.places import place_of
 
     with frame.quiet(), place_of(path, revision) as place:
         data = {"path": path, **_checkpoint(place)}
@@ -48,7 +48,7 @@ def run(
 def _checkpoint(place: str) -> dict[str, Any]:
     from ..checkpoint.format import dtype_name
     from ..checkpoint.nodes import entries_of
-    from .checkpoints import map_of
+    from ..engine.places import map_of
 
     found = map_of(place)
     tensors = [

@@ -89,6 +89,7 @@ class Planner:
     Attributes:
         replicas: sources that every rank holds in full, of which each takes its own copy.
         spread: each tensor goes to one of the `ranks`; else all tensors to each of them.
+        overfull: a bucket ends after the tensor that passes `bucket_bytes`, as chunks of vLLM's do; else before it.
     """
 
     sources: Sources
@@ -97,6 +98,7 @@ class Planner:
     ranks: Sequence[int]
     spread: bool
     bucket_bytes: int
+    overfull: bool
 
     def buckets(self, tensors: Sequence[Named]) -> Iterator[BucketPlan]:
         owners = self._dealt(tensors) if self.spread else [tuple(self.ranks)] * len(tensors)
@@ -105,7 +107,7 @@ class Planner:
         for tensor, mine in zip(tensors, owners, strict=True):
             number, position = reached[mine[0]]
             at = position + -position % tensor.dtype.itemsize
-            if position and at + tensor.nbytes > self.bucket_bytes:
+            if position and (position if self.overfull else at + tensor.nbytes) > self.bucket_bytes:
                 number, at = number + 1, 0
             reached.update({rank: (number, at + tensor.nbytes) for rank in mine})
             if number == len(found):
@@ -225,11 +227,14 @@ def layer_of(name: str) -> str:
 
 
 def by_layers(tensors: Sequence[Named]) -> list[Named]:
-    """Layer after layer: an engine holds a layer back until it is complete."""
+    """Layer after layer: an engine holds a layer back until it is complete.
+
+    In a layer, the widest elements go first: then all are aligned, with nothing between them.
+    """
     layers: dict[str, list[Named]] = defaultdict(list)
     for tensor in tensors:
         layers[layer_of(tensor.name)].append(tensor)
-    return list(chain.from_iterable(layers.values()))
+    return list(chain.from_iterable(sorted(each, key=lambda one: -one.dtype.itemsize) for each in layers.values()))
 
 
 def with_whole_layers(tensors: Sequence[Named], is_wanted: Callable[[str], bool]) -> list[Named]:

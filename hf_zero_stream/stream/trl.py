@@ -1,13 +1,14 @@
 """TRL's online trainers give their weights to vLLM: by a weight stream, where TRL would gather each parameter.
 
-TRL's own function does it still, with its waking, its calls of the server and its resets of caches. What it walks
-through are the tensors of a stream, under the names and with the shapes that it would send; known beforehand.
+TRL's own functions do it still, with their waking, pausing and resets of caches. What they walk through are the
+tensors of a stream, under the names and with the shapes that TRL would send; known beforehand.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,11 +19,16 @@ from ..bindings import patching
 from ..destinations.deepspeed.marks import has_partition
 from ..destinations.shards import is_sharded
 from ..packed.modules import is_packed
+from ..ranks.coordinator import collective_device
 from ..ranks.presence import is_alone
 from ..seams.wrappers import unwrapped
+from .calls import Calls
 from .merging import has_adapters
-from .weights import Bucket, WeightStream, weight_stream
+from .servers import Server, described, tensors_of
+from .weights import BUCKET_BYTES, Bucket, WeightStream, weight_stream
 
+
+_CLIENT = "trl.generation.vllm_client"
 
 _streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
 """By what of TRL's syncs the weights of a trainer."""
@@ -31,17 +37,14 @@ _streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
 def sync_weights(original: Callable[..., Any], self: Any) -> Any:
     """``VLLMGeneration.sync_weights`` (all ranks)."""
     model = unwrapped(self.model)
-    shares = any(map(has_partition, model.parameters())) or is_sharded(model)
-    if not shares and (is_alone() or not has_adapters(model)):
+    if _gives_all_it_has(model):
         return original(self)
     serves = self.mode == "server"
-    stream = _streams.get(self)
-    if stream is None:
-        layout: Any = "hub" if is_packed(model) else "model"
-        stream = _streams[self] = weight_stream(self.model, "rank0" if serves else "all", layout=layout)
+    stream = _stream_of(self, model, "rank0" if serves else "all")
+    info = described(stream.metadata, "dtype_names")
     stand_ins = {
         "_iter_named_params": lambda: chain.from_iterable(stream),
-        "_weight_metadata": [(each.name, _name_of(each.dtype), list(each.shape)) for each in stream.metadata],
+        "_weight_metadata": list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True)),
     }
     if serves and self.accelerator.is_main_process:
         stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream)
@@ -49,8 +52,68 @@ def sync_weights(original: Callable[..., Any], self: Any) -> Any:
         return original(self)
 
 
+def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> Any:
+    """``AsyncGRPOTrainer._sync_weight_merged`` (all ranks)."""
+    model = unwrapped(self.model)
+    if _gives_all_it_has(model):
+        return original(self, t0)
+    adapts = has_adapters(model)
+    stream = _stream_of(self, model, "rank0", "all" if adapts else "trainable")
+    if self.accelerator.is_main_process and hasattr(self.weight_transfer, "_weight_update_info"):
+        self.weight_transfer._weight_update_info |= described(stream.metadata, "dtype_names")
+    nothing = {"merge_adapter": lambda: None, "unmerge_adapter": lambda: None} if adapts else {}
+    tensors = {"_streaming_iter": lambda: chain.from_iterable(stream)}
+    with patching.standing_in(self, **tensors), patching.standing_in(model, **nothing):
+        return original(self, t0)
+
+
+def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
+    """``OnlineDPOTrainer._move_model_to_vllm`` (all ranks)."""
+    model = unwrapped(self.model)
+    if _gives_all_it_has(model):
+        return original(self)
+    serves = self.vllm_mode == "server"
+    stream = _stream_of(self, model, "rank0" if serves else "all")
+    client = _ByBuckets(self.vllm_client, stream) if serves and self.accelerator.is_main_process else None
+
+    def move() -> None:
+        if client is not None:
+            client.update_named_params(None, iter(()))
+        for bucket in () if client is not None else stream:
+            if not serves:
+                self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(list(bucket))
+
+    stand_ins = {"_move_model_to_vllm_inner": move, **({} if client is None else {"vllm_client": client})}
+    with patching.standing_in(self, **stand_ins):
+        return original(self)
+
+
+def iter_named_params(original: Callable[..., Any], model: Any) -> Iterator[tuple[str, Any]]:
+    """``_iter_vllm_named_params`` of AsyncGRPO's, which rank 0 walks through alone, for names, dtypes and shapes."""
+    for name, param in original(model):
+        shape = getattr(param, "ds_shape", param.shape)
+        yield name, torch.empty(shape, dtype=param.dtype, device="meta") if has_partition(param) else param
+
+
+def _gives_all_it_has(model: Any) -> bool:
+    """Whether TRL's own way is as good: this rank has all parameters, and nothing is merged."""
+    shares = any(map(has_partition, model.parameters())) or is_sharded(model)
+    return not shares and (is_alone() or not has_adapters(model))
+
+
+def _stream_of(trainer: Any, model: Any, to: Any, only: Any = "all") -> WeightStream:
+    stream = _streams.get(trainer)
+    if stream is None:
+        layout: Any = "hub" if is_packed(model) else "model"
+        stream = _streams[trainer] = weight_stream(trainer.model, to, layout=layout, only=only)
+    return stream
+
+
 class _ByBuckets:
-    """A client of TRL's that sends a bucket at a time: the packer behind it copies all that it is given at once."""
+    """A client of TRL's that broadcasts a bucket as it is: the packer behind TRL's own copies all that it is given.
+
+    TRL's session makes a call that failed again; these calls are made once.
+    """
 
     def __init__(self, client: Any, stream: WeightStream) -> None:
         self._client, self._stream = client, stream
@@ -58,19 +121,52 @@ class _ByBuckets:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
 
+    def weight_update(self) -> AbstractContextManager[None]:
+        """Nothing: the update of all buckets begins and finishes by itself."""
+        return nullcontext()
+
     def update_named_params(self, metadata: Any, named_params: Iterator[Any]) -> None:
         """In place of what is given, send the stream, in one update of the server's."""
-        with closing(iter(self._stream)) as buckets:  # at once: the other ranks wait for what becomes of it
-            # The first one is there before the server begins: what ranks find wrong until then leaves it as it is.
-            all_buckets = chain([next(buckets)], buckets)
-            with self._client.weight_update():
-                for bucket in all_buckets:
-                    self._client.update_named_params(_metadata_of(bucket), iter(bucket))
+        server = _Server(self._client)
+        buckets = self._stream.passing()  # at once: the other ranks wait for what becomes of it
+        # The first one is there before the server begins: what ranks find wrong until then leaves it as it is.
+        all_buckets = chain([next(buckets)], buckets)
+        try:
+            server.begin(self._stream.metadata, "")
+            for number, bucket in enumerate(all_buckets, 1):
+                server.send(bucket)
+                if number == self._stream.bucket_count:  # within the pass, at whose end ranks agree
+                    server.end(str(self._stream.version))
+        except BaseException as error:
+            buckets.throw(error)  # so that all ranks hear of it
+            raise
 
 
-def _metadata_of(bucket: Bucket) -> list[tuple[str, str, list[int]]]:
-    return [(name, _name_of(tensor.dtype), list(tensor.shape)) for name, tensor in bucket]
+class _Server(Server):
+    """A server whose group TRL's client has joined. It expects chunks of 1 GB: each bucket is an update of its own."""
 
+    alive = "health"
 
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    def __init__(self, client: Any) -> None:
+        device = collective_device()
+        super().__init__(Calls(client.base_url, self.alive, device), BUCKET_BYTES, None, device)
+        self._group = client.communicator
+        # Before vLLM 0.28 each update says that it comes in chunks.
+        is_told = getattr(sys.modules[_CLIENT], "_HAS_STATEFUL_TRAINER_ENGINE", False)
+        self._more = {} if is_told else {"packed": True}
+
+    def begin(self, tensors: Any, version: str) -> None:
+        self._calls.post("start_weight_update")
+
+    def send(self, bucket: Bucket) -> None:
+        self._finish_update()
+        info = {**described(tensors_of(bucket), "dtype_names"), **self._more}
+        self._announced = self._calls.posting("update_weights", {"update_info": info})
+        packed = bucket.packed
+        if sum(tensor.nbytes for _, tensor in bucket) < packed.nbytes:  # dtypes of several sizes
+            packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in bucket])
+        self._broadcast(packed)
+
+    def end(self, version: str) -> None:
+        self._finish_update()
+        self._calls.post("finish_weight_update", {"weight_version": version})

@@ -137,7 +137,15 @@ class WeightStream:
     """
 
     def __init__(
-        self, model: Any, to: str, bucket_bytes: int, dtype: torch.dtype | None, only: str, layout: str
+        self,
+        model: Any,
+        to: str,
+        bucket_bytes: int,
+        dtype: torch.dtype | None,
+        only: str,
+        layout: str,
+        *,
+        overfull: bool = False,
     ) -> None:
         for name, value, known in (
             ("to", to, ("rank0", "all", "owners")),
@@ -164,6 +172,7 @@ class WeightStream:
                 'Stream adapters by themselves, with only="trainable", from an unpacked model.'
             )
         self._to, self._bucket_bytes, self._dtype, self._only, self._layout = to, bucket_bytes, dtype, only, layout
+        self._overfull = overfull
         self.version = 0
         self._plan: _Plan | None = None
         with meeting(STREAM) as coordinator:
@@ -175,8 +184,23 @@ class WeightStream:
         assert self._plan is not None
         return self._plan.metadata
 
+    @property
+    def bucket_count(self) -> int:
+        """How many buckets a pass gives, empty ones too."""
+        assert self._plan is not None
+        return len(self._plan.buckets)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The transformers model whose weights are streamed."""
+        return self._base
+
     def __iter__(self) -> Generator[Bucket]:
-        with meeting(STREAM) as coordinator:
+        return self.passing()
+
+    def passing(self, coordinator: Coordinator | None = None) -> Generator[Bucket]:
+        """A pass, perhaps within a meeting that has this `coordinator` (all ranks)."""
+        with meeting(STREAM, coordinator=coordinator) as coordinator:
             self._plan, parameters = self._planned(coordinator)
             self.version += 1
             settle(self._base.parameters())
@@ -241,6 +265,7 @@ class WeightStream:
                 [0] if self._to == "rank0" else range(coordinator.world_size),
                 self._to == "owners",
                 self._bucket_bytes,
+                self._overfull,
             )
             buckets = list(planner.buckets(tensors))
             metadata = [

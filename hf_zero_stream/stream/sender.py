@@ -1,0 +1,222 @@
+"""Weights of a sharded training for a server of vLLM or SGLang: checked before the first byte, one error for all."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal
+
+import torch
+from transformers.utils import logging
+
+from ..checkpoint.nodes import View
+from ..engine.places import map_of, place_of
+from ..errors import ConfigError, HfZeroStreamError, StreamError
+from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
+from ..ranks.rendezvous import STREAM
+from ..saving.arguments import dtype_of_argument
+from .calls import Calls
+from .servers import VLLM, Join, Server, SGLang
+from .weights import BUCKET_BYTES, StreamedTensor, WeightStream
+
+
+logger = logging.get_logger(__name__)
+
+SERVERS: dict[str, type[Server]] = {"vllm": VLLM, "sglang": SGLang}
+
+_MOST_NAMED = 5
+_NEVER_LOADED = r"rotary_emb\.inv_freq$"
+"""Buffers in old checkpoints, which engines and transformers leave out."""
+
+
+def weight_sender(
+    model: Any,
+    url: str,
+    engine: Literal["vllm", "sglang"] = "vllm",
+    *,
+    checkpoint: str | os.PathLike[str] | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+    dtype: torch.dtype | str | None = None,
+    address: str | None = None,
+    port: int | None = None,
+    join: Join | None = None,
+) -> WeightSender:
+    """A connection to a server that generates with the weights of `model`, as often as it is sent them (all ranks).
+
+    Names, dtypes and shapes are compared with the checkpoint that the server was started from: engines drop a name
+    that they do not know without a word, and a wrong shape kills them. If anything differs, nothing is sent.
+
+    Args:
+        model: as for :func:`weight_stream`; adapters are merged into what is sent.
+        url: of the server, such as ``"http://10.0.0.7:8000"``.
+        engine: what serves there.
+        checkpoint: what the server was started from: a folder, a repository or a URL; default: what it says itself.
+        bucket_bytes: a bucket ends after the tensor that passes this size.
+        dtype: of the floating-point tensors; default: the model's own.
+        address: of this host, for the server's ranks; default: the one from which this host reaches `url`.
+        port: of rank 0, where the server's ranks join its group; default: any that is free.
+        join: how rank 0 joins that group, instead of by NCCL: it gets what the server was told, and returns an object
+            with ``broadcast(tensor, src)``.
+
+    Raises:
+        ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
+        StreamError, PeerError: on all ranks, if there is no such server, if tensors differ, or if a rank fails.
+
+    Example:
+        >>> sender = hf_zero_stream.weight_sender(engine, "http://10.0.0.7:8000")
+        >>> sender.send()  # on all ranks, after each step
+    """
+    with expected_at(STREAM):
+        if engine not in SERVERS:
+            raise ConfigError(f"engine: expected one of {', '.join(SERVERS)}; got {engine!r}")
+        device = collective_device()
+        calls = Calls(url, SERVERS[engine].alive, device)
+        stream = WeightStream(model, "rank0", bucket_bytes, dtype_of_argument(dtype), "all", "hub", overfull=True)
+    sender = WeightSender(stream, SERVERS[engine](calls, bucket_bytes, join, device), calls, checkpoint)
+    with meeting(STREAM) as coordinator:
+        sender._connect(coordinator, address, port)
+    return sender
+
+
+class WeightSender:
+    """A server that gets the weights of a training; see :func:`weight_sender`.
+
+    Attributes:
+        stream: what is sent.
+    """
+
+    def __init__(
+        self, stream: WeightStream, server: Server, calls: Calls, checkpoint: str | os.PathLike[str] | None
+    ) -> None:
+        self.stream = stream
+        self._server, self._calls, self._checkpoint = server, calls, checkpoint
+        self._compared: Sequence[StreamedTensor] | None = None
+        self._lost = ""
+
+    def send(self, version: str | None = None) -> None:
+        """Give the server the weights of this moment, and wait until it has loaded them (all ranks).
+
+        It generates nothing meanwhile, and goes on with its requests afterwards. `version`: what it says of its
+        weights then; default: the number of this pass.
+
+        Raises:
+            StreamError: on all ranks: tensors differ from the server's, and nothing has been sent; or the server is
+                lost. It keeps its requests waiting, because it has some of the new weights: end it.
+        """
+        begun = False
+        try:
+            with meeting(STREAM) as coordinator:
+                if self._lost:
+                    raise StreamError(self._lost)
+                buckets = self.stream.passing(coordinator)
+                first = next(buckets)  # before the server is told: what ranks find wrong until then leaves it as it is
+                self._compare(coordinator)
+                version = version or str(self.stream.version)
+                self._calls.check = coordinator.check
+                begun = True
+                coordinator.run_on_main(lambda: self._server.begin(self.stream.metadata, version))
+                all_buckets = chain([first], buckets)
+                del first
+                for bucket in all_buckets:
+                    if coordinator.is_main:
+                        with coordinator.reporting():
+                            self._server.send(bucket)
+                    del bucket
+                coordinator.run_on_main(lambda: self._server.end(version))
+        except BaseException as error:
+            if not begun or self._lost:
+                raise
+            self._server.abandon()
+            self._lost = (
+                f"The server at {self._calls.url} may have some of the weights of an update that failed, so it is "
+                f"lost: end it, start it again, and make a new weight_sender. The error was: {error}"
+            )
+            if isinstance(error, Exception):
+                raise StreamError(self._lost) from error
+            raise
+
+    def _connect(self, coordinator: Coordinator, address: str | None, port: int | None) -> None:
+        self._calls.check = coordinator.check
+        self._compare(coordinator)
+        coordinator.run_on_main(lambda: self._server.connect(address, port))
+
+    def _compare(self, coordinator: Coordinator) -> None:
+        """Refuse tensors that the server's checkpoint does not have so (all ranks)."""
+        if self._compared is self.stream.metadata:
+            return
+        coordinator.run_on_main(self._compare_on_main)
+        self._compared = self.stream.metadata
+
+    def _compare_on_main(self) -> None:
+        path = str(self._checkpoint or self._server.checkpoint())
+        try:
+            with place_of(path, None) as place:
+                views = map_of(place).views
+        except HfZeroStreamError as error:
+            raise StreamError(
+                f"The checkpoint from which the server at {self._calls.url} was started is not to be had here, so "
+                f"names cannot be compared: {error} Give weight_sender its place as `checkpoint`."
+            ) from error
+        model = self.stream.model
+        tied = list(getattr(model, "_tied_weights_keys", None) or ())
+        left_out = [*tied, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), _NEVER_LOADED]
+        found = [
+            *differences(self.stream.metadata, views, left_out),
+            *_unaligned(self.stream.metadata, self._server.bucket_bytes),
+        ]
+        if found:
+            more = f"\n... and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+            raise StreamError(
+                f"{len(found)} tensors differ between this training and {path}, from which the server at "
+                f"{self._calls.url} was started. Nothing has been sent.\n"
+                + "\n".join(found[:_MOST_NAMED])
+                + more
+                + "\nStart the server from a checkpoint of this model, such as one that save_pretrained wrote."
+            )
+        others = [each for each in self.stream.metadata if each.dtype != views[each.name].node.dtype]
+        if others:
+            logger.warning(
+                f"{len(others)} tensors are sent in another dtype than {path} has them in, for instance "
+                f"{others[0].name}: {others[0].dtype}, and {views[others[0].name].node.dtype} there. The server casts "
+                "them, as it did when it loaded its own. `dtype` of weight_sender chooses."
+            )
+
+
+def differences(
+    tensors: Sequence[StreamedTensor], views: Mapping[str, View], left_out: Sequence[str] = ()
+) -> list[str]:
+    """What of `tensors` a checkpoint has not or has otherwise, and what is not among them, in words.
+
+    Of names that match a pattern of `left_out`, the checkpoint may have more. Floating-point dtypes of at least 16
+    bits are as good as each other: an engine casts what it loads.
+    """
+    found = []
+    for each in tensors:
+        view = views.get(each.name)
+        if view is None:
+            found.append(f"{each.name}: the checkpoint has no such tensor")
+        elif tuple(view.sizes) != each.shape:
+            found.append(f"{each.name}: shape {list(each.shape)}, and {list(view.sizes)} in the checkpoint")
+        elif each.dtype != view.node.dtype and not (_is_cast(each.dtype) and _is_cast(view.node.dtype)):
+            found.append(f"{each.name}: {each.dtype}, and {view.node.dtype} in the checkpoint")
+    for name in sorted(views.keys() - {each.name for each in tensors}):
+        if not any(re.search(pattern, name) for pattern in left_out):
+            found.append(f"{name}: only the checkpoint has it")
+    return found
+
+
+def _unaligned(tensors: Sequence[StreamedTensor], bucket_bytes: int) -> Iterator[str]:
+    """Tensors that no server could view in a bucket, where nothing may lie between two of them."""
+    at = 0
+    for each in tensors:
+        if at % each.dtype.itemsize:
+            yield f"{each.name}: {each.dtype} cannot begin at byte {at} of a bucket; `dtype` makes all tensors alike"
+        at += math.prod(each.shape) * each.dtype.itemsize
+        at = 0 if at > bucket_bytes else at
+
+
+def _is_cast(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize >= 2
