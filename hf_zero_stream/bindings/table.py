@@ -43,8 +43,8 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             for name, leads_to, relies_on, since in (
                 ("BaseTuner.inject_adapter", "adapters:inject_adapter", "model adapter_name", ""),
                 ("BaseTuner._inject_parameters", "adapters:inject_parameters", "peft_config model", "0.17"),
-                ("BaseTuner._check_merge_allowed", "merging:check_merge_allowed", "", ""),
-                ("onload_layer", "merging:onload_layer", "layer", ""),
+                ("BaseTuner._check_merge_allowed", "adapters:check_merge_allowed", "", ""),
+                ("onload_layer", "adapters:onload_layer", "layer", ""),
             )
         ],
     ],
