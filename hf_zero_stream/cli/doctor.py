@@ -11,6 +11,7 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from warnings import catch_warnings
 
 import typer
 
@@ -184,7 +185,8 @@ def _check_table() -> Iterator[Check]:
     lost: dict[tuple[str, Weight, str], list[str]] = {}
     for row in rows:
         try:
-            import_module(row.module)
+            with catch_warnings(action="ignore"):  # of modules that call themselves experimental
+                import_module(row.module)
             lacking = row.lacking()
         except Exception as error:  # of their own: a module that is gone, or that fails here
             lacking = f"{row.name} ({error})" if row.is_of(metadata.version(row.package)) else ""
