@@ -1,7 +1,7 @@
 """Tests of hf_zero_stream.
 
-``make test-all`` runs all of them. ``make test`` is what a change must pass, and takes about ten minutes of two
-cores: of each capability it runs a real sample. What it leaves out is marked ``slow``:
+``make test-all`` runs all of them. ``make test`` is what a change must pass: of each capability it runs a real sample.
+What it leaves out is marked ``slow``:
 
 - by hand: long trials, and those that differ from another one in the same file only by a setting,
 - by ``conftest.py``: all but one row of a test that starts ranks, or all but n rows if it is marked ``sample(n)``.

@@ -115,7 +115,9 @@ def add_lora(model: nn.Module) -> nn.Module:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("prepare", [freeze_half, add_lora])
-@pytest.mark.parametrize(("world_size", "zero"), [(3, OFFLOAD), (4, HPZ)], ids=["offload", "hpz"])
+@pytest.mark.parametrize(
+    ("world_size", "zero"), [(3, OFFLOAD), pytest.param(4, HPZ, marks=pytest.mark.slow)], ids=["offload", "hpz"]
+)
 def test_frozen(
     cluster: None, zoo_checkpoint: Checkpoint, world_size: int, zero: dict[str, Any], prepare: Prepare
 ) -> None:

@@ -68,7 +68,7 @@ subprocess.run(command)
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "world_size", "victim", "readers"),
     [

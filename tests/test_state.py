@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import sampling
 from tests.cluster import run_ranks
 from tests.saving import different
 from tests.training_state import (
@@ -55,14 +56,16 @@ HOMES: dict[str, tuple[dict[str, Any], Prepare]] = {
     "RMSprop, stage 2": (state_config(2) | optimizer("RMSprop", momentum=0.9), all_in_one_group),
     "hpz": (state_config(3, zero_hpz_partition_size=2), all_in_one_group),
 }
+IN_MAKE_TEST = ("stage 3", "stage 2", "two groups", "frozen, stage 1", "offload", "hpz")
 
 
 def test_losses_equal_deepspeeds_own_resume(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("qwen3_moe")
-    configs, prepares = map(list, zip(*HOMES.values(), strict=True))
+    homes = {name: HOMES[name] for name in (IN_MAKE_TEST if sampling.is_sample else HOMES)}
+    configs, prepares = map(list, zip(*homes.values(), strict=True))
     continued = run_ranks(2, train_and_save, folder, tmp_path, configs, prepares, timeout=300)[0]
     resumed = run_ranks(2, resume_all, folder, tmp_path, configs, prepares, ("ours", "stock"), timeout=300)[0]
-    for name, losses, found in zip(HOMES, continued, resumed, strict=True):
+    for name, losses, found in zip(homes, continued, resumed, strict=True):
         assert found == {"ours": losses, "stock": losses}, name
 
 

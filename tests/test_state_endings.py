@@ -57,7 +57,7 @@ if ending == "error" or (ending == "error of rank 1" and dist.get_rank() == 1):
 """
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("launcher", "ending"),
     [
