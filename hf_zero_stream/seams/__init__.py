@@ -13,5 +13,5 @@
 
 All of them are rows of ``bindings/table.py``, in the order in which they are called.
 
-Tried with transformers 5.1.0, 5.17.0, 5.23.0 and 5.24.0.
+Tried with transformers 5.1.0, 5.17.0 and 5.23.0.
 """
