@@ -47,8 +47,9 @@ NO_STOCK = "TP and EP"
 
 ACCELERATE = {"accelerate": False, "accelerate, on the host": True}
 
-IN_MAKE_TEST = {"ZeRO-3", "ZeRO-3, pinned parameters", f"stage 2{NO_ROOM}"}
-IN_MAKE_TEST |= {"FSDP2, verify", "TP and EP", "accelerate, on the host"}
+IN_MAKE_TEST = {"ZeRO-3", "ZeRO-3, rank 0 reads", "ZeRO-3, pinned parameters", "ZeRO-3, pinned optimizer"}
+IN_MAKE_TEST |= {"stage 1", f"stage 2{NO_ROOM}"}
+IN_MAKE_TEST |= {"FSDP2, verify", "TP", "TP and EP", "accelerate, on the host"}
 
 
 def rows(names: Iterable[str]) -> list[Any]:
@@ -94,7 +95,6 @@ def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
     assert len(set(found[0]["losses"])) == 3, "steps must change the loss"
 
 
-@pytest.mark.slow
 def test_zero_with_a_group_for_each_kind_of_device(of_zero: list[dict[str, Any]], even_checkpoint: Path) -> None:
     """As under NCCL alone, also if somebody has set the current device."""
     trials: dict[str, Any] = {
@@ -124,7 +124,6 @@ def test_sharded(of_sharded: list[dict[str, Any]], name: str) -> None:
     check_sharded(of_sharded, name, stock=name != NO_STOCK)
 
 
-@pytest.mark.slow
 def test_four_ranks(even_checkpoint: Path) -> None:
     hsdp = partial(by_transformers, even_checkpoint, {"fsdp_size": 2, "dp_replicate_size": 2})
     trials: dict[str, Any] = {"HSDP": partial(hsdp, {}), "stock HSDP": partial(hsdp, None)}
