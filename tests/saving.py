@@ -66,6 +66,9 @@ def save_stock(
 ) -> None:
     """What transformers saves of a model that was loaded without DeepSpeed, and cast then."""
     plain = load_with("plain", ZOO[name].auto_class, checkpoint, {}, {"dtype": dtype})
+    for param in plain.parameters():  # transformers 5.24 keeps some in fp32, where DeepSpeed gives all its own dtype
+        if param.is_floating_point():
+            param.data = param.data.to(dtype)
     if cast is not None:
         plain.to(cast)
     plain.save_pretrained(folder, max_shard_size=SHARD_SIZE, **kwargs)
