@@ -77,7 +77,15 @@ def train(tool: Tool, venv: Path, folder: Path, *, streams: bool) -> dict[str, A
     """One run; returns its losses, its seconds, and the most anonymous memory that a rank had."""
     ours = ["-m", "hf_zero_stream.run"] if streams else []
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [str(venv / "bin" / "python"), *torchrun, *ours, "examples/on_cpu.py", tool.module, *tool.arguments()]
+    command = [
+        str(venv / "bin" / "python"),
+        *torchrun,
+        *ours,
+        "-m",
+        "benchmarks.on_cpu",
+        tool.module,
+        *tool.arguments(),
+    ]
     shutil.rmtree(folder / "trained", ignore_errors=True)
     began = time.perf_counter()
     with open(folder / "log", "w+") as log:
