@@ -301,10 +301,10 @@ def _pieces_of_rows(view: View, rows: Sequence[int]) -> Iterator[View]:
 
 def _index(func: Any, args: Any, kwargs: Any) -> Any:
     source, indices = args
-    dim = len(indices) - 1  # tensor[:, rows]: those before are None
-    index = indices[dim]
-    if any(each is not None for each in indices[:dim]) or index.dtype in (torch.bool, torch.uint8) or index.dim() != 1:
+    indexed = [dim for dim, index in enumerate(indices) if index is not None]
+    if len(indexed) != 1 or (index := indices[indexed[0]]).dim() != 1 or index.dtype in (torch.bool, torch.uint8):
         return NotImplemented
+    dim = indexed[0]
     if not isinstance(index, LazyTensor) and not index.is_meta:
         index = torch.where(index < 0, index + source.shape[dim], index)
     return _index_select(func, (source, dim, index), {})
