@@ -1,7 +1,7 @@
 """Load the modules that DeepSpeed compiles at their first use, after a compiler that was killed too.
 
     python -m tests.extensions                 # all that tests need, as `make test` does before the first of them
-    python -m tests.extensions AsyncIOBuilder  # or these
+    python -m tests.extensions AsyncIOBuilder  # these alone
 
 Torch leaves a lock file while it compiles, and every later process waits without end for it to go. If the compiler was
 killed, nobody removes it. Whoever holds our own lock is the only one compiling, and may remove that file.

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _SECTION = "hf_zero_stream"  # the top-level key of a DeepSpeed config that holds our settings
 _PREFIX = "HF_ZERO_STREAM_"  # of environment variables; the field's name in capitals follows
 
-# Numbers that must not be 0; the switch may, and none may be negative.
+# Numbers that must not be 0; others may, and none may be negative.
 _AT_LEAST_ONE = ("staging_bytes", "peer_timeout_s")
 
 _UNITS = {"": 1, "b": 1}
@@ -66,7 +66,7 @@ class StreamingConfig:
     """
 
     share_reads: bool = True
-    """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the switch.
+    """Outside ZeRO-3 (stages 0 to 2, data parallelism), each of N ranks reads 1/N and gets the rest from the others.
 
     Ranks wait for those that may be on their way, for 5 minutes at most. If one will not come, each loads alone, as
     transformers does, and one says so. False leaves such loads to transformers. With tensor parallelism, the ranks of
@@ -98,7 +98,7 @@ class StreamingConfig:
     """
 
     write_from: Literal["auto", "all", "rank0"] = "auto"
-    """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the switch send what they hold.
+    """Which ranks write when a model is saved: `"all"`, or `"rank0"`, to which the others send what they hold.
 
     `"auto"`: all, if all can write into the folder that rank 0 has made; else rank 0. Rank 0's setting counts.
     """
