@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ for _name, _value in ENVIRONMENT.items():
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from benchmarks.venvs import vllm_on_cpu  # noqa: E402
 from scripts import system_packages  # noqa: E402
 from scripts.system_packages import ASYNC_IO, COMPILER, HEADERS  # noqa: E402
 from tests import sampling  # noqa: E402
@@ -126,6 +128,15 @@ def async_io(compiler: None) -> None:
 def fused_adam(compiler: None) -> None:
     """DeepSpeed's FusedAdam, compiled: that may take longer than a test may."""
     run_ranks(1, compile_extension, "FusedAdamBuilder", timeout=900)
+
+
+@pytest.fixture(scope="session")
+def vllm() -> str:
+    """The command of vLLM's CPU build, installed once into a venv of its own, which takes minutes."""
+    try:
+        return str(vllm_on_cpu())
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"pip cannot install vLLM's CPU build: {error}")
 
 
 @pytest.fixture(scope="session")

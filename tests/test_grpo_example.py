@@ -9,20 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.venvs import vllm_on_cpu
 from tests.cluster import ROOT
 from tests.commands import command_environment
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("compiler")
-def test_it_learns_and_saves(tmp_path: Path) -> None:
-    try:
-        vllm = vllm_on_cpu()
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"pip cannot install vLLM's CPU build: {error}")
+def test_it_learns_and_saves(vllm: str, tmp_path: Path) -> None:
     (command,) = re.findall(r"^    (torchrun .*)$", (ROOT / "examples" / "grpo_vllm.py").read_text(), re.MULTILINE)
-    words = [str(vllm) if word.endswith("bin/vllm") else word for word in shlex.split(command)]
+    words = [vllm if word.endswith("bin/vllm") else word for word in shlex.split(command)]
     words = [str(ROOT / word) if word.endswith(".py") else word for word in words]
     words[1:1] = ["--standalone"]
     done = subprocess.run(words, cwd=tmp_path, env=command_environment(), capture_output=True, text=True, timeout=1500)

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import threading
 import time
 import urllib.request
@@ -22,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.venvs import vllm_on_cpu
 from examples.vllm_on_cpu import Served, join, served
 from hf_zero_stream.errors import StreamError
 from tests.cluster import free_port, run_ranks, run_ranks_expecting_errors
@@ -36,14 +34,6 @@ from tests.test_trl import make_tokenizer
 pytestmark = pytest.mark.slow
 
 WORLD = 2
-
-
-@pytest.fixture(scope="module")
-def vllm() -> str:
-    try:
-        return str(vllm_on_cpu())
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"pip cannot install vLLM's CPU build: {error}")
 
 
 def ask(url: str, path: str, body: Any = None) -> Any:
