@@ -48,6 +48,7 @@ Figures = dict[str, Any]
 def measure(arm: str, what: str, folder: str, target: str) -> Figures:
     """One load (`what` is a way or ``"accelerate"``) or one save (``"save"``) with all ranks; this rank's figures."""
     import transformers
+    from transformers import Trainer  # noqa: F401 - as in a script that trains
     from transformers.distributed import DistributedConfig
 
     import hf_zero_stream
