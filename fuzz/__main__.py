@@ -14,6 +14,7 @@ with atheris.instrument_imports(
     include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources"], enable_loader_override=False
 ):
     import hf_zero_stream.checkpoint.distcp
+    import hf_zero_stream.checkpoint.format
     import hf_zero_stream.checkpoint.formats
     import hf_zero_stream.checkpoint.index_file
     import hf_zero_stream.checkpoint.pickles
@@ -21,7 +22,6 @@ with atheris.instrument_imports(
     import hf_zero_stream.checkpoint.torch_metadata
     import hf_zero_stream.checkpoint.torch_objects
     import hf_zero_stream.checkpoint.torch_zip
-    import hf_zero_stream.checkpoint.untrusted_json
     import hf_zero_stream.checkpoint.zero_folder
     import hf_zero_stream.sources.small_files  # noqa: F401
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from types import ModuleType
 
-from .bindings.patching import Watch
+from .bindings.install import Watch
 from .errors import PACKAGE, requirements
 from .settings.launcher import announced_local_rank, announces_local_rank
 

@@ -16,7 +16,7 @@ import torch
 import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.errors import ConfigError
-from hf_zero_stream.footprint.memory import EngineSettings, ParameterShape, memory_footprint
+from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
 from hf_zero_stream.reports.memory import AnonymousMemory
 from tests.cluster import run_ranks
 from tests.parity import ds_config

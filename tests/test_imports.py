@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import hf_zero_stream
-from hf_zero_stream.bindings.patching import Watch
+from hf_zero_stream.bindings.install import Watch
 from tests import sampling
 
 

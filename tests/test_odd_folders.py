@@ -24,8 +24,7 @@ from hf_zero_stream.checkpoint.formats import read_map
 from hf_zero_stream.checkpoint.index_file import check_files
 from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
-from hf_zero_stream.sources.local import LocalFiles
-from hf_zero_stream.sources.pages import ReadAhead
+from hf_zero_stream.sources.local import LocalFiles, ReadAhead
 from tests.cluster import run_ranks
 from tests.loading import Messages
 from tests.parity import ds_config, unequal

@@ -21,7 +21,7 @@ from transformers.distributed import DistributedConfig
 import hf_zero_stream
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, View
-from hf_zero_stream.checkpoint.without_values import lacks_values
+from hf_zero_stream.destinations.base import lacks_values
 from hf_zero_stream.errors import LoadError, UnsupportedError
 from tests.cluster import run_ranks
 from tests.odd_models import Odd, OddConfig

@@ -22,8 +22,8 @@ from hf_zero_stream.engine import reader as reading
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
-from hf_zero_stream.sources import local, pages
-from hf_zero_stream.sources.pages import WINDOW_BYTES, ReadAhead
+from hf_zero_stream.sources import local
+from hf_zero_stream.sources.local import WINDOW_BYTES, ReadAhead
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 
@@ -94,7 +94,7 @@ def test_two_ranks_take_turns(cold_files: list[str]) -> None:
 
 
 def test_lead_is_bounded(cold_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "LEAD_BYTES", WINDOW_BYTES)
+    monkeypatch.setattr(local, "LEAD_BYTES", WINDOW_BYTES)
     ahead = ReadAhead(cold_files, 0, 1)
     try:
         wait_until(lambda: is_cached(cold_files[0], WINDOW_BYTES + MIDDLE))
@@ -111,18 +111,18 @@ def test_what_is_cached_is_left_alone(cold_files: list[str], monkeypatch: pytest
     """Mapping it would cost a warm load a tenth of its time."""
     found: list[bool] = []
     populated: list[int] = []
-    ask, tell = pages.is_resident, pages.advise
+    ask, tell = local.is_resident, local.advise
 
     def is_resident(address: int, nbytes: int) -> bool:
         found.append(ask(address, nbytes))
         return found[-1]
 
     def advise(address: int, nbytes: int, advice: int) -> bool:
-        populated.extend([nbytes] * (advice == pages.MADV_POPULATE_READ))
+        populated.extend([nbytes] * (advice == local.MADV_POPULATE_READ))
         return tell(address, nbytes, advice)
 
-    monkeypatch.setattr(pages, "is_resident", is_resident)
-    monkeypatch.setattr(pages, "advise", advise)
+    monkeypatch.setattr(local, "is_resident", is_resident)
+    monkeypatch.setattr(local, "advise", advise)
     finish(ReadAhead(cold_files, 0, 1))
     assert not any(found[:3])
     assert len(found) == 5
@@ -130,7 +130,7 @@ def test_what_is_cached_is_left_alone(cold_files: list[str], monkeypatch: pytest
     wait_until(lambda: ask_again(cold_files, found))
     assert len(populated) == found.count(False)
     before, asked = len(populated), len(found)
-    monkeypatch.setattr(pages, "_may_ask", lambda handle: False)  # a file of somebody else
+    monkeypatch.setattr(local, "_may_ask", lambda handle: False)  # a file of somebody else
     finish(ReadAhead(cold_files, 0, 1))
     assert len(populated) == before + 5
     assert len(found) == asked
@@ -145,13 +145,13 @@ def ask_again(files: list[str], found: list[bool]) -> bool:
 def test_what_fails_is_left_to_the_reads(cold_files: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[Any] = []
     monkeypatch.setattr(threading, "excepthook", failures.append)
-    monkeypatch.setattr(pages, "LEAD_BYTES", 0)
+    monkeypatch.setattr(local, "LEAD_BYTES", 0)
     ahead = ReadAhead(cold_files, 0, 1)
     os.truncate(cold_files[0], WINDOW_BYTES)
     os.remove(cold_files[1])
     ahead.reached(1.0)
     finish(ahead)
-    monkeypatch.setattr(pages, "advise", lambda *args: False)
+    monkeypatch.setattr(local, "advise", lambda *args: False)
     finish(ReadAhead(cold_files[:1], 0, 1))
     assert failures == []
 

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from hf_zero_stream.footprint.memory import EngineSettings, ParameterShape, memory_footprint
+from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
 from hf_zero_stream.reports.load import PHASES, LoadReport, PhaseClock, RankReport, Verification
 from tests.cluster import run_ranks
 from tests.parity import ds_config

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 import pytest
 import torch
 
-from hf_zero_stream.engine.workers import run_in_threads
+from hf_zero_stream.engine.execute import run_in_threads
 
 
 def helpers() -> list[str]:

@@ -20,14 +20,13 @@ import torch
 
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource, ReadableFile
-from .format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name
+from .format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name, excerpt, parse_object
 from .index_file import fault_of_name
 from .map import CheckpointMap
 from .nodes import HostTensor, View
 from .pickles import MOST_BYTES, read_pickle
 from .torch_files import read_single, view_of_field
 from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
-from .untrusted_json import excerpt, parse_object
 
 
 _EDGE_BYTES = 4096

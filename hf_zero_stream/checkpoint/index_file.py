@@ -16,7 +16,7 @@ import torch
 
 from ..errors import CheckpointError, ReadError
 from ..sources.local import open_nonblocking, status_of_regular
-from .untrusted_json import excerpt, parse_object
+from .format import excerpt, parse_object
 
 
 MAX_INDEX_BYTES = 100_000_000

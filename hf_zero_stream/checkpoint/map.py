@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from .format import Shard, TensorEntry, dtype_name
+from .format import Shard, TensorEntry, dtype_name, excerpt
 from .lazy import LazyTensor, Materialise
 from .nodes import FileTensor, HostTensor, View
-from .untrusted_json import excerpt
 
 
 @dataclass(frozen=True)

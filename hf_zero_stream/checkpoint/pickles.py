@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from .untrusted_json import excerpt
+from .format import excerpt
 
 
 MOST_BYTES = 512 * 2**20

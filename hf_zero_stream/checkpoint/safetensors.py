@@ -21,11 +21,10 @@ from safetensors.torch import save
 
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource
-from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry, are_sizes
+from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry, are_sizes, excerpt, parse_object
 from .lazy import LazyTensor
 from .map import CheckpointMap
 from .nodes import HostTensor, View
-from .untrusted_json import excerpt, parse_object
 
 
 MAX_HEADER_BYTES = 100_000_000

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import CheckpointError, ReadError
-from .format import NotAMap
+from .format import NotAMap, excerpt, parse_object
 from .formats import INDEX, SINGLE, WEIGHTS, read_map
 from .index_file import check_files, fault_of_name, faults_of_index, read_index_text
 from .map import CheckpointMap
-from .untrusted_json import excerpt, parse_object
 
 
 CONFIG = "config.json"

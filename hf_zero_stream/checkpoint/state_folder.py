@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, UnsupportedError
+from .format import excerpt, parse_object
 from .formats import read_map
 from .index_file import read_index_file, read_index_text
 from .map import CheckpointMap
-from .untrusted_json import excerpt, parse_object
 
 
 RECORD, NAMES = "training_state.json", "names.json"

@@ -23,13 +23,12 @@ import torch
 
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource, ReadableFile
-from .format import MAX_DIMENSIONS, NotAMap, Shard, ShardHeader, are_sizes, dtype_name
+from .format import MAX_DIMENSIONS, NotAMap, Shard, ShardHeader, are_sizes, dtype_name, excerpt, parse_object
 from .map import CheckpointMap, view_of
 from .nodes import View, row_major_strides
 from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
 from .safetensors import parse_entry
 from .torch_zip import MOST_READ, OPCODES, SIGNATURE, Storage, read_zip
-from .untrusted_json import excerpt, parse_object
 
 
 _MAGIC = 0x1950A86A20F9469CFC6C

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import CheckpointError, UnsupportedError
-from .format import DTYPES, MAX_DIMENSIONS, are_sizes
+from .format import DTYPES, MAX_DIMENSIONS, are_sizes, excerpt
 from .pickles import Call, Global, Pickle, kind_of
-from .untrusted_json import excerpt
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -15,10 +15,9 @@ import torch
 
 from ..errors import CheckpointError
 from ..sources.base import ReadableFile
-from .format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes
+from .format import DTYPES, MAX_DIMENSIONS, NotAMap, TensorEntry, are_sizes, excerpt
 from .pickles import Call, Global, kind_of
 from .torch_files import describe, field_of
-from .untrusted_json import excerpt
 
 
 _MAPPINGS = {Global("collections", "OrderedDict"), Global("collections", "defaultdict")}

@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, UnsupportedError
 from ..sources.base import ByteSource
-from .format import TensorEntry
+from .format import TensorEntry, excerpt
 from .pickles import kind_of
 from .torch_objects import NotPlain, TorchObjects
-from .untrusted_json import excerpt
 
 
 _SWAP_NAME = re.compile(r"\d{1,18}_\d{1,18}")

@@ -19,12 +19,11 @@ from typing import Any, TypeVar
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource
 from ..sources.local import LocalFiles
-from .format import Shard, TensorEntry
+from .format import Shard, TensorEntry, excerpt
 from .formats import has_weights
 from .map import CheckpointMap, view_of
 from .nodes import View, row_major_strides
 from .signs import is_sign
-from .untrusted_json import excerpt
 from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
 from .zero_layout import FP32, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 

@@ -14,8 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
-from .format import TensorEntry
-from .untrusted_json import excerpt
+from .format import TensorEntry, excerpt
 from .zero_files import Flat, ModelFile, OptimizerFile
 
 

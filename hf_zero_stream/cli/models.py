@@ -15,8 +15,8 @@ from transformers.utils import logging
 from ..bindings.install import installed
 from ..bindings.rows import Moment
 from ..errors import CheckpointError, HfZeroStreamError
-from ..footprint.memory import HOST
 from ..loading.dry_load import Forecast, lazily_loaded, load_of_layouts
+from ..planning.footprint import HOST
 from ..settings.config import StreamingConfig
 
 

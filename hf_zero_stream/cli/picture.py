@@ -16,8 +16,8 @@ from typing import Any
 from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 
-from ..footprint.memory import DISK, HOST, MemoryFootprint
 from ..loading.dry_load import Forecast
+from ..planning.footprint import DISK, HOST, MemoryFootprint
 from ..planning.plan import LoadPlan
 
 

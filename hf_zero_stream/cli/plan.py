@@ -17,8 +17,8 @@ from .suggest import Machines, needs_of_node, suggest
 
 
 if TYPE_CHECKING:
-    from ..footprint.memory import MemoryFootprint
     from ..loading.dry_load import Forecast
+    from ..planning.footprint import MemoryFootprint
 
 EXAMPLE = "hf-zero-stream plan Qwen/Qwen3-30B-A3B --world-size 64 --ds-config ds.json --device-memory 80GiB"
 

@@ -13,7 +13,7 @@ from . import frame
 
 
 if TYPE_CHECKING:
-    from ..footprint.memory import MemoryFootprint
+    from ..planning.footprint import MemoryFootprint
 
 
 ON_HOST = {"device": "cpu"}

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor, View
-from ..errors import LoadError
+from ..errors import LoadError, UnsupportedError
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import Target
 
 
 if TYPE_CHECKING:
-    from ..footprint.memory import MemoryFootprint
+    from ..planning.footprint import MemoryFootprint
 
 
 Sourced = tuple[Any, View]
@@ -269,3 +270,24 @@ def allocating(name: str, nbytes: int, device: torch.device | str, rank: int) ->
             f"out of memory on rank {rank}: {nbytes} bytes for {name} on {device}. Use more ranks or offload_param, "
             "or free what else is there; plan() says beforehand what a rank needs."
         ) from error
+
+
+def lacks_values(tensor: torch.Tensor) -> bool:
+    """Whether `tensor`, or one that it holds, is lazy, on the meta device or not initialised."""
+    if isinstance(tensor, (LazyTensor, UninitializedParameter, UninitializedBuffer)) or tensor.is_meta:
+        return True
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False
+    flatten = getattr(tensor, "__tensor_flatten__", None)  # torch's own protocol for wrappers
+    held = vars(tensor).values() if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    return any(lacks_values(value) for value in held if isinstance(value, torch.Tensor))
+
+
+def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, instead: str) -> None:
+    """Raise an UnsupportedError (``{doing}: ... {instead}``) for a wrapper tensor: its bytes are not its values."""
+    for name, tensor in tensors:
+        if hasattr(type(tensor), "__tensor_flatten__") and not isinstance(tensor, LazyTensor):
+            raise UnsupportedError(
+                f"{doing}: expected plain tensors or ZeRO partitions; {name} is a {type(tensor).__name__}, which "
+                f"holds other tensors in its place. {instead}"
+            )

@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..footprint.memory import MemoryFootprint
-from ..footprint.optimizers import AdamW
-from ..footprint.sharded import HeldShard, sharded_footprint
 from ..packed.modules import packed_weights
 from ..packed.together import Quantised
+from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.parameter_box import ParameterBox
 from ..planning.plan import partition_range
+from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Item, allocating, flat_items, item_of, narrowed, replace_lazy

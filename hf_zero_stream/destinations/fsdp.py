@@ -21,9 +21,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..bindings.install import refuse_lacking
 from ..errors import UnsupportedError, refuse_unknown_version
-from ..footprint.memory import HOST
-from ..footprint.sharded import HeldShard
+from ..planning.footprint import HOST
 from ..planning.parameter_box import Cut
+from ..planning.sharded_footprint import HeldShard
 from ..ranks import accelerators
 
 

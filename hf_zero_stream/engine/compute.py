@@ -13,9 +13,8 @@ from ..checkpoint.nodes import Blockwise, HostTensor, Leaf, Opaque, Pointwise, V
 from ..planning.boxes import Axis, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
 from ..sources.base import ByteSource
-from .execute import execute_reads
+from .execute import execute_reads, run_in_threads
 from .lanes import copy_strided, settle
-from .workers import run_in_threads
 
 
 PIECE_BYTES = 2**20

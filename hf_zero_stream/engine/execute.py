@@ -7,18 +7,22 @@ come, or through the thread's staging buffer. Positional reads and large copies 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import copy_context
 from itertools import chain
+from typing import TypeVar
 
 import torch
 
 from ..planning.plan import BatchPlan, Read
 from ..sources.base import ByteSource
-from ..sources.pages import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
+from ..sources.local import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
 from .lanes import Lane, lane_for, settle
-from .workers import run_in_threads
 
+
+Item = TypeVar("Item")
 
 PHASES = ("read", "convert", "copy")
 """What threads do: wait for the source, copy out of staging buffers with a cast, and without."""
@@ -150,3 +154,63 @@ class HugePages:
     def _advise_all(self, advice: int) -> None:
         for destination in self._large:
             advise(destination.data_ptr(), destination.nbytes, advice)
+
+
+def run_in_threads(items: Iterable[Item], work: Callable[[Iterator[Item]], None], threads: int) -> None:
+    """Run ``work(iterator)`` in `threads` threads, one of them the caller's; each item comes out of one iterator.
+
+    Once one has failed, the other iterators end, and the first error is raised. No thread runs on when this returns or
+    raises, also on Ctrl-C. All have the caller's context variables and grad mode, which torch keeps for each thread.
+    """
+    pending, lock, failed = iter(items), threading.Lock(), threading.Event()
+    errors: list[BaseException] = []
+    with_grad = torch.is_grad_enabled()
+
+    def next_items() -> Iterator[Item]:
+        while not failed.is_set():
+            with lock:
+                try:
+                    item = next(pending)
+                except StopIteration:
+                    return
+            yield item
+
+    def run(end: threading.Event) -> None:
+        try:
+            with torch.set_grad_enabled(with_grad):
+                work(next_items())
+        except BaseException as error:
+            errors.append(error)
+            failed.set()
+        finally:
+            end.set()
+
+    begun: list[tuple[threading.Thread, threading.Event]] = []
+    try:
+        for number in range(1, threads):
+            end = threading.Event()
+            in_context = copy_context().run
+            helper = threading.Thread(target=in_context, args=(run, end), name=f"hf_zero_stream-{number}")
+            begun.append((helper, end))
+            helper.start()
+        run(threading.Event())  # nobody waits for the calling thread
+        _wait(begun)
+    except BaseException:  # Ctrl-C while starting or waiting, or no more threads to be had
+        failed.set()
+        _wait(begun)
+        raise
+    if errors:
+        raise errors[0]
+
+
+def _wait(begun: Iterable[tuple[threading.Thread, threading.Event]]) -> None:
+    """Wait until all threads that were started have ended.
+
+    ``join()`` alone, once interrupted by Ctrl-C, takes a thread for ended that runs on (CPython #89437).
+    """
+    for thread, end in begun:
+        while not end.wait(0.1 if thread.ident is None else None):
+            if thread.ident is None:
+                break
+        if end.is_set():
+            thread.join()

@@ -20,8 +20,7 @@ from ..checkpoint.format import ShardHeader, TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.map import AbsentSlice, CheckpointMap, CheckpointSlice
 from ..checkpoint.nodes import HostTensor, Leaf, View
-from ..checkpoint.without_values import lacks_values, refuse_wrapped
-from ..destinations.base import Batch, Destination, is_out_of_memory
+from ..destinations.base import Batch, Destination, is_out_of_memory, lacks_values, refuse_wrapped
 from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..planning.plan import LoadPlan
 from ..ranks.accelerators import peak_bytes, used_bytes
@@ -35,7 +34,7 @@ from .sameness import Copy, description, refuse_differences, refuse_other_shards
 
 
 if TYPE_CHECKING:
-    from ..footprint.memory import MemoryFootprint
+    from ..planning.footprint import MemoryFootprint
 
 
 logger = logging.getLogger(__name__)

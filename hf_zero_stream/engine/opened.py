@@ -22,12 +22,11 @@ from ..ranks.accelerators import is_accelerator
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 from ..sources.base import RETRIES, ByteSource, Hints, Retries
-from ..sources.by_path import FilesByPath
-from ..sources.local import LocalFiles
-from ..sources.pages import ReadAhead
+from ..sources.local import LocalFiles, ReadAhead
+from ..sources.urls import FilesByPath
 from .compute import Evaluator
+from .execute import run_in_threads
 from .lanes import Lane, SideLane
-from .workers import run_in_threads
 
 
 if TYPE_CHECKING:

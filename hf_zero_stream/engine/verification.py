@@ -32,8 +32,8 @@ from ..errors import LoadError
 from ..planning.plan import Target, materialise_reason
 from ..reports.load import Verification
 from ..sources.base import ByteSource
+from .execute import run_in_threads
 from .opened import OpenCheckpoint
-from .workers import run_in_threads
 
 
 BLOCK = 2**16

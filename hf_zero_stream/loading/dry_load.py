@@ -21,8 +21,7 @@ from ..destinations.own_names import adapter_names, without_adapters
 from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError, VersionError
-from ..footprint.memory import MemoryFootprint
-from ..footprint.optimizers import ADAMW_COPIES, AdamW
+from ..planning.footprint import ADAMW_COPIES, AdamW, MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
 from ..reports.memory import collector_paused

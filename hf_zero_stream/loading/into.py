@@ -13,9 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint.without_values import refuse_wrapped
 from ..destinations import fsdp
-from ..destinations.base import Destination
+from ..destinations.base import Destination, refuse_wrapped
 from ..destinations.deferred import fill_whole
 from ..destinations.live_shards import LiveShards
 from ..destinations.live_whole import LiveWhole

@@ -17,7 +17,7 @@ from .text import bytes_text, fold, folded_names, markdown_table
 
 
 if TYPE_CHECKING:
-    from ..footprint.memory import MemoryFootprint
+    from ..planning.footprint import MemoryFootprint
 
 
 PHASES = ("model", "index", "plan", "wait", "read", "convert", "copy", "finalise", "total")

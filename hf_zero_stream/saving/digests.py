@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ..destinations.holder import Holding
-from ..engine.workers import run_in_threads
+from ..engine.execute import run_in_threads
 
 
 _ROW = 128  # numbers in a row

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
-from ..bindings.patching import standing_in
+from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.deepspeed.marks import is_gathered_whole
 from ..errors import UnsupportedError

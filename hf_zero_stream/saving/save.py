@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
-from ..checkpoint.without_values import refuse_wrapped
+from ..destinations.base import refuse_wrapped
 from ..destinations.deepspeed.marks import has_gathered
 from ..destinations.deferred import fill_whole
 from ..destinations.shards import local_of

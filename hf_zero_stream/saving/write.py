@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..engine.execute import run_in_threads
 from ..engine.lanes import copy_strided
-from ..engine.workers import run_in_threads
 from ..errors import PeerError
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import IOV_MAX

@@ -18,7 +18,7 @@ from transformers.utils import logging
 from ..bindings.install import keep_watching
 from ..checkpoint.formats import distributed_file, is_always_map, row_of
 from ..checkpoint.index_file import check_files, read_index_file
-from ..checkpoint.without_values import refuse_wrapped
+from ..destinations.base import refuse_wrapped
 from ..destinations.deepspeed.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..ranks.coordinator import Coordinator

@@ -19,8 +19,7 @@ import torch
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from ..bindings import patching
-from ..bindings.install import installed
+from ..bindings.install import installed, standing_in
 from ..bindings.rows import Moment
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
@@ -99,7 +98,7 @@ def lay_out_pretrained(
     }
     token = _noted.set(noted)
     try:
-        with patching.standing_in(model, **methods), installed(Moment.LAYOUT):
+        with standing_in(model, **methods), installed(Moment.LAYOUT):
             save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
             save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     finally:

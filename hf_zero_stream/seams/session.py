@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import PreTrainedModel
 
-from ..bindings.patching import Replacement
+from ..bindings.install import Replacement
 from ..bindings.rows import Moment
 from ..bindings.table import TABLE
 from ..engine.load import Load

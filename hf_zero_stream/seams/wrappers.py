@@ -20,8 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ..bindings.install import refuse_lacking
-from ..bindings.patching import is_defined_by, replaced_methods
+from ..bindings.install import is_defined_by, refuse_lacking, replaced_methods
 from ..settings.launcher import announces_fsdp2
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..bindings.patching import is_defined_by, replaced_methods
+from ..bindings.install import is_defined_by, replaced_methods
 from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..settings.scope import active_configs

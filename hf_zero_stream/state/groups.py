@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.untrusted_json import excerpt
+from ..checkpoint.format import excerpt
 from ..destinations.slots import Slot, is_number
 from ..errors import CheckpointError
 from .plain import plain, restored

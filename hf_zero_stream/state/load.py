@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..checkpoint.untrusted_json import excerpt
+from ..checkpoint.format import excerpt
 from ..checkpoint.zero_folder import ZeroFolder, entries_of_deepspeed, read_zero_folder
 from ..destinations.own_names import own_names, own_or_clean
 from ..destinations.slots import MASTER, make_entries

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.untrusted_json import parse_object
+from ..checkpoint.format import parse_object
 from ..destinations.slots import MASTER, Slot, is_number
 from ..errors import CheckpointError
 from ..saving.files import is_plain_name

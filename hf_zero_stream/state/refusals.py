@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..checkpoint.untrusted_json import excerpt
+from ..checkpoint.format import excerpt
 from ..destinations.training import Training
 from ..errors import CheckpointError, ConfigError, UnsupportedError
 from . import schedules

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from ..bindings import patching
+from ..bindings.install import standing_in
 from ..destinations.deepspeed.marks import has_partition
 from ..destinations.shards import is_sharded
 from ..packed.modules import is_packed
@@ -48,7 +48,7 @@ def sync_weights(original: Callable[..., Any], self: Any) -> Any:
     }
     if serves and self.accelerator.is_main_process:
         stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream)
-    with patching.standing_in(self, **stand_ins):
+    with standing_in(self, **stand_ins):
         return original(self)
 
 
@@ -63,7 +63,7 @@ def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> An
         self.weight_transfer._weight_update_info |= described(stream.metadata, "dtype_names")
     nothing = {"merge_adapter": lambda: None, "unmerge_adapter": lambda: None} if adapts else {}
     tensors = {"_streaming_iter": lambda: chain.from_iterable(stream)}
-    with patching.standing_in(self, **tensors), patching.standing_in(model, **nothing):
+    with standing_in(self, **tensors), standing_in(model, **nothing):
         return original(self, t0)
 
 
@@ -84,7 +84,7 @@ def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
                 self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(list(bucket))
 
     stand_ins = {"_move_model_to_vllm_inner": move, **({} if client is None else {"vllm_client": client})}
-    with patching.standing_in(self, **stand_ins):
+    with standing_in(self, **stand_ins):
         return original(self)
 
 

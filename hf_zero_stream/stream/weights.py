@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..bindings import patching
+from ..bindings.install import standing_in
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Stored, View
 from ..checkpoint.safetensors import NotedShard
@@ -296,7 +296,7 @@ class WeightStream:
             noted = [NotedShard("", entries, {})]
         else:
             entries = parameters.entries() if self._gives_adapters else self._entries(parameters)
-            with patching.standing_in(self._base, _hf_peft_config_loaded=self._gives_adapters):
+            with standing_in(self._base, _hf_peft_config_loaded=self._gives_adapters):
                 noted = lay_out_pretrained(
                     self._base, folder, dict(entries), entries, parameters.numel, self._dtype, own_code=False
                 )

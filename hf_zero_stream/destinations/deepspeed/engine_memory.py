@@ -1,4 +1,4 @@
-"""What :mod:`...footprint.memory` asks about a model and a DeepSpeed config, answered by DeepSpeed's own parsers."""
+"""What :mod:`...planning.footprint` asks about a model and a DeepSpeed config, answered by DeepSpeed's own parsers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,15 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from torch import nn
 
 from ...errors import refuse_unknown_version
-from ...footprint.memory import HOST, EngineSettings, MemoryFootprint, ParameterShape, memory_footprint
-from ...footprint.optimizers import AdamW, adamw_copies
+from ...planning.footprint import (
+    HOST,
+    AdamW,
+    EngineSettings,
+    MemoryFootprint,
+    ParameterShape,
+    adamw_copies,
+    memory_footprint,
+)
 from ..own_names import own_names
 from . import zero3
 

@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.partition_parameters import (
 )
 from torch import nn
 
-from ...bindings.patching import standing_in
+from ...bindings.install import standing_in
 from ...ranks.coordinator import Coordinator
 from ..initialise import run_with_what_is_touched
 from .zero3 import own_range

@@ -22,8 +22,7 @@ from . import zero3
 
 
 if TYPE_CHECKING:
-    from ...footprint.memory import MemoryFootprint
-    from ...footprint.optimizers import AdamW
+    from ...planning.footprint import AdamW, MemoryFootprint
 
 
 class Partitioned(Destination):

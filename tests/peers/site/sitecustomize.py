@@ -9,7 +9,7 @@ import os
 import random
 from typing import Any
 
-from hf_zero_stream.bindings.patching import Watch
+from hf_zero_stream.bindings.install import Watch
 from hf_zero_stream.prefix import await_transformers
 
 

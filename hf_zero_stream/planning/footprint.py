@@ -17,10 +17,14 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from .optimizers import ADAMW_COPIES, is_lower
-
 
 HOST, DISK = "cpu", "nvme"
+
+AdamW = Literal["single", "foreach", "fused"]
+"""How torch's AdamW (``torch/optim/adam.py``) steps: tensor by tensor, over lists of tensors, or in one kernel."""
+
+ADAMW_COPIES: Mapping[AdamW, int] = {"single": 2, "foreach": 1, "fused": 0}
+"""Temporary tensors of each way, of the size of what is stepped at once."""
 
 _SMALL_SUB_GROUP = 10**8
 _FP64_BYTES = 8
@@ -239,9 +243,8 @@ def _step_cures(
     if settings.step_copies:
         changes["a fused optimizer"] = {"step_copies": 0}
     for name, change in changes.items():
-        changed = memory_footprint(
-            parameters, replace(settings, **change), buffer_bytes=buffer_bytes, with_cures=False
-        ).step_peak
+        as_changed = replace(settings, **change)
+        changed = memory_footprint(parameters, as_changed, buffer_bytes=buffer_bytes, with_cures=False).step_peak
         if is_lower(changed, peak):
             yield name, changed
 
@@ -385,3 +388,13 @@ def _largest_gather(parameters: Iterable[ParameterShape], leaf_modules: Collecti
         if nbytes > largest:
             largest, largest_of = nbytes, members[0].name if len(members) == 1 else module
     return largest, largest_of
+
+
+def adamw_copies(adamw: AdamW | None, place: str) -> int:
+    """Temporary tensors of torch's AdamW; without a choice it takes lists of tensors where their device allows it."""
+    return ADAMW_COPIES[adamw or ("single" if place == "cpu" else "foreach")]
+
+
+def is_lower(changed: Mapping[str, int], peak: Mapping[str, int]) -> bool:
+    """Whether a peak is lower by a tenth in some place."""
+    return any(changed.get(place, 0) < 0.9 * nbytes for place, nbytes in peak.items())

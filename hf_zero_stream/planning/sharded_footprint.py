@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .memory import HOST, MemoryFootprint
-from .optimizers import AdamW, adamw_copies, is_lower
+from .footprint import HOST, AdamW, MemoryFootprint, adamw_copies, is_lower
 
 
 _ADAM_STATES = 2

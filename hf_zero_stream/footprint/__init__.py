@@ -1,1 +1,0 @@
-"""What a rank's memory will hold in training, computed and not measured."""
