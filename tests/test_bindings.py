@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from hf_zero_stream.bindings import install
-from hf_zero_stream.bindings.install import Installation, installed
-from hf_zero_stream.bindings.rows import Moment, Row, Weight
+from hf_zero_stream.bindings.install import Installation, Moment, Row, Weight
 from hf_zero_stream.bindings.streaming import streaming
-from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import PACKAGE, VersionError
 
 
@@ -65,7 +64,7 @@ def test_a_feature_goes_as_a_whole_and_with_a_word(
 ) -> None:
     monkeypatch.setitem(TABLE, Moment.LAYOUT, [ESSENTIAL, *FEATURES])  # type: ignore[arg-type]
     act = library.Own.act
-    with Installation(Moment.LAYOUT) as installation:
+    with Installation(Moment.LAYOUT, TABLE) as installation:
         assert installation and library.Own.act is act and library.act is not None
     assert "of_tests 3.1 has no gone: acts are left to it" in caplog.text and not installation
 
@@ -73,7 +72,7 @@ def test_a_feature_goes_as_a_whole_and_with_a_word(
 def test_an_essential_function_that_is_gone_is_an_error(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLE, Moment.LAYOUT, [FEATURES[0], ESSENTIAL._replace(of="of_tests:gone")])  # type: ignore[arg-type]
     act = library.Own.act
-    with pytest.raises(VersionError, match=r"of_tests .* has no gone"), Installation(Moment.LAYOUT):
+    with pytest.raises(VersionError, match=r"of_tests .* has no gone"), Installation(Moment.LAYOUT, TABLE):
         pass
     assert library.Own.act is act
 

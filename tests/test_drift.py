@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_zero_stream.bindings.rows import Row, Weight
+from hf_zero_stream.bindings.install import Row, Weight
 from tests.drift import __main__ as command
 from tests.drift import contracts
 

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.bindings.rows import Moment, Row, Weight
+from hf_zero_stream.bindings.install import Moment, Row, Weight
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
 from tests.cluster import run_ranks

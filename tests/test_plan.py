@@ -14,7 +14,7 @@ import torch
 import transformers
 
 import hf_zero_stream
-from hf_zero_stream.bindings.rows import Moment
+from hf_zero_stream.bindings.install import Moment
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.sources.local import _HeaderFile

@@ -16,8 +16,8 @@ import pytest
 import transformers
 
 from hf_zero_stream import StreamingConfig, streaming
-from hf_zero_stream.bindings.install import installed
-from hf_zero_stream.bindings.rows import Moment
+from hf_zero_stream.bindings.install import Moment
+from hf_zero_stream.bindings.table import installed
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.settings import scope
 from tests.cluster import run_ranks

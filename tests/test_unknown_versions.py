@@ -14,8 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import PreTrainedModel, core_model_loading
 
 import hf_zero_stream
-from hf_zero_stream.bindings.install import Installation
-from hf_zero_stream.bindings.rows import Moment, Row, Weight
+from hf_zero_stream.bindings.install import Installation, Moment, Row, Weight
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
 from tests.cluster import run_ranks
@@ -140,6 +139,6 @@ def test_an_absent_attribute_is_named_and_nothing_is_replaced(monkeypatch: pytes
     monkeypatch.setitem(TABLE, Moment.LAYOUT, rows)  # type: ignore[arg-type]
     before = core_model_loading.dot_natural_key
     match = r"accelerate .* has no accelerator.Accelerator.no_such_method"
-    with pytest.raises(VersionError, match=match), Installation(Moment.LAYOUT):
+    with pytest.raises(VersionError, match=match), Installation(Moment.LAYOUT, TABLE):
         pass
     assert core_model_loading.dot_natural_key is before

@@ -10,8 +10,8 @@ from ..errors import ConfigError
 from ..settings import scope
 from ..settings.config import StreamingConfig, check_environment
 from ..settings.launcher import announces_local_rank
-from .install import installed
-from .rows import Moment
+from .install import Moment
+from .table import installed
 
 
 Function = TypeVar("Function")

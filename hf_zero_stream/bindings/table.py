@@ -5,9 +5,11 @@ Within a moment rows stand in the order in which they are called.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 
-from .rows import Moment, Row, Weight
+from ..errors import refuse_unknown_version
+from .install import Installation, Moment, Row, Weight
 
 
 _ESSENTIAL, _SPEED = Weight.ESSENTIAL, Weight.SPEED
@@ -327,3 +329,24 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
         ),
     ],
 }
+
+
+@functools.cache
+def installed(moment: Moment) -> Installation:
+    """The one installation of the rows of a moment."""
+    below = {Moment.BLOCK: Moment.MODELS, Moment.LOAD: Moment.BLOCK}.get(moment)
+    return Installation(moment, TABLE, on_top_of=None if below is None else installed(below))
+
+
+@functools.cache  # once
+def keep_watching() -> None:
+    """There are models now that transformers and PEFT alone would save, adapt or merge wrongly, everywhere."""
+    installed(Moment.MODELS).__enter__()
+
+
+def refuse_lacking(feature: str) -> None:
+    """Raise a VersionError if an installed version lacks what a feature needs that stock would do wrongly."""
+    for rows in TABLE.values():
+        for row in rows:
+            if row.feature == feature and (what := row.lacking()):
+                refuse_unknown_version(row.package, [what], feature)

@@ -178,7 +178,7 @@ def _check_features(ops: dict[str, bool]) -> Iterator[Check]:
 
 def _check_table() -> Iterator[Check]:
     """Whether the installed versions have every function that is replaced in them, and what is lost where not."""
-    from ..bindings.rows import Weight
+    from ..bindings.install import Weight
     from ..bindings.table import TABLE
 
     rows = [row for rows in TABLE.values() for row in rows if find_spec(row.package)]

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from ..bindings.install import refuse_lacking
+from ..bindings.table import refuse_lacking
 from ..errors import UnsupportedError, refuse_unknown_version
 from ..planning.footprint import HOST
 from ..planning.parameter_box import Cut

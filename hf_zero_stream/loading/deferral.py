@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from ..bindings.install import installed
-from ..bindings.rows import Moment
+from ..bindings.install import Moment
+from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..destinations.base import Destination

@@ -14,8 +14,8 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..bindings.install import installed
-from ..bindings.rows import Moment
+from ..bindings.install import Moment
+from ..bindings.table import installed
 from ..destinations.base import Batch, Destination
 from ..destinations.own_names import adapter_names, without_adapters
 from ..destinations.skeleton import skeleton_of

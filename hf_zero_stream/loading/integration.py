@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..bindings.install import installed
-from ..bindings.rows import Moment
+from ..bindings.install import Moment
+from ..bindings.table import installed
 from ..checkpoint.formats import has_unfinished
 from ..destinations.deepspeed.marks import is_inside_zero_init
 from ..engine.load import Load

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from ..bindings.install import installed
-from ..bindings.rows import Moment
+from ..bindings.install import Moment
+from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..destinations.deepspeed.marks import has_partition, is_gathered_whole
 from ..errors import SaveError, UnsupportedError

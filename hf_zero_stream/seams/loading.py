@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import modeling_utils
 from transformers.utils import logging
 
-from ..bindings.install import keep_watching
+from ..bindings.table import keep_watching
 from ..checkpoint.formats import distributed_file, is_always_map, row_of
 from ..checkpoint.index_file import check_files, read_index_file
 from ..destinations.base import refuse_wrapped

@@ -20,7 +20,7 @@ from transformers.quantizers import base as quantizers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
-from ..bindings.install import keep_watching
+from ..bindings.table import keep_watching
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import View, entries_of, is_computed

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..bindings.install import installed
-from ..bindings.rows import Moment
+from ..bindings.install import Moment
+from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from .session import Original, Session, in_session

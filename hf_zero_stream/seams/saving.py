@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from ..bindings.install import installed, standing_in
-from ..bindings.rows import Moment
+from ..bindings.install import Moment, standing_in
+from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard

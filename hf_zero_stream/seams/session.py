@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 from transformers import PreTrainedModel
 
-from ..bindings.install import Replacement
-from ..bindings.rows import Moment
+from ..bindings.install import Moment, Replacement
 from ..bindings.table import TABLE
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError

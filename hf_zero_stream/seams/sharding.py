@@ -15,7 +15,7 @@ import transformers
 from packaging.version import Version
 from transformers.distributed import DistributedConfig
 
-from ..bindings.install import refuse_lacking
+from ..bindings.table import refuse_lacking
 from ..ranks import accelerators
 from ..settings.launcher import announced_local_rank
 from .session import Original, Session, in_session

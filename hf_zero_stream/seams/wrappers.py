@@ -20,7 +20,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ..bindings.install import is_defined_by, refuse_lacking, replaced_methods
+from ..bindings.install import is_defined_by, replaced_methods
+from ..bindings.table import refuse_lacking
 from ..settings.launcher import announces_fsdp2
 
 

@@ -8,7 +8,7 @@ import sys
 
 from packaging.requirements import Requirement
 
-from hf_zero_stream.bindings.rows import Weight
+from hf_zero_stream.bindings.install import Weight
 from tests.cluster import ROOT
 from tests.drift import contracts, stacks
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from hf_zero_stream.bindings.rows import Row, Weight
+from hf_zero_stream.bindings.install import Row, Weight
 from hf_zero_stream.bindings.table import TABLE
 
 
@@ -99,7 +99,7 @@ def _method(tree: ast.Module, owner: ast.ClassDef, name: str) -> ast.AST | None:
 
 
 def lacking(sources: Sources, row: Row) -> str:
-    """What these sources lack of a row, as :meth:`.rows.Row.lacking` says it of an installed version."""
+    """What these sources lack of a row, as :meth:`.install.Row.lacking` says it of an installed version."""
     tree = sources.module(row.module)
     *owners, name = row.of.partition(":")[2].split(".")
     if tree is None:

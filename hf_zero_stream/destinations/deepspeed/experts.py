@@ -20,8 +20,8 @@ import torch.distributed as dist
 from deepspeed.utils import groups
 from torch import nn
 
-from ...bindings.install import installed
-from ...bindings.rows import Moment
+from ...bindings.install import Moment
+from ...bindings.table import installed
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import Cut, ParameterBox
 from .original_experts import MARK, Origin, converted_layers

@@ -26,8 +26,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-from ...bindings.install import installed
-from ...bindings.rows import Moment
+from ...bindings.install import Moment
+from ...bindings.table import installed
 from ...checkpoint.lazy import LazyTensor
 from ...ranks.accelerators import free_bytes, is_accelerator, kind
 from ...ranks.coordinator import Coordinator, all_gather
