@@ -16,7 +16,7 @@ import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.destinations import columns
-from hf_zero_stream.destinations.shards import local_of
+from hf_zero_stream.destinations.marks import local_of
 from tests import test_one_faulty_rank
 from tests.cluster import run_ranks
 from tests.sharded import Sizes, compare_sharded, load_sharded

@@ -24,10 +24,9 @@ from hf_zero_stream.checkpoint.nodes import entries_of
 from hf_zero_stream.engine.opened import OpenCheckpoint
 from hf_zero_stream.errors import CheckpointError, HfZeroStreamError, ReadError
 from hf_zero_stream.ranks.coordinator import Coordinator
-from hf_zero_stream.sources.base import ByteSource, Retries, SourceFile
+from hf_zero_stream.sources.base import ByteSource, FilesByPath, Retries, SourceFile
 from hf_zero_stream.sources.local import LocalFiles
 from hf_zero_stream.sources.remote import RemoteFiles
-from hf_zero_stream.sources.urls import FilesByPath
 from tests.cluster import run_ranks
 from tests.http_files import http_files
 from tests.memory_files import MemoryFiles

@@ -29,9 +29,9 @@ from hf_zero_stream.errors import CheckpointError, ConfigError, UnsupportedError
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.settings.config import StreamingConfig
 from hf_zero_stream.sources.answers import Answers, answers_once
-from hf_zero_stream.sources.base import SourceFile
+from hf_zero_stream.sources.base import SourceFile, is_url
 from hf_zero_stream.sources.remote import RemoteFiles
-from hf_zero_stream.sources.urls import Location, RequestFailed, checkpoint_url, is_url, joined, located, repository_of
+from hf_zero_stream.sources.urls import Location, RequestFailed, checkpoint_url, joined, located, repository_of
 from tests.buckets import ACCOUNT, BUCKET, azure_container, gcs_bucket, s3_bucket
 from tests.cluster import run_ranks
 from tests.http_files import Behaviour, http_files

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..engine.places import place_of
 from ..errors import UnsupportedError
-from ..sources.urls import is_url
+from ..sources.base import is_url
 from . import frame
 
 

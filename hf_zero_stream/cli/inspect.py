@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..reports.text import bytes_text, count_text, fold, folded_names
-from ..sources.urls import is_url
+from ..sources.base import is_url
 from . import frame
 
 

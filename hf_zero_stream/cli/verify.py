@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..reports.text import bytes_text, count_text
-from ..sources.urls import is_url
+from ..sources.base import is_url
 from . import frame
 
 

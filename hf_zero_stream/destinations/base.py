@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import nn
@@ -291,3 +291,19 @@ def refuse_wrapped(tensors: Iterable[tuple[str, torch.Tensor]], doing: str, inst
                 f"{doing}: expected plain tensors or ZeRO partitions; {name} is a {type(tensor).__name__}, which "
                 f"holds other tensors in its place. {instead}"
             )
+
+
+class WholeReader(Protocol):
+    """Reads the values of lazy parameters that are used before they are sharded."""
+
+    def __call__(self, view: View) -> torch.Tensor: ...
+
+    def fill_whole(self, module: nn.Module) -> None:
+        """Give values to the lazy parameters of `module` that this reader reads, on this rank alone."""
+
+
+def fill_whole(model: nn.Module) -> None:
+    """Give all lazy parameters of `model` their values, on this rank alone, because they are going to be used."""
+    readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
+    for reader in dict.fromkeys(readers):
+        cast("WholeReader", reader).fill_whole(model)

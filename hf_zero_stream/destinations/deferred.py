@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,25 +12,9 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Copy, View
 from ..ranks.coordinator import Coordinator
-from .base import Batch, Destination, Sourced, allocating, flat_items, replace_lazy
+from .base import Batch, Destination, Sourced, WholeReader, allocating, flat_items, replace_lazy
 from .fsdp import why_no_bytes
 from .initialise import run_with_what_is_touched
-
-
-class WholeReader(Protocol):
-    """Reads the values of lazy parameters that are used before they are sharded."""
-
-    def __call__(self, view: View) -> torch.Tensor: ...
-
-    def fill_whole(self, module: nn.Module) -> None:
-        """Give values to the lazy parameters of `module` that this reader reads, on this rank alone."""
-
-
-def fill_whole(model: nn.Module) -> None:
-    """Give all lazy parameters of `model` their values, on this rank alone, because they are going to be used."""
-    readers = [param.reader for param in model.parameters() if isinstance(param, LazyTensor)]
-    for reader in dict.fromkeys(readers):
-        cast("WholeReader", reader).fill_whole(model)
 
 
 class Deferred(Destination):

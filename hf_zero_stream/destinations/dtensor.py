@@ -28,9 +28,10 @@ from . import fsdp
 from .base import Batch, Destination, Item, allocating, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
 from .holder import Holding, open_flat
+from .marks import local_of
 from .own_names import named_parameters
 from .quantising import ToQuantise, quantising_batches
-from .shards import Shard, cuts_of, local_of, shard_of
+from .shards import Shard, cuts_of, shard_of
 from .whole import WholeParameters
 
 

@@ -66,11 +66,6 @@ def why_no_bytes() -> str:
     return "FSDP2 of this version of torch would cast packed bytes to the dtype of training"
 
 
-def is_managed(model: nn.Module) -> bool:
-    """Whether FSDP2 shards any module of `model`."""
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
 def managed_params(model: nn.Module) -> dict[str, Managed]:
     """FSDP2's records of the parameters of `model`, by all names of each."""
     by_place: dict[tuple[int, str], Managed] = {}

@@ -20,7 +20,8 @@ from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Item, Sourced, flat_items, item_of, narrowed
 from .live_whole import live_sources
-from .shards import Shard, local_of, shard_of
+from .marks import local_of
+from .shards import Shard, shard_of
 
 
 class LiveShards(Destination):

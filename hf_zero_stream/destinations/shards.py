@@ -7,7 +7,6 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..errors import UnsupportedError
@@ -33,11 +32,6 @@ class Shard(NamedTuple):
         box = None if self.box.is_whole else self.box
         is_copy = self.copy > 0 or self.is_repeated
         return Target(name, memory.dtype, memory.numel(), 0, memory.numel(), box, is_copy)
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether any parameter of `model` is a DTensor, also if FSDP2 has put a gathered one in its place for now."""
-    return fsdp.is_managed(model) or any(isinstance(param, DTensor) for param in model.parameters())
 
 
 def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> Shard:
@@ -101,22 +95,3 @@ def _cuts(placed: Sequence[_Placed]) -> Iterator[Cut]:
         else:
             yield Cut(placement.dim, size, coordinate, groups)
     yield from last
-
-
-def local_of(param: torch.Tensor) -> torch.Tensor:
-    """The memory of `param`, or of its local shard."""
-    return (param._local_tensor if isinstance(param, DTensor) else param).detach()
-
-
-def whole_of(name: str, buffer: torch.Tensor) -> torch.Tensor:
-    """The values of `buffer`, which may be a DTensor that each rank has in full.
-
-    Raises:
-        UnsupportedError: ranks hold different parts of it.
-    """
-    if isinstance(buffer, DTensor) and not all(placement.is_replicate() for placement in buffer.placements):
-        raise UnsupportedError(
-            f"{name}: expected that each rank has this buffer in full; its placements are {buffer.placements}. "
-            "Redistribute it to Replicate first."
-        )
-    return local_of(buffer)

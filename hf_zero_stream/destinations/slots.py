@@ -24,8 +24,9 @@ from ..planning.plan import Target, partition_range
 from . import fsdp
 from .base import Batch, Destination, Item, narrowed, source_of
 from .holder import Holding
+from .marks import local_of
 from .own_names import named_parameters
-from .shards import local_of, shard_of
+from .shards import shard_of
 
 
 MASTER = "fp32"

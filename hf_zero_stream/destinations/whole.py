@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 from ..planning.parameter_box import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from .initialise import random_state, run_with_what_is_touched, set_random_state
-from .shards import Shard, local_of
+from .marks import local_of
+from .shards import Shard
 
 
 class WholeParameters:

@@ -21,9 +21,8 @@ from ..errors import ReadError
 from ..ranks.accelerators import is_accelerator
 from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
-from ..sources.base import RETRIES, ByteSource, Hints, Retries
+from ..sources.base import RETRIES, ByteSource, FilesByPath, Hints, Retries
 from ..sources.local import LocalFiles, ReadAhead
-from ..sources.urls import FilesByPath
 from .compute import Evaluator
 from .execute import run_in_threads
 from .lanes import Lane, SideLane

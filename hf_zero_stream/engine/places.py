@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from ..errors import HfZeroStreamError, ReadError
 from ..settings import scope
 from ..sources.answers import answers_once
-from ..sources.urls import Repository, checkpoint_url, is_url
+from ..sources.base import is_url
+from ..sources.urls import Repository, checkpoint_url
 
 
 if TYPE_CHECKING:

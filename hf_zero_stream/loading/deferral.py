@@ -24,8 +24,8 @@ from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..destinations.base import Destination
-from ..destinations.deferred import Deferred, InPlace, fill_whole
+from ..destinations.base import Destination, fill_whole
+from ..destinations.deferred import Deferred, InPlace
 from ..engine.load import Load
 from ..engine.opened import OpenCheckpoint
 from ..errors import UnsupportedError

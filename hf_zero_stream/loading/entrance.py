@@ -14,14 +14,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..seams.dequantised import forget_quantizer
+from ..destinations.marks import is_dequantised
 from ..seams.ds_config import found_config
 from ..seams.file_names import MODEL_FILES, PROCESSOR_FILES, TOKENIZER_FILES
 from ..seams.wrappers import is_accelerator_there, shards_by_fsdp2
 from ..settings import scope
 from ..settings.config import StreamingConfig
 from ..settings.launcher import announces_zero3
-from ..sources.urls import is_url
+from ..sources.base import is_url
 
 
 Original = Callable[..., Any]
@@ -43,7 +43,11 @@ def of_model(original: Original, cls: Any, *args: Any, **kwargs: Any) -> Any:
         from .integration import from_pretrained
 
         result = from_pretrained(original, cls, *args, **kwargs)
-    forget_quantizer(result[0] if isinstance(result, tuple) else result)
+    model = result[0] if isinstance(result, tuple) else result
+    if is_dequantised(model):
+        from ..seams.dequantised import forget_quantizer
+
+        forget_quantizer(model)
     return result
 
 

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.formats import has_unfinished
-from ..destinations.deepspeed.marks import is_inside_zero_init
+from ..destinations.marks import is_inside_zero_init
 from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
 from ..ranks.coordinator import Coordinator, expected_at, meeting

@@ -14,15 +14,13 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..destinations import fsdp
-from ..destinations.base import Destination, refuse_wrapped
-from ..destinations.deferred import fill_whole
+from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live_shards import LiveShards
 from ..destinations.live_whole import LiveWhole
+from ..destinations.marks import is_packed, is_sharded, local_of
 from ..destinations.own_names import named_buffers
-from ..destinations.shards import is_sharded, local_of
 from ..engine.load import Load
 from ..errors import ConfigError, LoadError, UnsupportedError
-from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport

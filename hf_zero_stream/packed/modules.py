@@ -40,11 +40,6 @@ def note_packed(module: nn.Module, key: str, weight: PackedWeight) -> None:
     vars(module).setdefault("_hf_zero_stream_packed", {})[key] = weight
 
 
-def is_packed(model: nn.Module) -> bool:
-    """Whether any weights of `model` are packed."""
-    return any(map(packed_weights, model.modules()))
-
-
 class _Product(torch.autograd.Function):
     """``F.linear`` with a packed weight, which gets no gradient."""
 

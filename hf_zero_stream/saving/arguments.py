@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ConfigError, UnsupportedError, UrlError
 from ..settings.config import refuse_settings
-from ..sources.urls import is_url
+from ..sources.base import is_url
 
 
 class SaveArguments(TypedDict, total=False):

@@ -22,13 +22,11 @@ from transformers import PreTrainedModel
 from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
-from ..destinations.deepspeed.marks import has_partition, is_gathered_whole
+from ..destinations.marks import has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
 from ..errors import SaveError, UnsupportedError
-from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..seams.dequantised import forget_quantizer
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
 from ..settings.scope import active_configs
@@ -92,8 +90,10 @@ def save_pretrained(
 
 def of_model(original: Callable[..., Any], self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.save_pretrained``."""
-    if active_configs():
-        forget_quantizer(self)  # it may have been loaded outside
+    if active_configs() and is_dequantised(self):  # it may have been loaded outside
+        from ..seams.dequantised import forget_quantizer
+
+        forget_quantizer(self)
     bound = SIGNATURE.bind(self, *args, **kwargs)
     arguments = bound.arguments
     if not _is_ours(arguments):
@@ -132,8 +132,6 @@ def _is_ours(arguments: Mapping[str, Any]) -> bool:
     state_dict = arguments.get("state_dict")
     if state_dict is not None:
         return any(isinstance(value, LazyTensor) for value in state_dict.values())
-    from ..destinations.shards import is_sharded  # imports torch's FSDP2
-
     model = arguments["self"]
     return any(map(has_partition, model.parameters())) or is_sharded(model) or is_packed(model)
 

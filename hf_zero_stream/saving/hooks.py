@@ -23,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.deepspeed.marks import is_gathered_whole
+from ..destinations.marks import is_gathered_whole
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE

@@ -11,11 +11,9 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import HostTensor, Stored, View
 from ..destinations import kinds
-from ..destinations.deepspeed.marks import has_partition
-from ..destinations.deepspeed.original_experts import with_original_experts
 from ..destinations.holder import Holding
+from ..destinations.marks import has_converted_experts, has_partition, whole_of
 from ..destinations.own_names import named_parameters, own_names, own_or_clean
-from ..destinations.shards import whole_of
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator
 from .plan import in_dtype
@@ -108,7 +106,11 @@ class LazyParameters:
                 entries[name] = self._lazy(view_of(whole_of(name, value)))
             else:
                 entries[name] = value
-        return with_original_experts(self._model, entries)
+        if has_converted_experts(self._model):
+            from ..destinations.deepspeed.original_experts import with_original_experts
+
+            return with_original_experts(self._model, entries)
+        return entries
 
     def _lacks_values(self, value: torch.Tensor) -> bool:
         """Whether an empty `value` of a state dict may be what is left of a partitioned parameter."""

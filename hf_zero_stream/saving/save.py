@@ -17,10 +17,8 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.base import refuse_wrapped
-from ..destinations.deepspeed.marks import has_gathered
-from ..destinations.deferred import fill_whole
-from ..destinations.shards import local_of
+from ..destinations.base import fill_whole, refuse_wrapped
+from ..destinations.marks import has_gathered, local_of
 from ..engine.lanes import settle
 from ..errors import UnsupportedError
 from ..ranks.background import BackgroundMeeting

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.deepspeed.marks import has_partition
+from ..destinations.marks import has_partition
 from ..destinations.own_names import adapter_names, named_parameters
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..destinations.deepspeed.marks import has_partition
+from ..destinations.marks import has_partition, is_packed
 from ..errors import ConfigError, UnsupportedError
-from ..packed.modules import is_packed, packed_weights
+from ..packed.modules import packed_weights
 from ..packed.replicas import keep_alike
 from ..ranks.coordinator import Coordinator
 from ..ranks.rendezvous import Occasion

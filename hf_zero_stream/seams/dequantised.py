@@ -32,9 +32,7 @@ def dequantising(quantized: Mapping[str, Any], wished: Any) -> Any:
 
 
 def forget_quantizer(model: Any) -> None:
-    """Take off a `model` that has no quantizer any more what that has left: conversions, and a config in a part."""
-    if getattr(model, "hf_quantizer", None) is not None:
-        return
+    """Take off a `model` that is dequantised what the quantizer has left: conversions, and a config in a part."""
     conversions = getattr(model, "_weight_conversions", None) or []
     has_ops = any(map(_ops_of_quantizer, conversions))
     if has_ops:

@@ -19,10 +19,10 @@ from ..bindings.table import keep_watching
 from ..checkpoint.formats import distributed_file, is_always_map, row_of
 from ..checkpoint.index_file import check_files, read_index_file
 from ..destinations.base import refuse_wrapped
-from ..destinations.deepspeed.marks import has_partition, keeping_groups
+from ..destinations.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..ranks.coordinator import Coordinator
-from ..sources.urls import is_url
+from ..sources.base import is_url
 from .ds_config import zero3_hidden
 from .session import Original, Session, Stopped, in_session
 

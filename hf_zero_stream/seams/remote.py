@@ -18,9 +18,10 @@ from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
 from ..settings import scope
 from ..settings.launcher import announced_local_rank
 from ..sources.answers import Answers, answers_once
+from ..sources.base import is_url
 from ..sources.hub import remember_token
 from ..sources.small_files import SmallFiles
-from ..sources.urls import RequestFailed, checkpoint_url, is_url, joined, repository_of, scheme_of
+from ..sources.urls import RequestFailed, checkpoint_url, joined, repository_of, scheme_of
 from .session import Original, Session
 
 

@@ -24,8 +24,7 @@ from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
-from .dequantised import forget_quantizer
-from .packing import take_packed
+from ..destinations.marks import is_dequantised, is_packed
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,7 @@ def lay_out_pretrained(
         dtype: written to the config as the dtype of the weights; default: the model's own.
         own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
     """
-    forget_quantizer(model)
-    noted = _Noted([], take_packed(model, state_dict))
+    noted = _Noted([], _taken_out(model, state_dict))
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
         "should_save_on_this_rank": lambda *_: True,  # transformers asks since 5.15
@@ -106,6 +104,19 @@ def lay_out_pretrained(
     if dtype is not None:
         note_dtype(folder / "config.json", dtype)
     return noted.shards
+
+
+def _taken_out(model: PreTrainedModel, state_dict: dict[str, Any]) -> Mapping[str, tuple[TensorEntry, LazyTensor]]:
+    """What packed weights hold, taken out of `state_dict`; and off the model, what a quantizer has left behind."""
+    if is_dequantised(model):
+        from .dequantised import forget_quantizer
+
+        forget_quantizer(model)
+    if not is_packed(model):
+        return {}
+    from .packing import take_packed
+
+    return take_packed(model, state_dict)
 
 
 def reverse_all_conversions(model: PreTrainedModel) -> None:
@@ -132,8 +143,7 @@ def stored_names(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, s
 
 def as_stored(model: PreTrainedModel, state_dict: dict[str, Any]) -> dict[str, Any]:
     """The lazy `state_dict` by the names, and with the conversions, of a file of weights; without packed weights."""
-    forget_quantizer(model)
-    take_packed(model, state_dict)
+    _taken_out(model, state_dict)
     return core_model_loading.revert_weight_conversion(model, state_dict)
 
 

@@ -22,6 +22,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ..bindings.install import is_defined_by, replaced_methods
 from ..bindings.table import refuse_lacking
+from ..destinations.marks import is_sharded
 from ..settings.launcher import announces_fsdp2
 
 
@@ -125,8 +126,6 @@ def shares_its_model(engine: Any) -> bool:
     model = unwrapped(engine)
     if not isinstance(model, PreTrainedModel):
         return False
-    from ..destinations.shards import is_sharded  # imports torch's FSDP2
-
     return getattr(engine, "zero_optimization_stage", lambda: 0)() > 0 or is_sharded(model)
 
 

@@ -7,26 +7,16 @@
 ``https://host/path``, ``http://...``     a web server that answers requests for ranges
 ``hf://organisation/name@revision``       a repository of the Hugging Face Hub
 ========================================  ============================================
-
-And the source for files wherever they are, by their paths.
 """
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
 from ..errors import UrlError
-from .base import ByteSource, Hints, ReadableFile, SourceFile
-from .local import LocalFiles
 
-
-_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://|(s3|gs|az|https?|hf):/", re.IGNORECASE)
-"""How a URL of any scheme begins. The second form is what is left of one of ours in a ``Path``."""
 
 _URL = re.compile(r"(s3|gs|az|https?|hf)://(.*)", re.DOTALL | re.IGNORECASE)
 _FORMS = {"s3": "bucket/prefix", "gs": "bucket/prefix", "az": "account/container/prefix", "hf": "organisation/name"}
@@ -55,11 +45,6 @@ class Repository(NamedTuple):
     def url(self) -> str:
         revision = f"@{quote(self.revision, safe='')}" if self.revision else ""
         return "/".join(filter(None, (f"hf://{self.name}{revision}", self.file)))
-
-
-def is_url(path: Any) -> bool:
-    """Whether `path` is a URL, of whatever scheme; none of them is the name of a folder or of a repository."""
-    return isinstance(path, (str, os.PathLike)) and _ADDRESS.match(str(path)) is not None
 
 
 def checkpoint_url(path: Any) -> str:
@@ -158,75 +143,3 @@ class RequestFailed(OSError):
     def __init__(self, text: str, status: int = 0, is_transient: bool = False) -> None:
         super().__init__(text)
         self.status, self.is_transient = status, is_transient
-
-
-if TYPE_CHECKING:
-    from .remote import RemoteFiles
-
-
-class FilesByPath:
-    """Files of this host and objects by URL (see :class:`.base.ByteSource`); most loads have only one of the kinds."""
-
-    def __init__(self, local: LocalFiles, make_remote: Callable[[], RemoteFiles]) -> None:
-        self.local, self._make_remote = local, make_remote
-        self._remote: RemoteFiles | None = None
-        self._places: list[tuple[ByteSource, int]] = []
-        """For each file, its source and its number there."""
-
-    @property
-    def bytes_read(self) -> int:
-        return sum(source.bytes_read for source in self._sources)
-
-    @property
-    def reads(self) -> int:
-        return sum(source.reads for source in self._sources)
-
-    def open_file(self, path: str) -> AbstractContextManager[ReadableFile]:
-        return self._of(path).open_file(path)
-
-    def is_transient(self, error: BaseException | None) -> bool:
-        return any(source.is_transient(error) for source in self._sources)
-
-    def add(self, files: Sequence[SourceFile]) -> None:
-        for file in files:
-            source = self._of(file.path)
-            number = sum(found is source for found, _ in self._places)
-            source.add([file])
-            self._places.append((source, number))
-
-    def hints(self, paths: Sequence[str]) -> Hints:
-        """Those for URLs if there is one: a local file read by them is read well enough."""
-        urls = [path for path in paths if is_url(path)]
-        return self._of(urls[0]).hints(urls) if urls else self.local.hints(paths)
-
-    def open(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            source, there = self._places[number]
-            source.open([there])
-
-    def read_into(self, number: int, start: int, buffers: Sequence[memoryview]) -> None:
-        source, there = self._places[number]
-        source.read_into(there, start, buffers)
-
-    def check_unchanged(self) -> None:
-        for source in self._sources:
-            source.check_unchanged()
-
-    def finish(self) -> None:
-        for source in self._sources:
-            source.finish()
-
-    def close(self) -> None:
-        for source in self._sources:
-            source.close()
-
-    @property
-    def _sources(self) -> list[ByteSource]:
-        return [self.local] if self._remote is None else [self.local, self._remote]
-
-    def _of(self, path: str) -> ByteSource:
-        if not is_url(path):
-            return self.local
-        if self._remote is None:
-            self._remote = self._make_remote()
-        return self._remote

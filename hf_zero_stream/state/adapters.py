@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint.safetensors import NotedShard
+from ..destinations.marks import is_packed
 from ..destinations.own_names import adapter_names, named_parameters
 from ..destinations.slots import MASTER
 from ..destinations.training import Training
 from ..errors import UnsupportedError
-from ..packed.modules import is_packed
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import held_values
 from ..saving.planned import Content

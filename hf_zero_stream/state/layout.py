@@ -20,8 +20,8 @@ from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.deepspeed.original_experts import converted_layers
+from ..destinations.marks import whole_of
 from ..destinations.own_names import named_buffers, named_parameters, own_names, own_or_clean
-from ..destinations.shards import whole_of
 from ..destinations.skeleton import skeleton_of, whole_shape
 from ..engine.load import Load
 from ..loading.dry_load import lazily_loaded_like

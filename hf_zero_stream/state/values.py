@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.map import CheckpointMap
-from ..destinations.deepspeed.marks import has_partition
+from ..destinations.marks import has_partition
 from ..destinations.own_names import named_parameters
 from ..destinations.slots import MASTER, Slot, SlotMemory
 from ..destinations.training import Training

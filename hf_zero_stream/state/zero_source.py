@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..checkpoint.nodes import View
 from ..checkpoint.zero_folder import FP32, ZeroFolder, ZeroGroup
-from ..destinations.deepspeed.marks import has_partition
+from ..destinations.marks import has_partition
 from ..destinations.own_names import named_parameters
 from ..destinations.slots import MASTER, Slot, SlotMemory
 from ..destinations.training import Training

@@ -16,9 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..bindings.install import standing_in
-from ..destinations.deepspeed.marks import has_partition
-from ..destinations.shards import is_sharded
-from ..packed.modules import is_packed
+from ..destinations.marks import has_partition, is_packed, is_sharded
 from ..ranks.coordinator import collective_device
 from ..ranks.presence import is_alone
 from ..seams.wrappers import unwrapped

@@ -20,10 +20,10 @@ from ..bindings.install import standing_in
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Stored, View
 from ..checkpoint.safetensors import NotedShard
+from ..destinations.marks import is_packed
 from ..destinations.own_names import adapter_names, named_buffers, named_parameters
 from ..engine.lanes import settle
 from ..errors import ConfigError, HfZeroStreamError, PeerError, StreamError, UnsupportedError
-from ..packed.modules import is_packed
 from ..planning.plan import materialise_reason
 from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import STREAM

@@ -24,7 +24,8 @@ from ...bindings.install import Moment
 from ...bindings.table import installed
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
 from ...planning.parameter_box import Cut, ParameterBox
-from .original_experts import MARK, Origin, converted_layers
+from ..marks import CONVERTED
+from .original_experts import Origin, converted_layers
 
 
 try:
@@ -82,7 +83,7 @@ def convert(
         for spec, taken, of_block, block in zip(specs, values, shapes, blocks, strict=True):
             layer = model.get_submodule(spec.moe_module_name)
             _give_values(layer, taken, place)
-            vars(layer)[MARK] = Origin(spec, of_block, block)
+            vars(layer)[CONVERTED] = Origin(spec, of_block, block)
     if make_groups:
         installed(Moment.EXPERTS).__enter__()  # for good: nobody says when the model is initialised, or how often
 

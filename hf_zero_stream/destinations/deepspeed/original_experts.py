@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedError
-
-
-MARK = "_hf_zero_stream_origin"
-"""The attribute of a converted layer that says what it was."""
+from ..marks import CONVERTED
 
 
 class Origin(NamedTuple):
@@ -28,7 +25,7 @@ class Origin(NamedTuple):
 
 def origin_of(layer: nn.Module) -> Origin | None:
     """What `layer` was, if it is a converted one."""
-    return vars(layer).get(MARK)
+    return vars(layer).get(CONVERTED)
 
 
 def converted_layers(model: nn.Module) -> dict[str, Origin]:

@@ -1,0 +1,118 @@
+"""What those who shard, pack or convert a model leave on it, for code that must not import them to look at it.
+
+DeepSpeed takes seconds to import, torch's FSDP2 tenths of a second. A feature that a model has no mark of stays out.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UnsupportedError
+
+
+PACKED = "_hf_zero_stream_packed"
+"""The attribute of a module that names its packed weights; see :mod:`..packed.modules`."""
+
+CONVERTED = "_hf_zero_stream_origin"
+"""The attribute of a converted layer of experts that says what it was; see :mod:`.deepspeed.original_experts`."""
+
+
+def has_partition(param: Any) -> bool:
+    """Whether `param` is one of ZeRO-3's."""
+    return hasattr(param, "ds_tensor")
+
+
+def has_gathered(model: nn.Module) -> bool:
+    """Whether any of the model's ZeRO-3 parameters are inside a ``GatheredParameters`` now."""
+    if not any(map(has_partition, model.parameters())):
+        return False
+    from .deepspeed.gathered import gathered
+
+    return bool(gathered(model.parameters()))
+
+
+def is_gathered_whole(model: nn.Module) -> bool:
+    """Whether this rank has all values of a ZeRO-3 model, because the caller has gathered them."""
+    if not has_gathered(model):
+        return False
+    from .deepspeed.gathered import not_in_full
+
+    return not not_in_full(model)
+
+
+def is_inside_zero_init() -> bool:
+    """Whether the caller is in a ``deepspeed.zero.Init``, under which every new model is ZeRO-3's."""
+    partition_parameters = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    return getattr(partition_parameters, "top_level_context", None) is not None
+
+
+@contextmanager
+def keeping_groups(model: nn.Module) -> Iterator[None]:
+    """Inside, parameters may be replaced by others; the process groups that the model's `__init__` gave them stay."""
+    given = {name: vars(param).get("ds_zero_partition_process_group") for name, param in model.named_parameters()}
+    yield
+    for name, group in given.items():
+        if group is not None:
+            model.get_parameter(name).ds_zero_partition_process_group = group
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether any parameter of `model` is a DTensor, also if FSDP2 has put a gathered one in its place for now."""
+    return shards_modules(model) or any(map(is_dtensor, model.parameters()))
+
+
+def shards_modules(model: nn.Module) -> bool:
+    """Whether FSDP2 shards any module of `model`."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    return any(isinstance(module, kind) for module in model.modules())
+
+
+def is_dtensor(tensor: Any) -> bool:
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def local_of(param: torch.Tensor) -> torch.Tensor:
+    """The memory of `param`, or of its local shard."""
+    local: torch.Tensor = param._local_tensor if is_dtensor(param) else param
+    return local.detach()
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether any weights of `model` are packed."""
+    return any(PACKED in vars(module) for module in model.modules())
+
+
+def has_converted_experts(model: nn.Module) -> bool:
+    """Whether DeepSpeed's expert parallelism has converted a layer of `model`."""
+    return any(CONVERTED in vars(module) for module in model.modules())
+
+
+def whole_of(name: str, buffer: torch.Tensor) -> torch.Tensor:
+    """The values of `buffer`, which may be a DTensor that each rank has in full.
+
+    Raises:
+        UnsupportedError: ranks hold different parts of it.
+    """
+    placements: Any = getattr(buffer, "placements", ()) if is_dtensor(buffer) else ()
+    if not all(placement.is_replicate() for placement in placements):
+        raise UnsupportedError(
+            f"{name}: expected that each rank has this buffer in full; its placements are {placements}. "
+            "Redistribute it to Replicate first."
+        )
+    return local_of(buffer)
+
+
+def is_dequantised(model: Any) -> bool:
+    """Whether `model` has no quantizer any more, and what one has left: conversions, or transformers' word for it."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        return False
+    operations = (
+        op for each in getattr(model, "_weight_conversions", None) or () for op in getattr(each, "operations", ())
+    )
+    return vars(model).get("is_quantized") is False or any(hasattr(op, "hf_quantizer") for op in operations)
