@@ -32,7 +32,7 @@ from benchmarks import machine
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import ENVIRONMENT, run
 from benchmarks.save import sync
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports.measures import AnonymousMemory
 
 
 ONE_FILE = "model.pt"

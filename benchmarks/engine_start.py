@@ -66,7 +66,7 @@ def measure(arm: str, groups: int, nbytes: int, stage: int, device: str) -> dict
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from hf_zero_stream.reports.memory import AnonymousMemory
+    from hf_zero_stream.reports.measures import AnonymousMemory
 
     deepspeed.init_distributed("nccl" if device == "cuda" else "gloo")
     config = {

@@ -60,7 +60,7 @@ def measure(arm: str, folder: str, device: str) -> dict[str, Any]:
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    from hf_zero_stream.reports.memory import AnonymousMemory
+    from hf_zero_stream.reports.measures import AnonymousMemory
 
     deepspeed.init_distributed("gloo")
     kept_alive = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})

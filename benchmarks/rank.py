@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.arms import ARMS, MODEL_ARMS, Task, Work, digest, owned_bytes
 from hf_zero_stream.cli.demo import drop_from_cache, fill_cache
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports.measures import AnonymousMemory
 
 
 def measure(task: Task) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def load(task: Task) -> dict[str, Any]:
     """Load once, with all ranks; returns this rank's figures."""
     import torch.distributed as dist
 
-    from hf_zero_stream.reports.memory import AnonymousMemory
+    from hf_zero_stream.reports.measures import AnonymousMemory
 
     work = run_ai(task) if task.arm == ARMS[2] else ours(task)
     memory = AnonymousMemory()

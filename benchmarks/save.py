@@ -27,7 +27,7 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import run
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports.measures import AnonymousMemory
 
 
 ARMS = ("stock", "ours", "raw")

@@ -34,7 +34,7 @@ from benchmarks.checkpoints import Checkpoint, cached_checkpoint
 from benchmarks.launch import run
 from benchmarks.rank import timed_load
 from benchmarks.save import sync
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.fsdp2 import announce, make_accelerator
 
 

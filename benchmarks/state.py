@@ -35,7 +35,7 @@ from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import ENVIRONMENT, run
 from benchmarks.rank import timed_load
 from benchmarks.save import sync, write_part
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports.measures import AnonymousMemory
 
 
 COPIES = ("copy", "copy over")

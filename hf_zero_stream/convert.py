@@ -34,8 +34,8 @@ from .engine.reader import Reader
 from .errors import ConfigError, UnsupportedError
 from .planning.plan import Target
 from .ranks.coordinator import Coordinator
-from .reports.load import PhaseClock
-from .reports.memory import AnonymousMemory
+from .reports.load import PHASES
+from .reports.measures import AnonymousMemory, PhaseClock
 from .saving.files import Publication, ShardWriter, reserve
 from .saving.plan import in_dtype
 from .seams.saving import lay_out_pretrained, note_dtype, reverse_all_conversions
@@ -123,7 +123,7 @@ def convert(
             with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
                 batches = [_batch(pieces, files) for pieces in _chunks(shards)]
                 if batches:
-                    reader = Reader(checkpoint, PhaseClock(), memory)
+                    reader = Reader(checkpoint, PhaseClock(PHASES), memory)
                     reader.fill(batches, *reader.plan(batches))
                 files.sync()
         publication.commit(SINGLE, INDEX)

@@ -125,7 +125,7 @@ def test_a_load_leaves_statistics_alone(paper_gpus: None, even_checkpoint: Path)
 
 
 def digest_memory() -> tuple[bool, int]:
-    from hf_zero_stream.saving.digests import digest
+    from hf_zero_stream.saving.lazy_parameters import digest
 
     values = torch.arange(2**24, dtype=torch.int32)
     expected, on_device = digest(values), values.to("cuda")

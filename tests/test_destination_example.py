@@ -16,12 +16,12 @@ import transformers
 from torch import nn
 
 import hf_zero_stream
-from hf_zero_stream.destinations import kinds
+from hf_zero_stream.destinations import holder
 from hf_zero_stream.destinations.base import Batch, Destination, Item, item_of, narrowed, replace_lazy
 from hf_zero_stream.destinations.holder import Holding, open_flat
 from hf_zero_stream.engine.load import Load
 from hf_zero_stream.loading.dry_load import lazily_loaded
-from hf_zero_stream.planning.parameter_box import ParameterBox
+from hf_zero_stream.planning.boxes import ParameterBox
 from hf_zero_stream.planning.plan import Target
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.reports.load import LoadReport
@@ -89,7 +89,7 @@ def test_loading(zoo_checkpoint: Callable[..., Path], name: str) -> None:
 
 
 def save(folder: Path, target: Path, write_from: str) -> None:
-    kinds.HOLDERS.insert(0, held_columns)
+    holder.HOLDERS.insert(0, held_columns)
     model, _ = loaded(folder, dist.get_rank(), dist.get_world_size())
     with saves_with(write_from=write_from):
         hf_zero_stream.save_pretrained(model, target, max_shard_size=SHARD_SIZE)

@@ -17,7 +17,7 @@ import hf_zero_stream
 from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream.errors import ConfigError
 from hf_zero_stream.planning.footprint import EngineSettings, ParameterShape, memory_footprint
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.cluster import run_ranks
 from tests.parity import ds_config
 from tests.zoo import ZOO

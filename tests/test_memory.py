@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from hf_zero_stream.reports import memory
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports import measures
+from hf_zero_stream.reports.measures import AnonymousMemory
 
 
 MIB = 2**20
@@ -79,7 +79,7 @@ def test_can_be_entered_again():
 
 
 def test_is_zero_where_the_system_does_not_tell(monkeypatch):
-    monkeypatch.setattr(memory.psutil, "LINUX", False)
+    monkeypatch.setattr(measures.psutil, "LINUX", False)
     with AnonymousMemory() as watch, anonymous_mapping(64 * MIB) as mapping:
         touch(mapping)
         assert watch.sample() == 0

@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 
 from benchmarks.moe_checkpoint import make_moe_checkpoint
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.allocations import AllocationWatch
 from tests.cluster import run_ranks
 from tests.parity import ds_config

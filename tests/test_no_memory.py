@@ -13,8 +13,7 @@ import safetensors.torch
 import torch
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
-from hf_zero_stream.checkpoint.no_memory import no_memory
-from hf_zero_stream.checkpoint.nodes import Stored, View
+from hf_zero_stream.checkpoint.nodes import Stored, View, no_memory
 from hf_zero_stream.errors import UnsupportedError
 
 

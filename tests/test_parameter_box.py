@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hf_zero_stream.planning.parameter_box import Cut, ParameterBox
+from hf_zero_stream.planning.boxes import Cut, ParameterBox
 
 
 def torch_cut(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:

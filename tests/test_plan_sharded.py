@@ -22,7 +22,7 @@ from hf_zero_stream.destinations.marks import local_of
 from hf_zero_stream.errors import ConfigError, UnsupportedError
 from hf_zero_stream.planning.sharded_footprint import HeldShard, sharded_footprint
 from hf_zero_stream.ranks.stand_in import stand_in_group
-from hf_zero_stream.reports.memory import AnonymousMemory
+from hf_zero_stream.reports.measures import AnonymousMemory
 from tests.cluster import run_ranks
 from tests.sharded import Sizes, load_sharded
 from tests.test_footprint import assert_close, give_back_what_is_freed

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from transformers.utils import logging
 
-from hf_zero_stream.reports.progress import progress_bar
+from hf_zero_stream.reports.measures import progress_bar
 
 
 @pytest.fixture(autouse=True)

@@ -13,11 +13,10 @@ from torch import nn
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
 from hf_zero_stream.checkpoint.safetensors import ShardToWrite
-from hf_zero_stream.destinations import kinds
+from hf_zero_stream.destinations import holder
 from hf_zero_stream.destinations.holder import Holding
 from hf_zero_stream.errors import SaveError
-from hf_zero_stream.planning.boxes import Box
-from hf_zero_stream.planning.parameter_box import Cut, ParameterBox
+from hf_zero_stream.planning.boxes import Box, Cut, ParameterBox
 from hf_zero_stream.planning.plan import partition_range
 from hf_zero_stream.ranks.coordinator import Coordinator
 from hf_zero_stream.saving import write
@@ -164,7 +163,7 @@ def test_a_parameter_without_elements_needs_no_holder(monkeypatch: pytest.Monkey
     """Cut along another dimension than the empty one: no rank holds its whole shape."""
     box = ParameterBox.of_cuts((0, 8), [Cut(1, 2, 0)])
     holding = Holding(box, torch.float32, 0, 0, lambda: nullcontext(torch.empty(0)))
-    monkeypatch.setattr(kinds, "holdings", lambda model, **_: {"p": holding})
+    monkeypatch.setattr(holder, "holdings", lambda model, **_: {"p": holding})
     model = nn.Module()
     model.register_parameter("p", nn.Parameter(torch.empty(0, 8)))
     parameters = NewParameters(model, Coordinator.of_default_group(), None, compares=False, threads=1)

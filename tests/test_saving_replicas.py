@@ -13,7 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_zero_stream.saving.digests import digest
+from hf_zero_stream.saving.lazy_parameters import digest
 from tests.cluster import run_ranks
 from tests.loading import load_with
 from tests.parity import ds_config

@@ -19,8 +19,19 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import UnsupportedError
-from .no_memory import Address, NodeStorage, no_memory
-from .nodes import Blockwise, Copy, HostTensor, Node, Opaque, Pointwise, View, row_major_strides
+from .nodes import (
+    Address,
+    Blockwise,
+    Copy,
+    HostTensor,
+    Node,
+    NodeStorage,
+    Opaque,
+    Pointwise,
+    View,
+    no_memory,
+    row_major_strides,
+)
 
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ import transformers
 from deepspeed.accelerator import get_accelerator
 from transformers.integrations import HfDeepSpeedConfig
 
-from ..reports.memory import AnonymousMemory, GrowthPeak
+from ..reports.measures import AnonymousMemory, GrowthPeak
 from ..settings.config import without_own_section
 from .demo import Task
 

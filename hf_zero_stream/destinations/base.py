@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor, View
 from ..errors import LoadError, UnsupportedError
-from ..planning.parameter_box import ParameterBox
+from ..planning.boxes import ParameterBox
 from ..planning.plan import Target
 
 

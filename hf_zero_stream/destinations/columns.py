@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.nodes import FileTensor, View
-from ..planning.boxes import regions_of_range
-from ..planning.parameter_box import Cut, ParameterBox
+from ..planning.boxes import Cut, ParameterBox, regions_of_range
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, collective_device
 from .base import Batch, Item, narrowed

@@ -19,8 +19,8 @@ from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..packed.modules import packed_weights
 from ..packed.together import Quantised
+from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
-from ..planning.parameter_box import ParameterBox
 from ..planning.plan import partition_range
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator

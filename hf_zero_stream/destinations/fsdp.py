@@ -21,8 +21,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from ..bindings.table import refuse_lacking
 from ..errors import UnsupportedError, refuse_unknown_version
+from ..planning.boxes import Cut
 from ..planning.footprint import HOST
-from ..planning.parameter_box import Cut
 from ..planning.sharded_footprint import HeldShard
 from ..ranks import accelerators
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..planning.parameter_box import ParameterBox
+from ..planning.boxes import ParameterBox
+from ..planning.plan import partition_range
+from .marks import is_sharded, shards_modules
+from .own_names import named_parameters
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Holding:
 
 
 class Holder(Protocol):
-    """One kind of memory that parameters may lie in. Add it to ``destinations/kinds.py``."""
+    """One kind of memory that parameters may lie in. Add it to :data:`HOLDERS`."""
 
     def __call__(
         self, model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
@@ -67,3 +72,51 @@ class Holder(Protocol):
 def open_flat(param: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
     """A context with the flat values that a parameter has by then."""
     return nullcontext(param.detach().contiguous().view(-1))
+
+
+HOLDERS: list[Holder] = []
+"""Holders of other kinds of memory, which are asked first: the first that knows a parameter says what is held."""
+
+
+def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> dict[str, Holding]:
+    """What this rank holds of each parameter of `model`, by the first of its own names, in their order.
+
+    For the arguments and errors see :class:`Holder`.
+    """
+    if shards_modules(model):
+        from .fsdp import reshard
+
+        reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype
+    left = dict(model.named_parameters())
+    found: dict[str, Holding] = {}
+    for held in (*HOLDERS, *_of_features(model), _held_replicas):
+        of_kind = held(model, left, masters=masters, rank=rank, world_size=world_size)
+        found.update(of_kind)
+        left = {name: param for name, param in left.items() if name not in of_kind}
+    own = [name for name, _ in named_parameters(model)]
+    return {name: found[theirs] for name, (theirs, _) in zip(own, model.named_parameters(), strict=True)}
+
+
+def _of_features(model: nn.Module) -> Iterator[Holder]:
+    """The holders of the features that may have a part in `model`."""
+    if "deepspeed" in sys.modules:  # its import takes seconds
+        from .deepspeed.held import held_by_optimizers, held_partitions
+
+        yield from (held_by_optimizers, held_partitions)
+    if is_sharded(model):
+        from .dtensor import held_shards
+
+        yield held_shards
+
+
+def _held_replicas(
+    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+) -> dict[str, Holding]:
+    """A :class:`Holder`: all of each parameter, of which each rank gives 1/N."""
+
+    def holding(param: nn.Parameter) -> Holding:
+        _, start, stop = partition_range(param.numel(), rank, world_size)
+        box = ParameterBox.whole(param.shape)
+        return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
+
+    return {name: holding(param) for name, param in params.items()}

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import LoadError
-from ..planning.parameter_box import ParameterBox
+from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Item, Sourced, flat_items, item_of, narrowed

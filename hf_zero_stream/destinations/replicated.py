@@ -14,11 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
-from ..planning.parameter_box import ParameterBox
-from ..planning.plan import Target, partition_range
+from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, all_gather
 from .base import Batch, Destination, Item, Sourced, allocating, flat_items, replace_lazy
-from .holder import Holding, open_flat
 
 
 _HOST = torch.device("cpu")
@@ -154,16 +152,3 @@ class Replicated(Destination):
         parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
         exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
         return [Batch(flat_items(buffers)), *exchanged]
-
-
-def held_replicas(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`.holder.Holder`: all of each parameter, of which each rank gives 1/N."""
-
-    def holding(param: nn.Parameter) -> Holding:
-        _, start, stop = partition_range(param.numel(), rank, world_size)
-        box = ParameterBox.whole(param.shape)
-        return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
-
-    return {name: holding(param) for name, param in params.items()}

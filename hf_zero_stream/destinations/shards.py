@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..errors import UnsupportedError
-from ..planning.parameter_box import Cut, ParameterBox
+from ..planning.boxes import Cut, ParameterBox
 from ..planning.plan import Target
 from . import fsdp
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..errors import LoadError, UnsupportedError
-from ..planning.parameter_box import ParameterBox
+from ..planning.boxes import ParameterBox
 from ..planning.plan import Target, partition_range
 from . import fsdp
 from .base import Batch, Destination, Item, narrowed, source_of

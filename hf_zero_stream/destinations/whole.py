@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..planning.parameter_box import ParameterBox
+from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from .initialise import random_state, run_with_what_is_touched, set_random_state
 from .marks import local_of

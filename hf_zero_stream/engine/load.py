@@ -25,8 +25,8 @@ from ..errors import DisagreementError, HfZeroStreamError, LoadError, ReadError
 from ..planning.plan import LoadPlan
 from ..ranks.accelerators import peak_bytes, used_bytes
 from ..ranks.coordinator import Coordinator
-from ..reports.load import LoadReport, PhaseClock, RankReport
-from ..reports.memory import AnonymousMemory
+from ..reports.load import PHASES, LoadReport, RankReport
+from ..reports.measures import AnonymousMemory, PhaseClock
 from ..settings.config import StreamingConfig
 from .opened import OpenCheckpoint
 from .reader import Reader
@@ -59,7 +59,7 @@ class Load:
         self.coordinator = coordinator
         self.destination = destination
         coordinator.set_timeout(config.peer_timeout_s)
-        self.clock = PhaseClock()
+        self.clock = PhaseClock(PHASES)
         self.memory = AnonymousMemory()
         self.plan: LoadPlan | None = None
         """What this rank reads, once it is known."""

@@ -9,9 +9,8 @@ import torch
 from ..checkpoint.nodes import Leaf
 from ..destinations.base import Batch, Item
 from ..planning.plan import LoadPlan, plan_batch
-from ..reports.load import PhaseClock, Verification
-from ..reports.memory import AnonymousMemory
-from ..reports.progress import progress_bar
+from ..reports.load import Verification
+from ..reports.measures import AnonymousMemory, PhaseClock, progress_bar
 from .execute import execute_reads
 from .opened import OpenCheckpoint
 from .verification import Verifier

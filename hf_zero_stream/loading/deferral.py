@@ -32,7 +32,7 @@ from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
-from ..reports.memory import collector_paused
+from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
 from .set_aside import SetAside
 

@@ -24,7 +24,7 @@ from ..errors import ConfigError, UnsupportedError, VersionError
 from ..planning.footprint import ADAMW_COPIES, AdamW, MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator
-from ..reports.memory import collector_paused
+from ..reports.measures import collector_paused
 from ..seams.adapters import put_adapters_on
 from ..seams.dequantised import dequantising
 from ..seams.ds_config import zero3_hidden

@@ -20,7 +20,7 @@ from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
-from ..reports.memory import collector_paused
+from ..reports.measures import collector_paused
 from ..seams.ds_config import ModelsConfig, found_config
 from ..seams.file_names import MODEL_FILES
 from ..seams.loading import raise_if_misfit

@@ -24,7 +24,7 @@ from ..errors import ConfigError, LoadError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
-from ..reports.memory import collector_paused
+from ..reports.measures import collector_paused
 from ..seams.buffers import computed_buffers
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel

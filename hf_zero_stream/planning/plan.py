@@ -16,8 +16,7 @@ import torch
 
 from ..checkpoint.format import Shard
 from ..checkpoint.nodes import Computed, FileTensor, HostTensor, Leaf, Node, Opaque, View
-from .boxes import Box, Region, regions_of_range
-from .parameter_box import ParameterBox
+from .boxes import Box, ParameterBox, Region, regions_of_range
 
 
 @dataclass(frozen=True, slots=True)

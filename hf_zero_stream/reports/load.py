@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from statistics import median
@@ -147,45 +144,6 @@ class LoadReport(Report):
             heading = f"Recast parameters ({len(self.recast)}), which the model keeps in fp32 and DeepSpeed cannot:"
             blocks.append([_wrapped(heading), *(_wrapped(f"  {name}") for name in folded_names(self.recast))])
         return "\n\n".join("\n".join(lines) for lines in blocks if lines)
-
-
-class PhaseClock:
-    """Adds up the wall-clock seconds of each phase of a load or of a save: ``with clock("plan"): ...``.
-
-    Any thread may enter a phase, and many times. Phases may nest or overlap: each is timed alone.
-    """
-
-    def __init__(self, phases: Sequence[str] = PHASES) -> None:
-        self._seconds = dict.fromkeys(phases, 0.0)
-        self._began = time.perf_counter()
-        self._lock = threading.Lock()
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        with self._lock:
-            return dict(self._seconds)
-
-    def add(self, phase: str, seconds: float) -> None:
-        """Add `seconds` to a phase; raises ValueError if the clock has no such phase."""
-        if phase not in self._seconds:
-            raise ValueError(f"phase: expected one of {', '.join(self._seconds)}; got {phase!r}")
-        with self._lock:
-            self._seconds[phase] += seconds
-
-    def add_rest(self, phase: str) -> None:
-        """Add to a phase what no phase has had since the total began; none may be going on."""
-        self.add(phase, max(0.0, time.perf_counter() - self._began - sum(self.seconds.values())))
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Add the duration of the context to a phase, also if it ends with an error."""
-        self.add(phase, 0.0)  # raises before anything is done if there is no such phase
-        start = time.perf_counter()
-        self._began = start if phase == "total" else self._began
-        try:
-            yield
-        finally:
-            self.add(phase, time.perf_counter() - start)
 
 
 def _seconds(rank: RankReport) -> dict[str, float]:

@@ -8,11 +8,11 @@ from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field
 
 from ..ranks.background import BackgroundMeeting
-from ..reports.load import PhaseClock
+from ..reports.measures import PhaseClock
 from ..reports.save import SavingRank
 from .files import Comparison, ShardWriter, sync_all
 from .host_copy import HostCopy
-from .planned import Planned, Prepared
+from .preparation import Planned, Prepared
 
 
 @dataclass

@@ -39,7 +39,7 @@ from ..seams.wrappers import (
 )
 from ..settings.scope import active_configs
 from . import calls
-from .arguments import refuse_url
+from .calls import refuse_url
 from .outside_models import values_outside_models
 
 
@@ -92,7 +92,7 @@ def save_model(
             return original(self, model, save_directory, *args, **kwargs)
         finally:
             _asked_by.reset(token)
-    from .planned import Content  # with the next line it imports deepspeed, which takes seconds
+    from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
     if calls.is_led():

@@ -21,11 +21,10 @@ from ..destinations.base import narrowed
 from ..destinations.holder import Holding
 from ..engine.compute import Evaluator
 from ..errors import SaveError
-from ..planning.parameter_box import Interval, ParameterBox
+from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
-from .digests import digests_of
-from .lazy_parameters import Held, LazyParameters
+from .lazy_parameters import Held, LazyParameters, digests_of
 from .plan import Share, Sources
 
 

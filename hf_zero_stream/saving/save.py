@@ -24,22 +24,19 @@ from ..errors import UnsupportedError
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE, Occasion
-from ..reports.load import PhaseClock
-from ..reports.memory import AnonymousMemory, collector_paused
-from ..reports.progress import progress_bar
+from ..reports.measures import AnonymousMemory, PhaseClock, collector_paused, progress_bar
 from ..reports.save import PHASES, SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .arguments import dtype_of_argument, refuse_url, refuse_values
 from .background import BackgroundSave
+from .calls import dtype_of_argument, refuse_url, refuse_values
 from .files import Comparison, Publication, ShardWriter, reserve, sync_all
 from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
 from .pending import Finished, PendingSave, finish_pending
-from .planned import Content, Ending, Planned, Prepared
-from .preparation import Preparation
+from .preparation import Content, Ending, Planned, Preparation, Prepared
 from .write import Task, bytes_of, execute_saves, write_alone, write_exchanged
 
 

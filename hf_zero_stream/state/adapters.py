@@ -16,7 +16,7 @@ from ..destinations.training import Training
 from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import held_values
-from ..saving.planned import Content
+from ..saving.preparation import Content
 from ..seams.adapted import is_adapted, lay_out_adapters
 from .layout import persistent_buffers
 

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
 from ..loading.into import load_into
-from ..saving.arguments import refuse_url
+from ..saving.calls import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import noted_saves, noting_saves
 from ..saving.pending import after_pending, finish_pending

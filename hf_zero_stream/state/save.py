@@ -32,11 +32,11 @@ from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport
-from ..saving.arguments import refuse_unknown, refuse_url
+from ..saving.calls import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.planned import Alike, Content, Ending
+from ..saving.preparation import Alike, Content, Ending
 from ..saving.save import Save
 from ..seams.adapted import is_adapted, is_peft_model
 from ..seams.saving import index_name

@@ -23,7 +23,7 @@ from ..engine.load import Load
 from ..errors import ConfigError
 from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
-from ..reports.memory import collector_paused
+from ..reports.measures import collector_paused
 from ..seams.adapted import is_adapted
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel

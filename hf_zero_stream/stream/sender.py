@@ -17,7 +17,7 @@ from ..engine.places import map_of, place_of
 from ..errors import ConfigError, HfZeroStreamError, StreamError
 from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import STREAM
-from ..saving.arguments import dtype_of_argument
+from ..saving.calls import dtype_of_argument
 from .calls import Calls
 from .servers import VLLM, Join, Server, SGLang
 from .weights import BUCKET_BYTES, StreamedTensor, WeightStream

@@ -27,8 +27,8 @@ from ..errors import ConfigError, HfZeroStreamError, PeerError, StreamError, Uns
 from ..planning.plan import materialise_reason
 from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import STREAM
-from ..reports.memory import collector_paused
-from ..saving.arguments import dtype_of_argument
+from ..reports.measures import collector_paused
+from ..saving.calls import dtype_of_argument
 from ..saving.lazy_parameters import holdings_of_model
 from ..saving.parameters import Layout, NewParameters, Parameters, Values, evaluated, opened
 from ..saving.plan import Segment

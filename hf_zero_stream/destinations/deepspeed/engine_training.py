@@ -12,7 +12,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import nn
 
 from ...errors import UnsupportedError, refuse_unknown_version
-from ...planning.parameter_box import ParameterBox
+from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ..own_names import named_parameters

@@ -23,7 +23,7 @@ from torch import nn
 from ...bindings.install import Moment
 from ...bindings.table import installed
 from ...errors import ConfigError, LoadError, UnsupportedError, refuse_unknown_version
-from ...planning.parameter_box import Cut, ParameterBox
+from ...planning.boxes import Cut, ParameterBox
 from ..marks import CONVERTED
 from .original_experts import Origin, converted_layers
 

@@ -14,7 +14,7 @@ from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...planning.parameter_box import ParameterBox
+from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ..holder import Holding, open_flat
 from . import zero3

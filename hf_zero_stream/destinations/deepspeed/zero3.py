@@ -24,7 +24,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
-from ...planning.parameter_box import ParameterBox
+from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ...settings.launcher import announced_local_rank

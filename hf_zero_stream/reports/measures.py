@@ -1,0 +1,201 @@
+"""What is measured, and shown, while a load or a save goes on: seconds, memory, and a progress bar in bytes.
+
+And how the garbage collector is kept out of it.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Self, TextIO
+
+import psutil
+import torch.distributed as dist
+from huggingface_hub.utils import are_progress_bars_disabled
+from tqdm.auto import tqdm
+
+from ..settings.launcher import announced_local_rank
+
+
+SAMPLE_SECONDS = 0.01
+
+
+class GrowthPeak:
+    """A context in which a daemon thread samples the bytes that `measure` returns. It may be entered again."""
+
+    def __init__(self, measure: Callable[[], int]) -> None:
+        self._measure = measure
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._ended.set()
+        self._entry_bytes = self._peak_bytes = 0
+
+    @property
+    def growth_peak(self) -> int:
+        """The highest sample so far, in bytes over the value at entry; still readable after the context."""
+        return self._peak_bytes - self._entry_bytes
+
+    def sample(self) -> int:
+        """Sample now, so that a short peak is not missed; returns the growth since entry, 0 outside the context."""
+        if self._ended.is_set():
+            return 0
+        now_bytes = self._measure()
+        with self._lock:
+            self._peak_bytes = max(self._peak_bytes, now_bytes)
+        return now_bytes - self._entry_bytes
+
+    def __enter__(self) -> Self:
+        self._entry_bytes = self._peak_bytes = self._measure()
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._run, name="hf_zero_stream-memory", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.sample()
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._ended.wait(SAMPLE_SECONDS):
+            self.sample()
+
+
+class AnonymousMemory(GrowthPeak):
+    """The growth of this process's anonymous memory: heap, staging buffers, partitions on the CPU.
+
+    It is what cannot be dropped and read again from a file: neither mapped files nor the page cache. Linux counts it
+    per core and adds up late, so a value can be off by some hundred KiB. On other systems every value is 0.
+    """
+
+    def __init__(self) -> None:
+        process = psutil.Process()
+
+        def anonymous_bytes() -> int:
+            memory = process.memory_info()
+            # On Linux "shared" is what is not anonymous: mapped files and shared memory.
+            return memory.rss - memory.shared if psutil.LINUX else 0
+
+        super().__init__(anonymous_bytes)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Stop the cyclic garbage collector inside: planning makes hundreds of thousands of objects.
+
+    As a decorator it also covers the end of the function, when they are freed. What is alive when the collector goes
+    on may have it look at every object of the process, which takes tenths of a second.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+LOG_SECONDS = 10
+"""In a log file, the least time between two lines of a bar."""
+
+
+class _LogLines:
+    """A text stream that writes each state of a bar as a line of its own, in place of the one before."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        if state := text.strip("\r\n "):
+            self._file.write(f"{state}\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _log_options() -> dict[str, Any]:
+    """What tqdm needs where stderr is neither a terminal nor a notebook's: a few lines, and no carriage returns."""
+    in_notebook = any(base.__module__ == "tqdm.notebook" for base in tqdm.__mro__)
+    if in_notebook or sys.stderr.isatty():
+        return {}
+    return {"file": _LogLines(sys.stderr), "mininterval": LOG_SECONDS, "ascii": True, "ncols": 80}
+
+
+def _has_rank_0_elsewhere() -> bool:
+    return dist.is_available() and dist.is_initialized() and int(dist.get_rank()) > 0
+
+
+@contextmanager
+def progress_bar(total_bytes: int, description: str, enabled: bool) -> Iterator[Callable[[int], None]]:
+    """Show a bar inside, and close it at the end, also after an error; gives what any thread may advance it with.
+
+    In a log file the bar is a line at the beginning, one every ten seconds, and one at the end, all by rank 0: nodes
+    often share the file. Elsewhere the local main process of each node shows it (as the launcher numbers them). It is
+    shown only if `enabled` is true, and not if the bars of huggingface_hub or transformers are disabled, or
+    transformers' verbosity is above WARNING.
+    """
+    # transformers.utils.logging.disable_progress_bar() disables huggingface_hub's bars too, and its verbosity is the
+    # level of its logger: so transformers, which takes seconds to import, is not asked.
+    quiet = are_progress_bars_disabled() or logging.getLogger("transformers").getEffectiveLevel() > logging.WARNING
+    in_log = _log_options()
+    hidden = quiet or not enabled or announced_local_rank() != 0 or (bool(in_log) and _has_rank_0_elsewhere())
+    lock = threading.Lock()
+    with tqdm(
+        total=total_bytes,
+        desc=description,
+        unit="B",
+        unit_scale=True,
+        unit_divisor=1024,
+        disable=hidden,
+        **in_log,
+    ) as bar:
+
+        def advance(nbytes: int) -> None:
+            with lock:  # tqdm's counter is a plain `+=`, which loses updates when threads meet
+                bar.update(nbytes)
+
+        yield advance
+
+
+class PhaseClock:
+    """Adds up the wall-clock seconds of each phase of a load or of a save: ``with clock("plan"): ...``.
+
+    Any thread may enter a phase, and many times. Phases may nest or overlap: each is timed alone.
+    """
+
+    def __init__(self, phases: Sequence[str]) -> None:
+        self._seconds = dict.fromkeys(phases, 0.0)
+        self._began = time.perf_counter()
+        self._lock = threading.Lock()
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        with self._lock:
+            return dict(self._seconds)
+
+    def add(self, phase: str, seconds: float) -> None:
+        """Add `seconds` to a phase; raises ValueError if the clock has no such phase."""
+        if phase not in self._seconds:
+            raise ValueError(f"phase: expected one of {', '.join(self._seconds)}; got {phase!r}")
+        with self._lock:
+            self._seconds[phase] += seconds
+
+    def add_rest(self, phase: str) -> None:
+        """Add to a phase what no phase has had since the total began; none may be going on."""
+        self.add(phase, max(0.0, time.perf_counter() - self._began - sum(self.seconds.values())))
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Add the duration of the context to a phase, also if it ends with an error."""
+        self.add(phase, 0.0)  # raises before anything is done if there is no such phase
+        start = time.perf_counter()
+        self._began = start if phase == "total" else self._began
+        try:
+            yield
+        finally:
+            self.add(phase, time.perf_counter() - start)
