@@ -16,7 +16,6 @@ with atheris.instrument_imports(
     import hf_zero_stream.checkpoint.distcp
     import hf_zero_stream.checkpoint.format
     import hf_zero_stream.checkpoint.formats
-    import hf_zero_stream.checkpoint.index_file
     import hf_zero_stream.checkpoint.pickles
     import hf_zero_stream.checkpoint.torch_files
     import hf_zero_stream.checkpoint.torch_metadata

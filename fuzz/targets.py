@@ -26,8 +26,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 
 from hf_zero_stream.checkpoint import torch_files, zero_folder
 from hf_zero_stream.checkpoint.format import NotAMap, dtype_name
-from hf_zero_stream.checkpoint.formats import read_map
-from hf_zero_stream.checkpoint.index_file import parse_index
+from hf_zero_stream.checkpoint.formats import parse_index, read_map
 from hf_zero_stream.checkpoint.nodes import FileTensor, View
 from hf_zero_stream.checkpoint.zero_files import read_model_file, read_optimizer_file
 from hf_zero_stream.checkpoint.zero_folder import ZeroFolder

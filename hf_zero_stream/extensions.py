@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import PACKAGE
-from .settings.launcher import announced_local_rank
+from .settings.config import announced_local_rank
 
 
 logger = logging.getLogger(PACKAGE)

@@ -12,7 +12,7 @@ from types import ModuleType
 
 from .bindings.install import Watch
 from .errors import PACKAGE, requirements
-from .settings.launcher import announced_local_rank, announces_local_rank
+from .settings.config import announced_local_rank, announces_local_rank
 
 
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "site")

@@ -30,7 +30,7 @@ LATE = (
     "hf_zero_stream.destinations.deepspeed.engine_memory",
     "hf_zero_stream.destinations.deepspeed.flat",
     "hf_zero_stream.destinations.deepspeed.gathered",
-    "hf_zero_stream.destinations.deepspeed.held",
+    "hf_zero_stream.destinations.deepspeed.gathered",
     "hf_zero_stream.destinations.deepspeed.masters",
     "hf_zero_stream.destinations.deepspeed.partitioned",
     "hf_zero_stream.loading.into",

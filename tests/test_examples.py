@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
-from hf_zero_stream.settings.launcher import announces_fsdp2
+from hf_zero_stream.settings.config import announces_fsdp2
 from tests.cluster import ROOT
 from tests.commands import FSDP2_ON_CPU, documented_commands, losses, run_command, run_to_its_end
 

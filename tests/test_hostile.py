@@ -20,8 +20,7 @@ from hypothesis import strategies as st
 from fuzz.seeds import CORPUS, files
 from fuzz.targets import STRICTER, TARGETS, read_file
 from hf_zero_stream.checkpoint.format import DTYPES, ShardHeader
-from hf_zero_stream.checkpoint.formats import map_of, read_map
-from hf_zero_stream.checkpoint.index_file import parse_index
+from hf_zero_stream.checkpoint.formats import map_of, parse_index, read_map
 from hf_zero_stream.errors import CheckpointError
 from tests.sampling import examples as examples_of
 

@@ -20,8 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import hf_zero_stream
-from hf_zero_stream.checkpoint.formats import read_map
-from hf_zero_stream.checkpoint.index_file import check_files
+from hf_zero_stream.checkpoint.formats import check_files, read_map
 from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError
 from hf_zero_stream.sources.local import LocalFiles, ReadAhead

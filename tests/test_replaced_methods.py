@@ -14,7 +14,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 import hf_zero_stream
-from hf_zero_stream.checkpoint.zero_folder import entries_of_deepspeed
+from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed
 from tests.cluster import run_ranks, run_ranks_expecting_errors
 from tests.loading import load_with
 from tests.parity import ds_config, three_losses

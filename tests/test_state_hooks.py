@@ -15,8 +15,8 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
+from hf_zero_stream.checkpoint.deepspeed_names import entries_of_deepspeed, world_size_of
 from hf_zero_stream.checkpoint.formats import UNFINISHED
-from hf_zero_stream.checkpoint.zero_folder import entries_of_deepspeed, world_size_of
 from hf_zero_stream.errors import CheckpointError, ConfigError
 from hf_zero_stream.state.callers import state_in
 from tests.cluster import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from hf_zero_stream.ranks.presence import Location, Topology
-from hf_zero_stream.settings.launcher import LOCAL_RANKS, LOCAL_SIZES, announced_local_rank, announced_local_size
+from hf_zero_stream.settings.config import LOCAL_RANKS, LOCAL_SIZES, announced_local_rank, announced_local_size
 from tests.cluster import run_ranks
 from tests.hosts import move_to_host
 

@@ -94,7 +94,7 @@ def renamed(folder: Path) -> list[str]:
         messages.append(str(caught.value))
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("FSDP_VERSION")
-        patch.setitem(TABLE, Moment.LOAD, [later(row) for row in TABLE[Moment.LOAD]])  # type: ignore[arg-type]
+        patch.setitem(TABLE, Moment.SHARDED, [later(row) for row in TABLE[Moment.SHARDED]])  # type: ignore[arg-type]
         with pytest.raises(VersionError) as caught:
             load(folder, distributed_config=transformers.distributed.DistributedConfig(fsdp_size=2))
         messages.append(str(caught.value))

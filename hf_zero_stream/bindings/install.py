@@ -32,6 +32,7 @@ class Moment(enum.Enum):
     REACHED = "in a process that `hf-zero-stream run` has reached, and that has no ranks yet"
     BLOCK = "while a thread is inside streaming()"
     LOAD = "during a load"
+    SHARDED = "during a load by distributed_config"
     HIDING = "while ZeRO-3 is hidden from transformers"
     DEFERRED = "while models live that accelerate will shard"
     COMPRESSED = "while compressed-tensors dequantises lazy tensors"

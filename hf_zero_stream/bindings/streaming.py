@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..settings import scope
-from ..settings.config import StreamingConfig, check_environment
-from ..settings.launcher import announces_local_rank
+from ..settings.config import StreamingConfig, announces_local_rank, check_environment
 from .install import Moment
 from .table import installed
 

@@ -176,7 +176,6 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
         Row(f"{_MODELING}:get_checkpoint_shard_files", "seams.loading:get_checkpoint_shard_files", weight=_ESSENTIAL),
         Row(f"{_MODELING}:load_state_dict", "seams.loading:load_state_dict", weight=_ESSENTIAL),
         Row(f"{_MODEL}.get_init_context", "seams.loading:get_init_context", weight=_ESSENTIAL),
-        Row(f"{_MODEL}.is_custom_code", "seams.sharding:is_custom_code", feature="distributed_config", since="5.17"),
         Row(f"{_MODEL}._load_pretrained_model", "seams.loading:load_pretrained_model", "load_config", _ESSENTIAL),
         Row(
             f"{_MODEL}._load_and_finalize_distributed_pretrained_model",
@@ -184,12 +183,10 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             feature="folders of save_pretrained(distributed_checkpoint=True)",
             since="5.20",
         ),
-        Row(f"{_MODELING}:caching_allocator_warmup", "seams.sharding:caching_allocator_warmup", weight=_ESSENTIAL),
         # For each tensor of the checkpoint: its name, its converter, its values.
         Row(f"{_LOADING}:dot_natural_key", "seams.keys:dot_natural_key", weight=_SPEED),
         Row(f"{_LOADING}:apply_renamings", "seams.keys:apply_renamings", weight=_SPEED, since="5.21"),
         Row(f"{_LOADING}:apply_converters", "seams.keys:apply_converters", weight=_SPEED, since="5.21"),
-        Row(f"{_LOADING}:is_dtensor", "seams.sharding:is_dtensor", feature="distributed_config", since="5.17"),
         Row(f"{_LOADING}:get_device", "seams.keys:get_device", weight=_ESSENTIAL),
         Row(f"{_LOADING}:deepcopy", "seams.keys:copy_converter", weight=_SPEED),
         Row(f"{_LOADING}:spawn_materialize", "seams.keys:spawn_materialize", weight=_SPEED),
@@ -232,6 +229,11 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
                 "transformers.integrations.deepspeed:set_hf_deepspeed_config",
             )
         ],
+    ],
+    Moment.SHARDED: [
+        Row(f"{_MODEL}.is_custom_code", "seams.sharding:is_custom_code", feature="distributed_config", since="5.17"),
+        Row(f"{_MODELING}:caching_allocator_warmup", "seams.sharding:caching_allocator_warmup", weight=_ESSENTIAL),
+        Row(f"{_LOADING}:is_dtensor", "seams.sharding:is_dtensor", feature="distributed_config", since="5.17"),
     ],
     Moment.HIDING: [
         Row(f"{module}:is_deepspeed_zero3_enabled", "seams.ds_config:is_enabled", weight=_ESSENTIAL)
@@ -334,7 +336,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
 @functools.cache
 def installed(moment: Moment) -> Installation:
     """The one installation of the rows of a moment."""
-    below = {Moment.BLOCK: Moment.MODELS, Moment.LOAD: Moment.BLOCK}.get(moment)
+    below = {Moment.BLOCK: Moment.MODELS, Moment.LOAD: Moment.BLOCK, Moment.SHARDED: Moment.LOAD}.get(moment)
     return Installation(moment, TABLE, on_top_of=None if below is None else installed(below))
 
 

@@ -13,8 +13,7 @@ from ..settings import scope
 from ..sources.small_files import SmallFiles
 from ..sources.urls import RequestFailed, joined
 from . import safetensors
-from .formats import INDEX, SINGLE, map_of
-from .index_file import read_index_file
+from .formats import INDEX, SINGLE, map_of, read_index_file
 from .map import CheckpointMap
 from .soundness import Soundness, check_tensors, read_weight_map
 

@@ -21,7 +21,7 @@ import torch
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource, ReadableFile
 from .format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name, excerpt, parse_object
-from .index_file import fault_of_name
+from .formats import fault_of_name
 from .map import CheckpointMap
 from .nodes import HostTensor, View
 from .pickles import MOST_BYTES, read_pickle

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ReadError
 from .format import NotAMap, excerpt, parse_object
-from .formats import INDEX, SINGLE, WEIGHTS, read_map
-from .index_file import check_files, fault_of_name, faults_of_index, read_index_text
+from .formats import INDEX, SINGLE, WEIGHTS, check_files, fault_of_name, faults_of_index, read_index_text, read_map
 from .map import CheckpointMap
 
 

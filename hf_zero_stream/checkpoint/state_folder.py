@@ -14,8 +14,7 @@ from typing import Any
 
 from ..errors import CheckpointError, UnsupportedError
 from .format import excerpt, parse_object
-from .formats import read_map
-from .index_file import read_index_file, read_index_text
+from .formats import read_index_file, read_index_text, read_map
 from .map import CheckpointMap
 
 

@@ -19,29 +19,19 @@ from typing import Any, TypeVar
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource
 from ..sources.local import LocalFiles
+from .deepspeed_names import OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in, world_size_of
 from .format import Shard, TensorEntry, excerpt
 from .formats import has_weights
 from .map import CheckpointMap, view_of
 from .nodes import View, row_major_strides
-from .signs import is_sign
 from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
 from .zero_layout import FP32, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 
 
 T = TypeVar("T")
 
-ZERO_2_MODEL = "mp_rank_00_model_states.pt"
-"""The file of the model's states at stages 1 and 2; at stage 3 each rank has its own."""
-
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,9})_mp_rank_(\d{1,9})_optim_states\.pt")
 _EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_.*_model_states\.pt|expp_rank_\d+_.*_optim_states\.pt")
 _PIPELINE = re.compile(r"layer_\d+-.*model_.*states\.pt")
-
-_OF_DEEPSPEED = re.compile(r".*_(model|optim)_states\.pt")
-"""What any checkpoint of DeepSpeed consists of, also one without ZeRO."""
-
-SWAPPED = "offloaded_tensors"
-"""The folder in which DeepSpeed puts copies of the optimizer's swap files (NVMe)."""
 
 _THREADS = 8
 """They wait for a file system, and hardly compute."""
@@ -169,27 +159,6 @@ def map_of_zero(folder: Path) -> CheckpointMap:
     return CheckpointMap(zero.shards, views, format="ZeRO")
 
 
-def entries_of_deepspeed(folder: str | os.PathLike[str]) -> list[str]:
-    """The names of what ``save_checkpoint`` of DeepSpeed has put into the folder of a tag; none if it has not."""
-    names = _names(folder)
-    has_any = any(map(_OF_DEEPSPEED.fullmatch, names))
-    return [name for name in names if _OF_DEEPSPEED.fullmatch(name) or name == SWAPPED] if has_any else []
-
-
-def world_size_of(folder: str | os.PathLike[str]) -> int:
-    """How many files of optimizers' states of ZeRO there are."""
-    return sum(1 for name in _names(folder) if _OPTIMIZER.fullmatch(name))
-
-
-def _names(folder: str | os.PathLike[str]) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(folder) if not is_sign(os.path.join(folder, name)))
-    except (NotADirectoryError, FileNotFoundError):
-        return []
-    except OSError as error:
-        raise ReadError(f"{os.fspath(folder)}: cannot list the folder: {error.strerror or error}.") from error
-
-
 def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> ZeroFolder:
     """Read what says where the tensors lie in the folder of a tag, such as ``global_step500``; runs no pickle.
 
@@ -207,7 +176,7 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
     if first.stage < 3:
         model_names = [ZERO_2_MODEL]
     for name in model_names:
-        if name not in _names(folder):
+        if name not in names_in(folder):
             raise CheckpointError(f"{folder / name}: the file is not there. Copy or save the checkpoint again.")
     model = read_model_file(source, str(folder / model_names[0]))
     # Of the others only what is frozen counts.
@@ -342,13 +311,13 @@ def _group(group: Group, flats: Sequence[Flat], sub_groups: Sequence[Mapping[str
 def _optimizer_names(folder: Path) -> list[str]:
     """The files of all ranks' optimizers, in order of rank."""
     found: dict[int, str] = {}
-    for name in _names(folder):
+    for name in names_in(folder):
         if _PIPELINE.fullmatch(name) or _EXPERT.fullmatch(name):
             raise UnsupportedError(
                 f"{folder / name}: the model is cut into stages of a pipeline, or experts have files of their own. "
                 "Use DeepSpeed's own tools."
             )
-        if match := _OPTIMIZER.fullmatch(name):
+        if match := OPTIMIZER.fullmatch(name):
             rank, part = map(int, match.groups())
             if part:
                 raise UnsupportedError(

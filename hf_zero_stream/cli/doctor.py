@@ -17,8 +17,14 @@ import typer
 
 from ..errors import PACKAGE, ConfigError, HfZeroStreamError, UnsupportedError, requirements
 from ..reports.text import count_text
-from ..settings.config import StreamingConfig, unknown_variables, values_in, without_own_section
-from ..settings.launcher import announces_zero3, announces_zero3_init
+from ..settings.config import (
+    StreamingConfig,
+    announces_zero3,
+    announces_zero3_init,
+    unknown_variables,
+    values_in,
+    without_own_section,
+)
 from ..sources.local import is_on_network, kind_of_file_system
 from . import frame
 from .versions import newer_than_tried

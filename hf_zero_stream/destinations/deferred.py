@@ -12,9 +12,17 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Copy, View
 from ..ranks.coordinator import Coordinator
-from .base import Batch, Destination, Sourced, WholeReader, allocating, flat_items, replace_lazy
+from .base import (
+    Batch,
+    Destination,
+    Sourced,
+    WholeReader,
+    allocating,
+    flat_items,
+    replace_lazy,
+    run_with_what_is_touched,
+)
 from .fsdp import why_no_bytes
-from .initialise import run_with_what_is_touched
 
 
 class Deferred(Destination):

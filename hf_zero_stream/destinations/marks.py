@@ -116,3 +116,14 @@ def is_dequantised(model: Any) -> bool:
         op for each in getattr(model, "_weight_conversions", None) or () for op in getattr(each, "operations", ())
     )
     return vars(model).get("is_quantized") is False or any(hasattr(op, "hf_quantizer") for op in operations)
+
+
+def is_adapted(model: Any) -> bool:
+    """Whether of `model` only adapters are saved: by ``peft.get_peft_model``, or transformers' ``add_adapter``."""
+    return is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Whether `model` is one that ``peft.get_peft_model`` returned."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)

@@ -62,6 +62,11 @@ class Training:
         are_there = all(slot.is_apart and not slot.is_swapped for slot in self.slots)
         return self.can_copy_masters and are_there
 
+    @property
+    def swapped_masters(self) -> set[str]:
+        """The parameters whose masters lie in swap files."""
+        return {member.name for slot in self.slots if slot.is_swapped for member in slot.members}
+
     def of_trained(self, names: AbstractSet[str] = frozenset()) -> Training:
         """This training without slots that are frozen, but for parameters of these `names`."""
         slots = [slot for slot in self.slots if not slot.is_frozen or any(it.name in names for it in slot.members)]

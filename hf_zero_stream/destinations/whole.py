@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
-from .initialise import random_state, run_with_what_is_touched, set_random_state
+from .base import random_state, run_with_what_is_touched, set_random_state
 from .marks import local_of
 from .shards import Shard
 

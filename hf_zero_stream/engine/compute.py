@@ -12,9 +12,10 @@ import torch
 from ..checkpoint.nodes import Blockwise, HostTensor, Leaf, Opaque, Pointwise, View
 from ..planning.boxes import Axis, Placed, box_of_view, place
 from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, plan_batch
+from ..ranks.accelerators import settle
 from ..sources.base import ByteSource
 from .execute import execute_reads, run_in_threads
-from .lanes import copy_strided, settle
+from .lanes import copy_strided
 
 
 PIECE_BYTES = 2**20

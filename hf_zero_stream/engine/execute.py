@@ -17,9 +17,10 @@ from typing import TypeVar
 import torch
 
 from ..planning.plan import BatchPlan, Read
+from ..ranks.accelerators import settle
 from ..sources.base import ByteSource
 from ..sources.local import HUGE_PAGE_BYTES, MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE, advise
-from .lanes import Lane, lane_for, settle
+from .lanes import Lane, lane_for
 
 
 Item = TypeVar("Item")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ..planning.plan import Piece
-from ..ranks.accelerators import is_accelerator, on_device, pinned, side_stream, synchronise
+from ..ranks.accelerators import is_accelerator, on_device, pinned, side_stream
 
 
 class Lane:
@@ -127,15 +127,6 @@ def lane_for(destinations: Iterable[torch.Tensor], nbytes: int) -> Callable[[], 
     """What makes the lane of each thread that fills `destinations`."""
     devices = sorted({each.device for each in destinations if is_accelerator(each.device)}, key=str)
     return partial(SideLane if devices else Lane, devices, nbytes)
-
-
-def settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Block until the accelerators on which `tensors` are have done all that they were given, on whatever stream.
-
-    Threads do not share the caller's stream. Without this, they might read values that are not there yet, or write
-    into memory that the allocator has given out anew, and kernels of before still use.
-    """
-    synchronise(tensor.device for tensor in tensors)
 
 
 def _copy(source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None:

@@ -20,8 +20,7 @@ from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
 from ..seams.sharding import SIZES, cuts_matrices, distributed_config_of, init_distributed, is_known
 from ..seams.wrappers import shards_by_fsdp2
 from ..settings import scope
-from ..settings.config import StreamingConfig, completed
-from ..settings.launcher import announced_local_rank, announces_zero3, announces_zero3_init
+from ..settings.config import StreamingConfig, announced_local_rank, announces_zero3, announces_zero3_init, completed
 
 
 logger = logging.get_logger(__name__)

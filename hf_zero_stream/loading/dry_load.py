@@ -241,7 +241,8 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    with installed(Moment.LOAD), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
+    moment = Moment.SHARDED if load.destination.takes_dtensors else Moment.LOAD
+    with installed(moment), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
         cls = model_class or model_class_of(path, kwargs)
         try:
             with zero3_hidden(), collector_paused(), session:

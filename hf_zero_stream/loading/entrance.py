@@ -19,8 +19,7 @@ from ..seams.ds_config import found_config
 from ..seams.file_names import MODEL_FILES, PROCESSOR_FILES, TOKENIZER_FILES
 from ..seams.wrappers import is_accelerator_there, shards_by_fsdp2
 from ..settings import scope
-from ..settings.config import StreamingConfig
-from ..settings.launcher import announces_zero3
+from ..settings.config import StreamingConfig, announces_zero3
 from ..sources.base import is_url
 
 

@@ -146,10 +146,11 @@ def _streamed(
     finish_saves_into(path, load.config.read_from, load.coordinator)
     # A context with the host as torch's default device would slow every function of torch.
     on_the_host = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    moment = Moment.SHARDED if load.destination.takes_dtensors else Moment.LOAD
     # inference_mode is off: other threads and training write to the partitions later.
     with (
         closing(load),
-        installed(Moment.LOAD),  # another thread may leave streaming() while this one loads
+        installed(moment),  # another thread may leave streaming() while this one loads
         outside_zero_init(),
         Session(load, strict=load.config.strict) as session,
         load.memory,

@@ -100,3 +100,12 @@ def random_state(kind: str) -> torch.Tensor:
 
 def set_random_state(kind: str, state: torch.Tensor) -> None:
     torch.get_device_module(kind).set_rng_state(state)
+
+
+def settle(tensors: Iterable[torch.Tensor]) -> None:
+    """Block until the accelerators on which `tensors` are have done all that they were given, on whatever stream.
+
+    Threads do not share the caller's stream. Without this, they might read values that are not there yet, or write
+    into memory that the allocator has given out anew, and kernels of before still use.
+    """
+    synchronise(tensor.device for tensor in tensors)

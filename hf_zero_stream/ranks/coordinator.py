@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, DisagreementError, PeerError
-from ..settings.launcher import announced_local_rank, announces_local_rank
+from ..settings.config import announced_local_rank, announces_local_rank
 from . import accelerators
 from .accelerators import is_accelerator
 from .liveness import Verdict, Watch

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from ..errors import PeerError, refuse_unknown_version
-from ..settings.launcher import announced_local_rank, announced_local_size
+from ..settings.config import announced_local_rank, announced_local_size
 from .lines import Line, Listener
 from .store import PREFIX, SharedStore, pauses
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from huggingface_hub.utils import are_progress_bars_disabled
 from tqdm.auto import tqdm
 
-from ..settings.launcher import announced_local_rank
+from ..settings.config import announced_local_rank
 
 
 SAMPLE_SECONDS = 0.01

@@ -21,6 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..checkpoint.format import is_plain_name
 from ..checkpoint.formats import UNFINISHED
 from ..checkpoint.safetensors import ShardToWrite
 from ..errors import SaveError
@@ -310,11 +311,6 @@ def _carry_out(folder: Path, temporary: Path) -> list[str]:
     (temporary / _LIST).unlink()
     shutil.rmtree(temporary)
     return pending
-
-
-def is_plain_name(name: str) -> bool:
-    """Whether `name` is that of something in a folder, and leads nowhere else."""
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
 
 
 def _read_list(path: Path) -> dict[str, list[str]]:

@@ -19,8 +19,8 @@ from transformers.utils import logging
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole, refuse_wrapped
 from ..destinations.marks import has_gathered, local_of
-from ..engine.lanes import settle
 from ..errors import UnsupportedError
+from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import SAVE, Occasion

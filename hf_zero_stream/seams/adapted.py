@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,19 +11,8 @@ from typing import Any
 import torch
 
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.marks import has_partition
+from ..destinations.marks import has_partition, is_peft_model
 from ..destinations.own_names import adapter_names, named_parameters
-
-
-def is_adapted(model: Any) -> bool:
-    """Whether of `model` only adapters are saved: by ``peft.get_peft_model``, or transformers' ``add_adapter``."""
-    return is_peft_model(model) or getattr(model, "_hf_peft_config_loaded", False)
-
-
-def is_peft_model(model: Any) -> bool:
-    """Whether `model` is one that ``peft.get_peft_model`` returned."""
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def lay_out_adapters(model: Any, folder: Path, entries: Mapping[str, torch.Tensor]) -> list[NotedShard]:

@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..settings.launcher import announced_local_rank
+from ..settings.config import announced_local_rank
 
 
 logger = logging.get_logger(__name__)

@@ -16,8 +16,7 @@ from transformers import modeling_utils
 from transformers.utils import logging
 
 from ..bindings.table import keep_watching
-from ..checkpoint.formats import distributed_file, is_always_map, row_of
-from ..checkpoint.index_file import check_files, read_index_file
+from ..checkpoint.formats import check_files, distributed_file, is_always_map, read_index_file, row_of
 from ..destinations.base import refuse_wrapped
 from ..destinations.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError

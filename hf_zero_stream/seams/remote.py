@@ -16,7 +16,7 @@ from transformers.utils import logging
 from ..checkpoint.formats import OF_VALUES
 from ..errors import HfZeroStreamError, ReadError, UnsupportedError, UrlError
 from ..settings import scope
-from ..settings.launcher import announced_local_rank
+from ..settings.config import announced_local_rank
 from ..sources.answers import Answers, answers_once
 from ..sources.base import is_url
 from ..sources.hub import remember_token

@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 
 from ..bindings.table import refuse_lacking
 from ..ranks import accelerators
-from ..settings.launcher import announced_local_rank
+from ..settings.config import announced_local_rank
 from .session import Original, Session, in_session
 
 

@@ -23,7 +23,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 from ..bindings.install import is_defined_by, replaced_methods
 from ..bindings.table import refuse_lacking
 from ..destinations.marks import is_sharded
-from ..settings.launcher import announces_fsdp2
+from ..settings.config import announces_fsdp2
 
 
 def accelerate_config_file() -> str:

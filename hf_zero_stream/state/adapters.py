@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.marks import is_packed
+from ..destinations.marks import is_adapted, is_packed
 from ..destinations.own_names import adapter_names, named_parameters
 from ..destinations.slots import MASTER
 from ..destinations.training import Training
@@ -17,7 +17,7 @@ from ..errors import UnsupportedError
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import held_values
 from ..saving.preparation import Content
-from ..seams.adapted import is_adapted, lay_out_adapters
+from ..seams.adapted import lay_out_adapters
 from .layout import persistent_buffers
 
 

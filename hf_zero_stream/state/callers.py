@@ -10,8 +10,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.signs import remove_signs, write_signs
-from ..checkpoint.zero_folder import SWAPPED, ZERO_2_MODEL, entries_of_deepspeed, world_size_of
+from ..checkpoint.deepspeed_names import (
+    SWAPPED,
+    ZERO_2_MODEL,
+    entries_of_deepspeed,
+    remove_signs,
+    world_size_of,
+    write_signs,
+)
 from ..errors import CheckpointError
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
@@ -156,7 +162,7 @@ def forget_state(place: Path) -> None:
 
 
 def forget_signs(place: Path) -> None:
-    """Remove what :mod:`..checkpoint.signs` has put into `place`, where DeepSpeed is going to save (all ranks)."""
+    """Remove signs (see :mod:`..checkpoint.deepspeed_names`) from `place`, into which DeepSpeed saves (all ranks)."""
     with meeting(SAVE) as coordinator:
         coordinator.run_on_main(partial(remove_signs, place))
 

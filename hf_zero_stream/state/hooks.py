@@ -17,12 +17,12 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
+from ..destinations.marks import is_adapted
 from ..loading.into import load_into
 from ..saving.calls import refuse_url
 from ..saving.files import is_unfinished
 from ..saving.hooks import noted_saves, noting_saves
 from ..saving.pending import after_pending, finish_pending
-from ..seams.adapted import is_adapted
 from ..seams.wrappers import (
     batch_size_of,
     checkpoint_number,
@@ -34,7 +34,7 @@ from ..seams.wrappers import (
     trainer_state_in,
     unwrapped,
 )
-from ..settings.launcher import announced_local_rank
+from ..settings.config import announced_local_rank
 from ..settings.scope import active_configs
 from .callers import Caller, entered, is_on, state_in
 from .load import load_state

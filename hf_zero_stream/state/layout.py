@@ -15,18 +15,16 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
-from ..checkpoint.index_file import read_index_file
+from ..checkpoint.formats import read_index_file
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.deepspeed.original_experts import converted_layers
-from ..destinations.marks import whole_of
+from ..destinations.marks import has_converted_experts, is_adapted, whole_of
 from ..destinations.own_names import named_buffers, named_parameters, own_names, own_or_clean
 from ..destinations.skeleton import skeleton_of, whole_shape
 from ..engine.load import Load
 from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
-from ..seams.adapted import is_adapted
 from ..seams.saving import index_name
 from ..seams.session import LazyModel
 
@@ -117,7 +115,7 @@ def opened(load: Load, model: nn.Module, place: Path, key: str | None, *, strict
     names = own_names(model)
     pieces = load.open([*map(str, files_of(place, key))], None)
     lazy = {own_or_clean(names, name): it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
-    if converted_layers(model):  # transformers' own layers are what is in the files
+    if has_converted_experts(model):  # transformers' own layers are what is in the files
         return _filled(skeleton_of(model), lazy)
     params, buffers = dict(named_parameters(model, remove_duplicate=False)), dict(named_buffers(model))
     if not strict:

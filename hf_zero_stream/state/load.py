@@ -12,8 +12,10 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.format import excerpt
-from ..checkpoint.zero_folder import ZeroFolder, entries_of_deepspeed, read_zero_folder
+from ..checkpoint.zero_folder import ZeroFolder, read_zero_folder
+from ..destinations.marks import is_adapted
 from ..destinations.own_names import own_names, own_or_clean
 from ..destinations.slots import MASTER, make_entries
 from ..destinations.training import Training
@@ -22,7 +24,6 @@ from ..loading.integration import finish_saves_into
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending
-from ..seams.adapted import is_adapted
 from ..seams.ds_config import settings_in_force
 from ..seams.wrappers import unwrapped
 from ..sources.local import LocalFiles
@@ -37,12 +38,12 @@ from .refusals import (
     refuse_optimizer,
     refuse_other_training,
     refuse_other_weights,
+    training_of,
 )
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
-from .trained import training_of
 from .values import has_more, load_values, load_values_alone
-from .zero_source import load_zero, record_of, swapped_masters
+from .zero_source import load_zero, record_of
 
 
 logger = logging.get_logger(__name__)
@@ -120,7 +121,7 @@ def load_state(
             found = found.renamed(partial(own_or_clean, names))
             record = coordinator.run_on_all(partial(_record_for, training, found, with_scheduler, place))
             training = training.of_trained({name for group in record.groups for name in group.parameters})
-            swapped, values = swapped_masters(training), record.with_masters
+            swapped, values = training.swapped_masters, record.with_masters
             if isinstance(found, StateRecord) and has_more(training.model, values - swapped):
                 needs_all = not values or bool(swapped)
                 coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))

@@ -21,8 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.format import NotAMap
-from ..checkpoint.formats import read_map
-from ..checkpoint.index_file import read_index_file
+from ..checkpoint.formats import read_index_file, read_map
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..destinations.base import source_of

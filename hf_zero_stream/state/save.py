@@ -24,8 +24,8 @@ from typing import Any, Literal, overload
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.signs import write_signs
-from ..checkpoint.zero_folder import entries_of_deepspeed
+from ..checkpoint.deepspeed_names import entries_of_deepspeed, write_signs
+from ..destinations.marks import is_adapted, is_peft_model
 from ..destinations.slots import elementwise_keys, holdings_of
 from ..destinations.training import STEPS, Training
 from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
@@ -38,7 +38,6 @@ from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Alike, Content, Ending
 from ..saving.save import Save
-from ..seams.adapted import is_adapted, is_peft_model
 from ..seams.saving import index_name
 from . import adapters, rng, schedules, zero_tools
 from .groups import kinds_of, recorded_options
@@ -55,9 +54,8 @@ from .record import (
     numbers_of,
     shard_of_key,
 )
-from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart
+from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart, training_of
 from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
-from .trained import training_of
 
 
 @overload

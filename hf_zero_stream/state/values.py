@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.map import CheckpointMap
-from ..destinations.marks import has_partition
+from ..destinations.marks import has_partition, is_adapted
 from ..destinations.own_names import named_parameters
 from ..destinations.slots import MASTER, Slot, SlotMemory
 from ..destinations.training import Training
@@ -23,12 +23,10 @@ from ..errors import LoadError
 from ..loading.into import load_some_into, place_into
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
-from ..seams.adapted import is_adapted
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .layout import EXACT, opened, opened_from_hub_layout, persistent_buffers
 from .record import StateRecord, shard_of_key
-from .zero_source import swapped_masters
 
 
 def has_more(model: nn.Module, names: AbstractSet[str]) -> bool:
@@ -48,7 +46,7 @@ def load_values(
     strict: bool,
 ) -> None:
     """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
-    model, swapped = training.model, swapped_masters(training)
+    model, swapped = training.model, training.swapped_masters
     in_memory = record.with_masters - swapped
     moments = [key for key in record.keys if key != MASTER]
     if has_more(model, in_memory):

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from ..checkpoint.nodes import View
 from ..checkpoint.zero_folder import FP32, ZeroFolder, ZeroGroup
-from ..destinations.marks import has_partition
+from ..destinations.marks import has_partition, is_adapted
 from ..destinations.own_names import named_parameters
 from ..destinations.slots import MASTER, Slot, SlotMemory
 from ..destinations.training import Training
@@ -24,7 +24,6 @@ from ..errors import ConfigError
 from ..loading.into import place_into
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
-from ..seams.adapted import is_adapted
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from .layout import StandIn
@@ -118,7 +117,7 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
         training.copy_masters()
         return
 
-    swapped = swapped_masters(training)
+    swapped = training.swapped_masters
 
     def weights(load: Load, without: set[str]) -> LazyModel:
         first = load.checkpoint.add(zero.shards)
@@ -134,11 +133,6 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
     for key in [*zero.keys, *([MASTER] if swapped else [])]:
         slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
         _load_key(slots, training, zero, key, coordinator)
-
-
-def swapped_masters(training: Training) -> set[str]:
-    """The parameters whose masters lie in swap files."""
-    return {member.name for slot in training.slots if slot.is_swapped for member in slot.members}
 
 
 @collector_paused()

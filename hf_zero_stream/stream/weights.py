@@ -22,9 +22,9 @@ from ..checkpoint.nodes import HostTensor, Stored, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.marks import is_packed
 from ..destinations.own_names import adapter_names, named_buffers, named_parameters
-from ..engine.lanes import settle
 from ..errors import ConfigError, HfZeroStreamError, PeerError, StreamError, UnsupportedError
 from ..planning.plan import materialise_reason
+from ..ranks.accelerators import settle
 from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
 from ..ranks.rendezvous import STREAM
 from ..reports.measures import collector_paused

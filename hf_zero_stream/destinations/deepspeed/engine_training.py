@@ -15,12 +15,12 @@ from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
+from ..marks import has_converted_experts
 from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, slots_of_parameters
 from ..training import STEPS, Training
 from . import zero3
 from .masters import ZENFLOW, fragments_of
-from .original_experts import converted_layers
 
 
 _RELIED_ON = ("grad_position", "sub_group_to_group_id", "fp32_partitioned_groups_flat", "fp16_groups")
@@ -115,7 +115,7 @@ def _has_swapped(wrapper: Any) -> bool:
 
 
 def _prepare_lazy(model: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
-    if converted_layers(model):
+    if has_converted_experts(model):
         from .experts import convert_like  # needs a DeepSpeed that has them
 
         convert_like(model, lazy, missing)

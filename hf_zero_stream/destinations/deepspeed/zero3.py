@@ -27,7 +27,7 @@ from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
 from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
-from ...settings.launcher import announced_local_rank
+from ...settings.config import announced_local_rank
 from ..base import allocating
 
 
