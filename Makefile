@@ -11,12 +11,12 @@ DRIFT_ARGS ?=
 WORKERS ?= $(shell expr $$(nproc) + 1)
 OLDEST := $(VENV)-oldest
 # What is compared with plain loading; other tests need newer transformers themselves, or other packages.
-COMPAT_TESTS ?= $(addprefix tests/test_,parity.py incomplete.py faults.py auto.py plan.py lazy.py relay.py \
-	upstream_conversions.py streaming.py)
+COMPAT_TESTS ?= $(patsubst %,tests/%.py,$(addprefix loading/test_,parity incomplete auto upstream_conversions streaming) \
+	$(addprefix core/test_,plan lazy) faults/test_faults ranks/test_relay)
 # Stock's own from_config fails under ZeRO-3 in transformers 5.1.
-COMPAT_TESTS += --deselect tests/test_streaming.py::test_from_config_is_stock
+COMPAT_TESTS += --deselect tests/loading/test_streaming.py::test_from_config_is_stock
 # FP8 wants triton in transformers 5.1, which torch for CPUs does not bring.
-COMPAT_TESTS += --deselect tests/test_plan.py::test_a_plan_is_data
+COMPAT_TESTS += --deselect tests/core/test_plan.py::test_a_plan_is_data
 FUZZ_RUNS ?= 1000000
 FUZZ_TARGETS ?= file header built index names torch pickle zero distcp server store
 SWEEP_ARGS ?= --destinations zero3x2,zero3x3/5,fsdp2,fsdp3,tp2,fsdp2-ep2,fsdp2-tp2,fsdp2-tp2-ep2,replicate2-fsdp2/5 \
@@ -69,7 +69,7 @@ $(STAMP): pyproject.toml constraints.txt | system
 
 # A test has less time than a compiler may take.
 $(COMPILED): | $(STAMP)
-	-$(BIN)/python -m tests.paper_gpu.build & DS_ACCELERATOR=cpu $(BIN)/python -m tests.extensions; wait
+	-$(BIN)/python -m tests.paper_gpu.build & DS_ACCELERATOR=cpu $(BIN)/python -m tests.support.extensions; wait
 	touch $@
 
 test: $(STAMP) $(COMPILED)

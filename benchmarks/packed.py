@@ -29,8 +29,15 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.launch import run
-from tests.packed_training import count_alive, inputs, load, one_module_at_a_time, watched_memory, with_adapters
-from tests.quantised_checkpoints import compressed_tensors, fp8, mxfp4, unquantised
+from tests.support.packed_training import (
+    count_alive,
+    inputs,
+    load,
+    one_module_at_a_time,
+    watched_memory,
+    with_adapters,
+)
+from tests.support.quantised_checkpoints import compressed_tensors, fp8, mxfp4, unquantised
 
 
 Figures = dict[str, Any]

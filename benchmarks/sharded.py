@@ -35,7 +35,7 @@ from benchmarks.launch import run
 from benchmarks.rank import timed_load
 from benchmarks.save import sync
 from hf_zero_stream.reports.measures import AnonymousMemory
-from tests.fsdp2 import announce, make_accelerator
+from tests.support.fsdp2 import announce, make_accelerator
 
 
 WAYS = {"fsdp2": {"fsdp_size": 2}, "tp2": {"tp_size": 2}}

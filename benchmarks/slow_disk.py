@@ -72,7 +72,7 @@ def slow_folder(folder: Path, latency: float, rate: float, log: Path | None = No
 def serve(folder: str, place: str, latency: float, rate: float, log: Path | None) -> None:
     import mfusepy
 
-    from tests.http_files import Behaviour
+    from tests.support.http_files import Behaviour
 
     link, lock = Behaviour(bytes_per_second=rate * 1e6), threading.Lock()
 

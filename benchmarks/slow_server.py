@@ -52,7 +52,7 @@ def slow_server(
 
 
 def main() -> None:
-    from tests.http_files import Behaviour, http_files
+    from tests.support.http_files import Behaviour, http_files
 
     parser = argparse.ArgumentParser(description="Give ranges of files over a link of known speed and latency.")
     parser.add_argument("folder", type=Path)

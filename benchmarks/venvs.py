@@ -43,7 +43,7 @@ def venv_of(name: str, packages: Sequence[str], alone: Sequence[str] = (), pinne
         # What DeepSpeed compiles at its first use would be part of what is measured.
         python, environment = str(venv / "bin" / "python"), environment_of(venv)
         compiled = ["ShareMemCommBuilder", "CPUAdamBuilder"]
-        subprocess.run([python, "-m", "tests.extensions", *compiled], cwd=ROOT, env=environment, check=True)
+        subprocess.run([python, "-m", "tests.support.extensions", *compiled], cwd=ROOT, env=environment, check=True)
         (venv / ".installed").touch()
     return venv
 

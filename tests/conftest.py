@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import ENVIRONMENT, PAPER_GPUS, run_ranks, warm_up
-from tests.extensions import compile_extension
+from tests.support.cluster import ENVIRONMENT, PAPER_GPUS, run_ranks, warm_up
+from tests.support.extensions import compile_extension
 
 
 STARTS_RANKS = {"cluster", "compiler", "async_io"}
@@ -27,8 +27,8 @@ from scripts import system_packages  # noqa: E402
 from scripts.system_packages import ASYNC_IO, COMPILER, HEADERS  # noqa: E402
 from tests import sampling  # noqa: E402
 from tests.paper_gpu import build as paper_gpu  # noqa: E402
-from tests.sharded import even_model  # noqa: E402
-from tests.zoo import make_checkpoint  # noqa: E402
+from tests.support.sharded import even_model  # noqa: E402
+from tests.support.zoo import make_checkpoint  # noqa: E402
 
 
 def pytest_configure(config: pytest.Config) -> None:

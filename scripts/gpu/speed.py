@@ -107,7 +107,7 @@ def zero3(setting: Setting) -> tuple[dict[str, Any], bool]:
     from transformers import AutoModelForCausalLM
 
     import hf_zero_stream
-    from tests.parity import ds_config
+    from tests.support.parity import ds_config
 
     folder = setting.large()
     _shards(folder)
@@ -152,8 +152,8 @@ def dequantised(setting: Setting) -> tuple[dict[str, Any], bool]:
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     import hf_zero_stream
-    from tests.parity import differences, ds_config
-    from tests.quantised_checkpoints import dense_fp8
+    from tests.support.parity import differences, ds_config
+    from tests.support.quantised_checkpoints import dense_fp8
 
     folder = setting.folder / "fp8"
     if not (folder / "model.safetensors").exists():

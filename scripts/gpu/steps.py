@@ -101,7 +101,7 @@ def fsdp2(setting: Setting) -> tuple[dict[str, Any], bool]:
 
     import hf_zero_stream
     from tests.paper_gpu import trials
-    from tests.sharded import sharded_differences
+    from tests.support.sharded import sharded_differences
 
     def losses(is_sharded: bool) -> tuple[list[float], list[str]]:
         model, different = trials.plain_model(setting.small()).cuda(), []
@@ -132,7 +132,7 @@ def planned(setting: Setting) -> tuple[dict[str, Any], bool]:
 
 def marked(setting: Setting) -> tuple[dict[str, Any], bool]:
     """The tests that need a GPU, and have no paper one of their own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/test_lanes.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "tests/core/test_lanes.py"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     return {"printed": done.stdout.strip().splitlines()[-1:]}, done.returncode == 0
 

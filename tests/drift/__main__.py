@@ -9,8 +9,8 @@ import sys
 from packaging.requirements import Requirement
 
 from hf_zero_stream.bindings.install import Weight
-from tests.cluster import ROOT
 from tests.drift import contracts, stacks
+from tests.support.cluster import ROOT
 
 
 ALLOWED = ("right", "not in this version", "VersionError", "UnsupportedError")

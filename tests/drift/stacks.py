@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.venvs import environment_of
-from tests.cluster import ROOT
+from tests.support.cluster import ROOT
 
 
 STACKS: dict[str, dict[str, str]] = {

@@ -16,10 +16,10 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero_stream
 from hf_zero_stream.packed.modules import packed_weights
-from tests.packed_training import dequantised, inputs, packed_names, with_adapters
 from tests.paper_gpu.trials import COMMON, streaming, zero_config
-from tests.parity import differences
-from tests.sharded import sharded_differences
+from tests.support.packed_training import dequantised, inputs, packed_names, with_adapters
+from tests.support.parity import differences
+from tests.support.sharded import sharded_differences
 
 
 __all__ = ["packed_resumed", "packed_states"]

@@ -2,4 +2,4 @@
 
 # ruff: isort: skip_file
 import tests.paper_gpu.cuda  # noqa: F401
-import tests.cluster_preload  # noqa: F401
+import tests.support.cluster_preload  # noqa: F401

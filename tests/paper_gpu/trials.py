@@ -17,8 +17,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 import hf_zero_stream
 from hf_zero_stream import StreamingConfig
-from tests.parity import differences, ds_config, unequal
-from tests.sharded import even_inputs, sharded_differences
+from tests.support.parity import differences, ds_config, unequal
+from tests.support.sharded import even_inputs, sharded_differences
 
 
 __all__ = [
@@ -248,7 +248,7 @@ def by_accelerate(folder: Path, offload: bool, settings: Mapping[str, Any] | Non
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    from tests.fsdp2 import announce
+    from tests.support.fsdp2 import announce
 
     AcceleratorState._reset_state(reset_partial_state=True)
     announce(offload_params=offload, cpu_ram_efficient_loading=settings is not None, reshard_after_forward=True)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.cluster import ENVIRONMENT
+from tests.support.cluster import ENVIRONMENT
 
 
 # Read when the ranks' fork server starts.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers.integrations import HfDeepSpeedConfig
 from transformers.utils import logging
 
-from tests.parity import differences, ds_config
+from tests.support.parity import differences, ds_config
 from tests.sweep import sharded
 from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, info_differences, load, load_plain, recorded_ops, saved_differences

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, core_model_loading
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from tests.saving import different, saves_with
-from tests.streams import differing, saved, taken
+from tests.support.saving import different, saves_with
+from tests.support.streams import differing, saved, taken
 from tests.sweep.fixes import NO_LOADING_INFO
 
 

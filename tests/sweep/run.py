@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.cluster import RankFailure, run_ranks
+from tests.support.cluster import RankFailure, run_ranks
 from tests.sweep.compare import run_batch
 from tests.sweep.destinations import Destination
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.distributed import DistributedConfig
 
-from tests.sharded import moved, sharded_differences
+from tests.support.sharded import moved, sharded_differences
 from tests.sweep.destinations import Destination
 from tests.sweep.loads import class_of, info_differences, load, load_plain, recorded_ops, saved_differences
 

@@ -1,0 +1,90 @@
+"""What becomes of a load if a release of transformers renames a function that we replace, or no longer calls it.
+
+Either an error that names it, or the values of a plain load; never others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+import transformers
+
+import hf_zero_stream
+from hf_zero_stream.bindings.install import Moment, Row, Weight
+from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.errors import VersionError
+from tests.support.cluster import run_ranks
+from tests.support.parity import ds_config
+
+
+Checkpoint = Callable[..., Path]
+HEAD = "score.weight"
+
+
+def renamed(row: Row, patch: pytest.MonkeyPatch) -> Row:
+    return row._replace(of=f"{row.of}_")
+
+
+def uncalled(row: Row, patch: pytest.MonkeyPatch) -> Row:
+    """It is there, and nobody calls it: what transformers calls has another name."""
+    importlib.import_module(row.module)
+    for owner, name in row.places():
+        patch.setattr(owner, f"{name}_", vars(owner)[name], raising=False)
+    return renamed(row, patch)
+
+
+MUTATIONS = (renamed, uncalled)
+
+
+def values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    kind = transformers.AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder, dtype=torch.float32, **kwargs)
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def outcome(folder: Path, plain: dict[str, torch.Tensor]) -> str:
+    try:
+        with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+            found = values(folder, ds_config=ds_config(torch.float32))
+    except VersionError as error:
+        return str(error)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    wrong = [name for name in plain if name != HEAD and not torch.equal(found[name], plain[name])]
+    if not 0.5 < found[HEAD].std() / plain[HEAD].std() < 2 or found[HEAD].shape != plain[HEAD].shape:
+        wrong.append(HEAD)  # the checkpoint lacks it
+    return f"wrong: {wrong}" if wrong else "right"
+
+
+def mutated(folder: Path) -> dict[tuple[str, str], str]:
+    plain, found = values(folder), {}
+    for moment in (Moment.LOAD, Moment.HIDING):
+        for row in TABLE[moment]:
+            for mutate in MUTATIONS if row.leads_to else (renamed,):
+                with pytest.MonkeyPatch.context() as patch:
+                    new = mutate(row, patch)
+                    rows = [new if each is row else each for each in TABLE[moment]]
+                    patch.setitem(TABLE, moment, rows)  # type: ignore[arg-type]
+                    found[mutate.__name__, row.of] = outcome(folder, plain)
+    return found
+
+
+def test_never_other_values(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    """Under ZeRO-3, of a checkpoint that lacks a head."""
+    (found,) = run_ranks(1, mutated, zoo_checkpoint("llama"), timeout=400)
+    essential = {row.of for rows in TABLE.values() for row in rows if row.weight is Weight.ESSENTIAL}
+    for (mutation, name), what in found.items():
+        if mutation == "renamed" and name in essential:
+            assert f"has no {name.partition('.')[2].replace(':', '.')}_" in what
+        elif what != "right":
+            assert "without calling" in what and mutation == "uncalled", (name, what)
+    told = [name for (mutation, name), what in found.items() if mutation == "uncalled" and what != "right"]
+    assert len(told) == 5, told

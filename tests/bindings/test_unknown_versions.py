@@ -1,0 +1,144 @@
+"""What a user meets when a library that we bend has changed: an error that names it, never other values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from transformers import PreTrainedModel, core_model_loading
+
+import hf_zero_stream
+from hf_zero_stream.bindings.install import Installation, Moment, Row, Weight
+from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.errors import VersionError
+from tests.support.cluster import run_ranks
+from tests.support.fsdp2 import announce
+from tests.support.parity import ds_config
+
+
+Checkpoint = Callable[..., Path]
+
+
+def load(folder: Path, kind: Any = transformers.AutoModelForCausalLM, **kwargs: Any) -> Any:
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+        return kind.from_pretrained(folder, **kwargs)
+
+
+def in_zero3(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> list[bool]:
+    """Whether each parameter is what a plain load gives."""
+    import deepspeed
+
+    expected = dict(kind.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    model = load(folder, kind, ds_config=ds_config(torch.float32))
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return [torch.equal(param, expected[name]) for name, param in model.named_parameters()]
+
+
+# ------------------------------------------------------------------------------------------------- torch: FSDP2
+
+
+def with_other_records(folder: Path) -> list[str]:
+    """FSDP2's record of a parameter asks itself for more, or has other methods. ZeRO-3 has no part in it."""
+    from hf_zero_stream.destinations import fsdp
+
+    stock = FSDPParam.init_dtype_attrs
+
+    def asks_for_more(self: Any, policy: Any) -> None:
+        assert not self._has_sharded_grad_dtype_override  # as that of torch 2.15
+        stock(self, policy)
+
+    FSDPParam.init_dtype_attrs = asks_for_more  # type: ignore[method-assign]
+    assert fsdp.why_no_bytes() == ""
+    fsdp.why_no_bytes.cache_clear()
+    FSDPParam.init_dtype_attrs = None  # type: ignore[method-assign, assignment]
+    assert "not known how FSDP2" in fsdp.why_no_bytes()
+    del FSDPParam.init_dtype_attrs
+    fsdp._param_class.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(VersionError) as caught:
+        announce(cpu_ram_efficient_loading=True)
+        try:
+            load(folder)
+        finally:
+            patch.delenv("FSDP_VERSION")
+    assert all(in_zero3(folder))
+    return [str(caught.value)]
+
+
+def test_fsdp2_never_takes_zero3_down(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    for (message,) in run_ranks(2, with_other_records, zoo_checkpoint("llama")):
+        assert "torch 2" in message and "FSDPParam.init_dtype_attrs, which FSDP2 needs" in message
+
+
+# ----------------------------------------------------------------------------------------- accelerate, transformers
+
+
+def later(row: Row) -> Row:
+    """As if transformers had given its function a new name."""
+    return row._replace(of=row.of.replace(":is_dtensor", ":was_is_dtensor"))
+
+
+def renamed(folder: Path) -> list[str]:
+    """What accelerate prepares with, and what transformers' sharding asks, have other names."""
+    messages = []
+    announce(cpu_ram_efficient_loading=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(accelerate.utils.fsdp_utils, "fsdp2_prepare_model")
+        with pytest.raises(VersionError) as caught:
+            load(folder)
+        messages.append(str(caught.value))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("FSDP_VERSION")
+        patch.setitem(TABLE, Moment.SHARDED, [later(row) for row in TABLE[Moment.SHARDED]])  # type: ignore[arg-type]
+        with pytest.raises(VersionError) as caught:
+            load(folder, distributed_config=transformers.distributed.DistributedConfig(fsdp_size=2))
+        messages.append(str(caught.value))
+        assert all(in_zero3(folder))
+    return messages
+
+
+def test_what_shards_has_another_name(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    for of_accelerate, of_transformers in run_ranks(2, renamed, zoo_checkpoint("llama")):
+        assert "accelerate 1" in of_accelerate and "no utils.fsdp_utils.fsdp2_prepare_model" in of_accelerate
+        assert "no core_model_loading.was_is_dtensor, which distributed_config needs" in of_transformers
+
+
+def uncalled(folder: Path) -> list[str]:
+    """transformers initialises in another way; a model's class has a function of its own in place of ours."""
+    messages = []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(VersionError) as caught:
+        patch.setattr(PreTrainedModel, "initialize_weights", lambda self, *args, **kwargs: None)
+        load(folder, transformers.AutoModelForSequenceClassification, ds_config=ds_config(torch.float32))
+    messages.append(str(caught.value))
+    stock = vars(PreTrainedModel)["_load_pretrained_model"]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(VersionError) as caught:
+        patch.setattr(transformers.LlamaForCausalLM, "_load_pretrained_model", stock, raising=False)
+        load(folder, ds_config=ds_config(torch.float32))
+    messages.append(str(caught.value))
+    return messages
+
+
+def test_what_values_depend_on_is_not_called(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    """A head that the checkpoint lacks would have what was in its memory before."""
+    for of_head, of_all in run_ranks(2, uncalled, zoo_checkpoint("llama")):
+        assert "without calling modeling_utils.PreTrainedModel._initialize_weights" in of_head
+        assert "without calling modeling_utils.PreTrainedModel._load_pretrained_model" in of_all
+
+
+# -------------------------------------------------------------------------------------------------- all libraries
+
+
+def test_an_absent_attribute_is_named_and_nothing_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = ("transformers.core_model_loading:dot_natural_key", "accelerate.accelerator:Accelerator.no_such_method")
+    rows = [Row(place, "builtins:print", weight=Weight.ESSENTIAL) for place in places]
+    monkeypatch.setitem(TABLE, Moment.LAYOUT, rows)  # type: ignore[arg-type]
+    before = core_model_loading.dot_natural_key
+    match = r"accelerate .* has no accelerator.Accelerator.no_such_method"
+    with pytest.raises(VersionError, match=match), Installation(Moment.LAYOUT, TABLE):
+        pass
+    assert core_model_loading.dot_natural_key is before

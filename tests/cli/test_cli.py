@@ -1,0 +1,478 @@
+"""The command line: its frame, `inspect` and `plan`. Exit codes: 0 ok, 1 the check failed, 2 wrong usage."""
+
+import itertools
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # noqa: F401 - first, because its logger keeps the stdout that it finds when it is imported
+import pytest
+import torch
+import typer.main
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import hf_zero_stream
+from hf_zero_stream.cli import COMMANDS, app, frame
+from hf_zero_stream.reports.text import fold, folded_names
+from tests.support.commands import command_environment
+from tests.support.parity import ds_config
+from tests.support.zoo import ZOO, build_model, make_moe_checkpoint
+
+
+NAMES = list(COMMANDS)
+USAGE = 2
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    """Run a command in this process; fails unless it exits with `code`."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == code, f"exit code {result.exit_code}\n{result.output}\n{result.exception!r}"
+    return result
+
+
+def run_json(*arguments: str, code: int = 0) -> Any:
+    """The same with ``--format json``; stdout is that and nothing else."""
+    return json.loads(run(*arguments, "--format", "json", code=code).stdout)
+
+
+@pytest.fixture(scope="module")
+def tiny_moe(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The checkpoint of the documentation: two layers of eight experts, four shards."""
+    return str(make_moe_checkpoint(tmp_path_factory.mktemp("cli") / "tiny-moe", 1e7, num_layers=2, num_experts=8))
+
+
+# --------------------------------------------------------------------------------------------------- the frame
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_help_has_an_example(name: str) -> None:
+    text = re.sub(r"\s+", " ", run(name, "--help").stdout)
+    assert f"Example: hf-zero-stream {name} " in text and ("--format" in text or name == "run")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_examples_are_understood(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config()))
+    monkeypatch.chdir(tmp_path)
+    program, command_name, *arguments = COMMANDS[name].EXAMPLE.split()
+    assert (program, command_name) == ("hf-zero-stream", name)
+    command = typer.main.get_command(app).commands[name]  # type: ignore[attr-defined]
+    assert command.make_context(name, arguments).params
+
+
+@pytest.mark.parametrize("arguments", [("plan", "--world-size", "2", "--device", "cpu"), ("inspect",)])
+def test_lines_fit_the_terminal(arguments: tuple[str, ...], tiny_moe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables and sentences; a pipe gets them whole."""
+    name, *options = arguments
+    monkeypatch.chdir(Path(tiny_moe).parent)
+    whole = run(name, "tiny-moe", *options).stdout
+    monkeypatch.setattr(frame, "_terminal_width", lambda: 80)
+    folded = run(name, "tiny-moe", *options).stdout
+    assert max(map(len, whole.splitlines())) > 80 >= max(map(len, folded.splitlines()))
+
+
+def test_a_size_needs_a_unit() -> None:
+    """80 would be 80 bytes, and is meant as gigabytes."""
+    result = run("plan", "x", "--world-size", "2", "--device-memory", "80", code=USAGE)
+    assert re.search(r'--device-memory.*expected a size such as "80GiB"', result.output, re.DOTALL)
+
+
+def test_completion_is_installed(tmp_path: Path) -> None:
+    environment = command_environment() | {"HOME": str(tmp_path), "SHELL": "/bin/bash"}
+    environment["_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION"] = "1"  # there is no shell around this process
+    subprocess.run(["hf-zero-stream", "--install-completion", "bash"], env=environment, check=True, timeout=60)
+    assert (tmp_path / ".bash_completions" / "hf-zero-stream.sh").exists()
+    asked = environment | {"_HF_ZERO_STREAM_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    asked["COMP_WORDS"] = "hf-zero-stream do"
+    found = subprocess.run(["hf-zero-stream"], env=asked, capture_output=True, text=True, timeout=60)
+    assert found.stdout.split() == ["doctor"]
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom hf_zero_stream.cli import app\n"
+        f"for name in {NAMES}:\n    assert CliRunner().invoke(app, [name, '--help']).exit_code == 0\n"
+        "assert not {'torch', 'transformers', 'deepspeed', 'matplotlib'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+LIGHT = """\
+import sys
+from typer.testing import CliRunner
+from hf_zero_stream.cli import app
+for path in ("/nowhere", "nowhere"):
+    assert CliRunner().invoke(app, ["plan", path, "--world-size", "2"]).exit_code == 1 and "torch" not in sys.modules
+for arguments, absent in ((["--version"], "torch"), (["inspect", PATH, "--no-model"], "transformers"), \\
+                          (["verify", PATH], "transformers"), (["inspect", PATH], "deepspeed")):
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert absent not in sys.modules, (arguments, absent)
+"""
+
+
+def test_commands_do_not_pay_for_imports_that_they_do_not_need(tiny_moe: str) -> None:
+    subprocess.run([sys.executable, "-c", LIGHT.replace("PATH", repr(tiny_moe))], check=True)
+
+
+def test_the_list_of_commands_fits_into_80_columns() -> None:
+    listed = run("--help").stdout.partition("Commands:")[2]
+    assert all(name in listed for name in NAMES)
+    assert "..." not in listed and max(map(len, listed.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("command", [["hf-zero-stream"], [sys.executable, "-m", "hf_zero_stream"]], ids=str)
+def test_entry_points(tmp_path: Path, command: list[str]) -> None:
+    """Errors of ours go to stderr, without a traceback."""
+    arguments = [*command, "verify", str(tmp_path / "nowhere")]
+    done = subprocess.run(arguments, env=command_environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("ReadError: ") and "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect"], "PATH"),
+        (["frobnicate"], "frobnicate"),
+        (["inspect", ".", "--format", "xml"], "xml"),
+        (["plan", "."], "world-size"),
+        (["plan", ".", "--world-size", "0"], "world-size"),
+        (["plan", ".", "--world-size", "2", "--rank", "2"], "below --world-size"),
+        (["plan", ".", "--world-size", "2", "--device-memory", "much"], "much"),
+        (["plan", ".", "--world-size", "2", "--lora-rank", "4"], "--lora-targets"),
+        (["plan", ".", "--tp", "2", "--lora-rank", "4", "--lora-targets", "q_proj"], "expected ZeRO-3, or --fsdp"),
+        (["plan", ".", "--world-size", "2", "--device", "cpu", "--device-memory", "1GiB"], "--host-memory"),
+        (["plan", ".", "--world-size", "2", "--ds-config", "nowhere.json"], "nowhere.json"),
+        (["plan", ".", "--world-size", "2", "--plot", "plan.doc"], "plan.doc"),
+        (["plan", ".", "--world-size", "2", "--plot", "nowhere/plan.png"], "nowhere"),
+        (["plan", ".", "--world-size", "64", "--fsdp", "16", "--tp", "2"], "--world-size: expected 32"),
+        (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
+        (["demo", "--nproc", "0"], "nproc"),
+        (["doctor", "--ds-config", "nowhere.json"], "nowhere.json"),
+        (["doctor", "--report", "nowhere.json"], "nowhere.json"),
+        (["doctor", "--bundle", "nowhere/bundle.json"], "there is no folder nowhere"),
+        (["plan", ".", "--json"], "say --format json"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage(arguments: list[str], message: str) -> None:
+    result = run(*arguments, code=USAGE)
+    assert message in re.sub(r"\s+", " ", result.stderr) and result.stdout == ""
+
+
+def test_version() -> None:
+    assert run("--version").stdout.split() == [metadata.version("hf_zero_stream")]
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "~/nowhere", "./nowhere"])
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_path_is_no_repository(command: str, path: str) -> None:
+    message = run(command, path, code=1).stderr
+    assert f"ReadError: {path}: there is no such file or folder" in message and "hf://" not in message
+
+
+def test_sizes_make_the_world_size(tiny_moe: Path) -> None:
+    assert run_json("plan", str(tiny_moe), "--fsdp", "4", "--tp", "2")["world_size"] == 8
+
+
+def test_a_layout_needs_a_config(tiny_moe: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_moe, tmp_path / "model")
+    (folder / "config.json").unlink()
+    message = run("convert", str(folder), str(tmp_path / "new"), "--layout", "model", code=1).stderr
+    assert f"CheckpointError: {folder}: no model can be made of it" in message
+    assert not list((tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("[]", "list"), ('{"zero_optimization": {"stage": 2}}', "2"), ("{", "as JSON")]
+)
+def test_wrong_ds_config(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    arguments = ["plan", str(tmp_path), "--world-size", "2", "--ds-config", str(tmp_path / "ds.json")]
+    assert found in run(*arguments, code=USAGE).stderr
+
+
+# ----------------------------------------------------------------------------------------------------- folding
+
+
+def unfolded(name: str) -> list[str]:
+    """Every name that a folded one stands for."""
+    choices = []
+    for piece in re.split(r"(\{[^}]*\})", name):
+        ends = re.fullmatch(r"\{(\d+)\.\.\.(\d+)\}", piece)
+        listed = piece[1:-1].split(", ") if piece.startswith("{") else [piece]
+        choices.append(list(map(str, range(int(ends[1]), int(ends[2]) + 1))) if ends else listed)
+    return ["".join(choice) for choice in itertools.product(*choices)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_folding_loses_nothing(seed: int) -> None:
+    """Any set of names: the families stand for each of them once, and say how many they are."""
+    chosen = random.Random(seed)
+    names = [
+        f"layers.{layer}.experts.{expert}.{part}"
+        for layer, expert, part in itertools.product(range(4), range(8, 12), ("w", "07", "1"))
+        if chosen.random() < seed / 19
+    ]
+    families = fold((name, ("bf16",)) for name in names)
+    assert sorted(itertools.chain.from_iterable(unfolded(name) for name, _, _ in families)) == sorted(names)
+    assert all(size == len(unfolded(name)) for name, _, size in families)
+
+
+def test_folding_is_thorough() -> None:
+    names = [f"layers.{layer}.experts.{expert}.w" for layer in range(48) for expert in range(128)]
+    assert folded_names(names) == ["layers.{0...47}.experts.{0...127}.w"]
+    uneven = [f"{layer}.{expert}.w" for layer in (0, 2, 5) for expert in range(4)] + ["1.0.w", "1.1.w"]
+    assert folded_names(uneven) == ["{0, 2, 5}.{0...3}.w", "1.{0...1}.w"]
+
+
+# ----------------------------------------------------------------------------------------------------- inspect
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+def test_inspect_shows_files_and_model(zoo_checkpoint: Callable[..., Path], name: str) -> None:
+    """Every tensor of the shards, and every parameter of a plain model, with its shape and size."""
+    folder = zoo_checkpoint(name)
+    found = run_json("inspect", str(folder))
+    held = {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+    assert shapes_of(found["tensors"]) == {name: list(tensor.shape) for name, tensor in held.items()}
+    assert sum(line["bytes"] for line in found["tensors"]) == sum(tensor.nbytes for tensor in held.values())
+    assert found["bytes"] == sum(shard["bytes"] for shard in found["shards"])
+    assert sum(shard["tensors"] for shard in found["shards"]) == len(held)
+
+    model = build_model(name)
+    plain = {name: param for name, param in model.named_parameters()}
+    assert found["model"]["class"] == type(model).__name__ and not found["model"]["missing"]
+    assert shapes_of(found["model"]["parameters"]) == {name: list(param.shape) for name, param in plain.items()}
+    assert found["model"]["bytes"] == sum(param.nbytes for param in plain.values())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - plain.keys()
+    assert set(itertools.chain.from_iterable(map(unfolded, found["model"]["tied"]))) == tied
+
+
+def shapes_of(lines: list[dict[str, Any]]) -> dict[str, list[int]]:
+    """Name -> shape; fails if a line's count is not the number of its names."""
+    shapes = {}
+    for line in lines:
+        names = unfolded(line["name"])
+        assert len(names) == line["count"]
+        shapes |= dict.fromkeys(names, line["shape"])
+    return shapes
+
+
+def test_inspect_shows_of_many_shards_the_first_and_the_last(tmp_path: Path) -> None:
+    names = [f"model-{number:05}-of-00020.safetensors" for number in range(1, 21)]
+    for number, name in enumerate(names):
+        save_file({f"t.{number}": torch.zeros(number + 1)}, tmp_path / name)
+    index = {"metadata": {}, "weight_map": {f"t.{number}": name for number, name in enumerate(names)}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    arguments = ("inspect", str(tmp_path), "--no-model")
+
+    shards = run(*arguments).stdout.split("\n\n")[1].splitlines()[2:]
+    assert len(shards) == 3 and names[0] in shards[0] and names[-1] in shards[2]
+    assert re.search(r"18 more, .* to .* each \(--all\) *\| *18 \|", shards[1])
+    listed = run(*arguments, "--all").stdout
+    assert all(name in listed for name in names) and "more" not in listed
+    assert [shard["file"] for shard in run_json(*arguments)["shards"]] == names
+
+
+def test_inspect_names_what_is_initialised(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    tensors = {k: v for shard in zoo_checkpoint("llama").glob("*.safetensors") for k, v in load_file(shard).items()}
+    del tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_bytes((zoo_checkpoint("llama") / "config.json").read_bytes())
+    assert run_json("inspect", str(tmp_path))["model"]["missing"] == ["model.norm.weight"]
+    assert "so they are initialised: model.norm.weight" in run("inspect", str(tmp_path)).stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (None, "no config.json"),
+        ('{"model_type": "nonsense"}', "nonsense"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "wide"),
+        ('{"model_type": "llama", "architectures": 3}', "TypeError"),
+        ("[]", "no model can be made"),
+    ],
+)
+def test_inspect_without_a_model(tmp_path: Path, config: str | None, reason: str) -> None:
+    """What is in the shards can be shown without knowing what they are for."""
+    save_file({"scalar": torch.tensor(1.0), "empty": torch.empty(0, 3)}, tmp_path / "model.safetensors")
+    if config is not None:
+        (tmp_path / "config.json").write_text(config)
+    found = run_json("inspect", str(tmp_path))
+    assert found["model"] is None and reason in found["no_model_because"]
+    assert shapes_of(found["tensors"]) == {"scalar": [], "empty": [0, 3]}
+    assert reason in run("inspect", str(tmp_path)).stdout.partition("No model: ")[2]
+    single = run("inspect", str(tmp_path / "model.safetensors"), "--no-model").stdout
+    assert "| scalar | F32   | scalar |" in single and "not asked for" in single
+
+
+def test_names_cannot_steer_a_terminal(tmp_path: Path) -> None:
+    """A checkpoint may come from anybody."""
+    save_file({"a\x1b[31mred\nline": torch.zeros(1)}, tmp_path / "model.safetensors")
+    text = run("inspect", str(tmp_path)).stdout
+    assert "| a\\x1b[31mred\\nline " in text and "\x1b" not in text
+    damaged = (tmp_path / "model.safetensors").read_bytes().replace(b"[1]", b"[2]")
+    (tmp_path / "model.safetensors").write_bytes(damaged)
+    for command, code in (("inspect", 1), ("verify", 1)):
+        assert "\x1b" not in run(command, str(tmp_path), code=code).output
+
+
+def test_inspect_of_what_is_not_sound(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"nonsense" * 9)
+    result = run("inspect", str(tmp_path), code=1)
+    assert result.stderr.startswith("CheckpointError: ") and "model.safetensors" in result.stderr
+
+
+# -------------------------------------------------------------------------------------------------------- plan
+
+
+def test_plan_is_the_librarys(tiny_moe: str, tmp_path: Path) -> None:
+    config = ds_config(torch.bfloat16, offload_optimizer={"device": "cpu"})
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    options = ["--world-size", "5", "--rank", "3", "--ds-config", str(tmp_path / "ds.json")]
+    found = run_json("plan", tiny_moe, *options)
+    expected = hf_zero_stream.plan(tiny_moe, world_size=5, rank=3, ds_config=config, device="cuda")
+    assert found["load"]["bytes_read"] == expected.load.cost.bytes_read
+    assert found["memory"] == asdict(expected.memory)
+    assert found["memory"]["largest_gather_of"] == "model.layers.0.mlp" and found["fits"] is None
+    text = run("plan", tiny_moe, *options).stdout
+    assert text.startswith("Rank 3 of 5: ") and "largest gather of the forward pass" in text
+
+
+def test_plan_of_a_sharded_model(tiny_moe: str, tmp_path: Path) -> None:
+    options = ["--world-size", "16", "--rank", "5", "--fsdp", "4", "--tp", "2", "--ep", "4", "--replicate", "2"]
+    sizes = {"fsdp_size": 4, "tp_size": 2, "ep_size": 4, "dp_replicate_size": 2}
+    found = run_json("plan", tiny_moe, *options, "--dtype", "fp32")
+    expected = hf_zero_stream.plan(
+        tiny_moe, world_size=16, rank=5, distributed_config=sizes, dtype="float32", device="cuda"
+    )
+    assert found["load"] == expected.load.cost._asdict() and found["memory"] == asdict(expected.memory)
+    assert found["sharding"] == sizes and found["stock"] is None and found["fits"] is None
+    assert found["needs"]["device"] == most_in_training(asdict(expected.memory), "cuda")
+    text = run("plan", tiny_moe, *options).stdout
+    assert text.startswith("Rank 5 of 16, fsdp_size 4, tp_size 2, ep_size 4, dp_replicate_size 2: ")
+    assert "first backward pass adds gradients" in text and "deepspeed" not in text and "ZeRO" not in text
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config()))
+    both = run("plan", tiny_moe, *options, "--ds-config", str(tmp_path / "ds.json"), code=USAGE)
+    assert "expected ZeRO-3 alone" in re.sub(r"\s+", " ", both.stderr)
+
+
+@pytest.mark.parametrize(("dtype", "itemsize"), [("bf16", 2), ("fp16", 2), ("fp32", 4)])
+def test_plan_in_another_dtype(tiny_moe: str, tmp_path: Path, dtype: str, itemsize: int) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(ds_config(torch.bfloat16)))
+    with_config = run_json(
+        "plan", tiny_moe, "--world-size", "2", "--dtype", dtype, "--ds-config", f"{tmp_path}/ds.json"
+    )
+    without = run_json("plan", tiny_moe, "--world-size", "2", "--dtype", dtype)
+    numel = sum(param.numel() for param in load_all(tiny_moe).values())
+    for found in (with_config, without):
+        assert found["memory"]["partitions"]["cuda"] == numel * itemsize // 2
+    assert any("fp32" in warning for warning in with_config["warnings"]) == (dtype == "fp32")
+
+
+def load_all(folder: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for shard in Path(folder).glob("*.safetensors") for name, tensor in load_file(shard).items()}
+
+
+def test_stocks_peaks(tiny_moe: str) -> None:
+    """The formulas of `stock_load` in hf_zero_stream/cli/models.py, from the tensors themselves."""
+    found = run_json("plan", tiny_moe, "--world-size", "4")
+    tensors = load_all(tiny_moe)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    experts = sum(tensor.nbytes for name, tensor in tensors.items() if ".layers.0.mlp.experts." in name)
+    gate_up = experts * 2 // 3
+    assert max(tensor.nbytes for tensor in tensors.values()) < gate_up, "the largest parameter is a fused one"
+    stock, memory = found["stock"], found["memory"]
+    held = total // 4 + memory["buffers"]["cuda"]
+    assert stock["other_received"] == total
+    assert stock["rank0_read"] == sum(shard.stat().st_size for shard in Path(tiny_moe).glob("*.safetensors"))
+    assert stock["other_peak"] == {"cuda": held + experts}
+    assert stock["rank0_peak"] == {"cuda": held + experts, "cpu": gate_up}
+    assert memory["load_peak"] == {"cuda": held, "cpu": memory["staging"]}
+
+
+def most_in_training(memory: dict[str, Any], place: str) -> int:
+    """In passes with the largest module gathered, or in the optimizer's step."""
+    return int(max(memory["held"][place] + memory["largest_gather"], memory["step_peak"][place]))
+
+
+def test_plan_says_whether_it_fits(tiny_moe: str) -> None:
+    options = ["--world-size", "4", "--ranks-per-node", "2"]
+    needs = run_json("plan", tiny_moe, *options)["needs"]
+    memory = run_json("plan", tiny_moe, *options)["memory"]
+    assert needs["device"] == most_in_training(memory, "cuda")
+    assert needs["host"] == 2 * memory["load_peak"]["cpu"] and needs["ranks_per_node"] == 2
+    enough = [f"--device-memory={needs['device']}B", f"--host-memory={needs['host']}B"]
+    assert run_json("plan", tiny_moe, *options, *enough)["fits"] is True
+    for too_little in (f"--device-memory={needs['device'] - 1}B", f"--host-memory={needs['host'] - 1}B"):
+        assert run_json("plan", tiny_moe, *options, *enough, too_little, code=1)["fits"] is False
+        assert run("plan", tiny_moe, *options, *enough, too_little, code=1).stdout.count("DOES NOT FIT") == 1
+
+
+def test_plan_for_a_cpu_counts_all_as_the_hosts(tiny_moe: str) -> None:
+    found = run_json("plan", tiny_moe, "--world-size", "4", "--device", "cpu", "--host-memory", "1TiB")
+    assert found["needs"]["host"] == 4 * most_in_training(found["memory"], "cpu")
+    assert found["needs"]["device"] == 0 and found["fits"] is True
+    assert "device needs" not in run("plan", tiny_moe, "--world-size", "4", "--device", "cpu").stdout
+
+
+def test_plan_counts_adapters(tiny_moe: str) -> None:
+    def memory(*lora: str) -> dict[str, Any]:
+        found: dict[str, Any] = run_json("plan", tiny_moe, "--world-size", "4", *lora)["memory"]
+        return found
+
+    whole, narrow, wide = (
+        memory(),
+        *(memory("--lora-rank", rank, "--lora-targets", "q_proj,o_proj") for rank in ("4", "8")),
+    )
+    adapters = [each["partitions"]["cuda"] - whole["partitions"]["cuda"] for each in (narrow, wide)]
+    assert 0 < 2 * adapters[0] == adapters[1]
+    assert [each["optimizer_states"]["cuda"] for each in (narrow, wide)] == [2 * nbytes for nbytes in adapters]
+
+
+def test_warnings(tiny_moe: str, tmp_path: Path) -> None:
+    def warnings(*options: str) -> str:
+        return "\n".join(run_json("plan", tiny_moe, "--world-size", *options)["warnings"])
+
+    (tmp_path / "ds.json").write_text(json.dumps({**ds_config(), "bf16": {"enabled": "auto"}}))
+    assert "gathers model.layers.0.mlp whole" in warnings("64")
+    assert "No --ds-config" in warnings("1") and "gathers" not in warnings("1")
+    given = warnings("1", "--ds-config", str(tmp_path / "ds.json"))
+    assert "--dtype bf16" in given and "No --ds-config" not in given
+
+
+def test_warning_of_uneven_shards(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    tensors = load_all(str(zoo_checkpoint("llama")))
+    sizes = sorted(tensors, key=lambda name: tensors[name].nbytes)
+    shards = {"big": sizes[4:], **{f"small-{number}": [name] for number, name in enumerate(sizes[:4])}}
+    for shard, names in shards.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / f"{shard}.safetensors", {"format": "pt"})
+    weight_map = {name: f"{shard}.safetensors" for shard, names in shards.items() for name in names}
+    index = {"metadata": {}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "config.json").write_bytes((zoo_checkpoint("llama") / "config.json").read_bytes())
+    (warning,) = [w for w in run_json("plan", str(tmp_path), "--world-size", "2")["warnings"] if "shards" in w]
+    assert warning.startswith("Uneven shards: big.safetensors has ") and warning.endswith(" in 5 shards.")
+
+
+def test_plan_with_settings_that_deepspeed_refuses(tiny_moe: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3, "sub_group_size": "x"}}))
+    result = run("plan", tiny_moe, "--world-size", "2", "--ds-config", str(tmp_path / "ds.json"), code=1)
+    assert "sub_group_size" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_plan_of_what_transformers_does_not_know(tmp_path: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
+    result = run("plan", str(tmp_path), "--world-size", "2", code=1)
+    assert "CheckpointError: " in result.stderr and "nonsense" in result.stderr and result.stdout == ""

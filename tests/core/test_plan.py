@@ -1,0 +1,124 @@
+"""Plans are data: made for any rank of any world, on this machine, without a process group."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import hf_zero_stream
+from hf_zero_stream.bindings.install import Moment
+from hf_zero_stream.bindings.table import TABLE
+from hf_zero_stream.errors import ConfigError
+from hf_zero_stream.sources.local import _HeaderFile
+from tests.support.parity import ds_config
+from tests.support.quantised_checkpoints import fp8
+from tests.support.zoo import ZOO
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [*((name, world_size) for name in ZOO for world_size in (1, 2, 7)), ("qwen3_moe", 64), ("qwen3_vl_moe", 64)],
+)
+def test_ranks_share_the_checkpoint(zoo_checkpoint: Callable[..., Path], name: str, world_size: int) -> None:
+    """Together the ranks fill every element of every parameter once, in file order."""
+    plans = [
+        hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=world_size, rank=rank).load
+        for rank in range(world_size)
+    ]
+    assert not torch.distributed.is_initialized()
+    for position, target in enumerate(plans[0].targets):
+        ranges = [(plan.targets[position].start, plan.targets[position].stop) for plan in plans]
+        replicated = world_size > 1 and len(set(ranges)) == 1
+        assert replicated or all(before[1] == after[0] for before, after in pairwise(ranges))
+        assert ranges[0][0] == 0
+        for plan in plans:
+            filled = sum(piece.box.numel for read in plan for piece in read.pieces if piece.target == position)
+            assert filled == plan.targets[position].stop - plan.targets[position].start
+    for plan in plans:
+        order = [(read.shard, read.start) for read in plan]
+        assert order == sorted(order)
+        assert plan.cost.reads == len(list(plan))
+        assert plan.cost.target_bytes == sum(target.nbytes for target in plan.targets)
+
+
+def test_plan_follows_the_ds_config(zoo_checkpoint: Callable[..., Path]) -> None:
+    folder = str(zoo_checkpoint("llama"))
+    as_is = hf_zero_stream.plan(folder, world_size=2).load
+    halved = hf_zero_stream.plan(folder, world_size=2, ds_config=ds_config(torch.bfloat16)).load
+    asked = hf_zero_stream.plan(folder, world_size=2, dtype="bfloat16").load
+    assert {target.dtype for target in as_is.targets} == {torch.float32}
+    assert halved.cost.target_bytes == asked.cost.target_bytes
+    assert halved.cost.target_bytes < 0.6 * as_is.cost.target_bytes
+    assert halved.cost.bytes_needed == as_is.cost.bytes_needed, "the file's bytes are the same"
+
+
+def test_a_plan_is_data(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """It can be pickled, printed and compared, also where functions give some of the values."""
+    fp8(tmp_path)
+    dequantised = {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
+    for folder, kwargs in ((zoo_checkpoint("qwen3_moe"), {}), (tmp_path, dequantised)):
+        found = hf_zero_stream.plan(str(folder), world_size=2, rank=1, **kwargs)
+        assert any(batch.placements for batch in found.load.batches) == bool(kwargs)
+        copied = pickle.loads(pickle.dumps(found))
+        assert copied == found and repr(copied) == repr(found)
+        assert found == hf_zero_stream.plan(str(folder), world_size=2, rank=1, **kwargs)
+        assert found != hf_zero_stream.plan(str(folder), world_size=2, rank=0, **kwargs)
+
+
+def test_plan_takes_settings(zoo_checkpoint: Callable[..., Path]) -> None:
+    config = {**ds_config(), "hf_zero_stream": {"staging_bytes": 8 * 4096}}
+    plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=1, ds_config=config).load
+    assert max(read.length for read in plan) <= 4096
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
+def test_rank_must_be_in_the_world(zoo_checkpoint: Callable[..., Path], rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigError, match="rank"):
+        hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=world_size, rank=rank)
+
+
+def test_planning_layers_need_neither_deepspeed_nor_transformers() -> None:
+    """The planner must be usable, and testable, without the libraries that it plans for."""
+    code = (
+        "import sys, hf_zero_stream.planning.plan, hf_zero_stream.checkpoint.lazy;"
+        "assert not {'deepspeed', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_moe", "llama4", "t5"])
+def test_short_cuts_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, zoo_checkpoint: Callable[..., Path], name: str
+) -> None:
+    """With a converter copied for each key and a thread for each tensor, as in transformers, the plan is the same."""
+    fast = hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1)
+    short_cuts = {"copy_converter", "spawn_materialize", "no_bar"}
+    rows = [row for row in TABLE[Moment.LOAD] if row.leads_to.partition(":")[2] not in short_cuts]
+    assert len(rows) == len(TABLE[Moment.LOAD]) - len(short_cuts)
+    monkeypatch.setitem(TABLE, Moment.LOAD, rows)  # type: ignore[arg-type]
+    assert hf_zero_stream.plan(str(zoo_checkpoint(name)), world_size=3, rank=1) == fast
+
+
+def test_headers_are_all_that_is_read(zoo_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files, in whatever world: ranks of other hosts, whose copies a load would look into, are not there."""
+    ends: dict[str, int] = {}
+    real = _HeaderFile.read
+
+    def read(self: _HeaderFile, start: int, nbytes: int) -> bytes:
+        ends[self.file.name] = max(ends.get(self.file.name, 0), start + nbytes)
+        return real(self, start, nbytes)
+
+    monkeypatch.setattr(_HeaderFile, "read", read)
+    plan = hf_zero_stream.plan(str(zoo_checkpoint("llama")), world_size=4, rank=3).load
+    for number, shard in enumerate(plan.shards):
+        first = 8 + int.from_bytes(Path(shard.path).read_bytes()[:8], "little")
+        assert ends[shard.path] == first
+        assert all(read.start >= first for read in plan if read.shard == number)

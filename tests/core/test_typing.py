@@ -1,0 +1,87 @@
+"""Code of users that calls the public functions passes ``mypy --strict``, with the types that it expects."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_zero_stream.auto import STREAMING_CLASSES
+from hf_zero_stream.saving.calls import SIGNATURE, SaveArguments
+from tests.support.cluster import ROOT
+
+
+USES = """\
+from typing import Any
+import hf_zero_stream
+from hf_zero_stream import Forecast, PendingSave, SaveReport, StreamingConfig, load_into, load_state, plan, save_state
+from hf_zero_stream import save_pretrained, streaming
+from hf_zero_stream.errors import LoadError
+
+@streaming(StreamingConfig(verify="full"))
+def train(model: Any, steps: int) -> float:
+    return steps / 2
+
+def use(model: Any, flag: bool) -> None:
+    forecast: Forecast = plan("folder", world_size=2, rank=1, device="cuda", adamw="fused")
+    if forecast.memory is not None:
+        reveal_type(forecast.memory.held["cuda"] + forecast.load.cost.bytes_read)
+    reveal_type(train(model, 3))
+    reveal_type(load_into(model, "folder"))
+    reveal_type(save_pretrained(model, "folder"))
+    reveal_type(save_state(model, "folder", tag="now"))
+    reveal_type(save_state(model, "folder", asynchronous=True).wait())
+    either: SaveReport | PendingSave = save_state(model, "folder", asynchronous=flag)
+    reveal_type(load_state(model, "folder"))
+    try:
+        loaded = hf_zero_stream.StreamingAutoModel.from_pretrained("folder", dtype="auto")
+    except LoadError as error:
+        print(error, either)
+    reveal_type(loaded)
+    print(loaded.streaming_report.table(), loaded.config)
+"""
+
+MISUSES = """\
+from hf_zero_stream import StreamingAutoModel, StreamingAutoModle, StreamingConfig, save_pretrained
+
+def use(model: object) -> None:
+    save_pretrained(model, "folder", dtyp="float32")
+    save_pretrained(model, "folder", variant=1)
+    StreamingConfig(verify="ful")
+    StreamingAutoModel.from_pretrained(model)
+"""
+
+
+def check(folder: Path, source: str) -> tuple[int, str]:
+    """(exit code, output) of ``mypy --strict`` on a user's script."""
+    pytest.importorskip("mypy")
+    (folder / "uses.py").write_text(source)
+    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", folder / "cache", "uses.py"]
+    done = subprocess.run(command, cwd=folder, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout
+
+
+def test_the_stub_names_what_there_is() -> None:
+    stub = ast.parse((ROOT / "hf_zero_stream" / "auto.pyi").read_text())
+    named = {node.name for node in stub.body if isinstance(node, ast.ClassDef)} - {"StreamedModel", "_Streaming"}
+    assert named == set(STREAMING_CLASSES)
+    taken = set(SIGNATURE.parameters) - {"self", "save_directory", "max_shard_size", "kwargs"}
+    assert set(SaveArguments.__annotations__) == taken
+
+
+@pytest.mark.slow
+def test_the_public_surface_is_typed(tmp_path: Path) -> None:
+    code, text = check(tmp_path, USES)
+    assert code == 0, text
+    assert [revealed.split(".")[-1] for revealed in re.findall(r'Revealed type is "([\w.]+)"', text)] == [
+        *("int", "float", "LoadReport", "SaveReport", "SaveReport", "SaveReport", "Resumed", "StreamedModel")
+    ]
+
+
+@pytest.mark.slow
+def test_misuses_are_errors(tmp_path: Path) -> None:
+    code, text = check(tmp_path, MISUSES)
+    assert code == 1
+    assert [int(line) for line in re.findall(r"^uses.py:(\d+): error", text, re.MULTILINE)] == [1, 4, 5, 6, 7], text

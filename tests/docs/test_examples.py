@@ -1,0 +1,160 @@
+"""The examples run exactly as their docstrings say, and give with streaming what they give without."""
+
+import ast
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+from transformers import AutoModelForCausalLM
+
+from hf_zero_stream.settings.config import announces_fsdp2
+from tests.support.cluster import ROOT
+from tests.support.commands import FSDP2_ON_CPU, documented_commands, losses, run_command, run_to_its_end
+
+
+EXAMPLES = ["finetune_accelerate.py", "finetune_trainer.py", "finetune_sharded.py"]
+CONFIG_FOLDER = ROOT / "examples" / "accelerate"
+CONFIGS = sorted(CONFIG_FOLDER.glob("zero3_*.yaml"))
+
+
+def example_commands(example: str) -> list[str]:
+    """An example's documented commands: on GPUs, making a checkpoint, and on a CPU."""
+    source = (ROOT / "examples" / example).read_text()
+    return documented_commands(source[: source.index('"""', 3)])
+
+
+def example_on_cpu(example: str) -> str:
+    """The end of an example's command for a CPU: the script and its arguments."""
+    command = example_commands(example)[2]
+    return command[command.index("examples/" + example) :]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands run; the first one writes the checkpoint that the others load."""
+    folder = tmp_path_factory.mktemp("examples")
+    run_command(example_commands(EXAMPLES[0])[1], folder)
+    return folder
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_docstring_shows_gpu_and_cpu_commands(example: str) -> None:
+    on_gpu, make, on_cpu = example_commands(example)
+    assert make == example_commands(EXAMPLES[0])[1]
+    assert "--model Qwen/" in on_gpu and "--model tiny-moe" in on_cpu
+    for command in (on_gpu, on_cpu):
+        for word in command.split():
+            if word.startswith("examples/"):
+                assert (ROOT / word).is_file()
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("example", EXAMPLES)
+@pytest.mark.slow
+def test_runs_as_documented(example: str, folder: Path) -> None:
+    command = example_commands(example)[2]
+    saved = folder / f"trained by {example}"
+    streaming = run_command(command, folder, extra=["--output", str(saved)])
+    trained = AutoModelForCausalLM.from_pretrained(saved)
+    untrained = AutoModelForCausalLM.from_pretrained(folder / "tiny-moe")
+    assert not torch.equal(trained.lm_head.weight, untrained.lm_head.weight)
+    assert streaming.count("STREAMING LOAD REPORT (2 ranks") == 1
+    stock = run_command(command, folder, extra=["--loader", "stock"])
+    assert "STREAMING LOAD REPORT" not in stock
+    assert len(losses(streaming)) == 3
+    assert losses(streaming) == losses(stock)
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_ends_its_process_group(example: str) -> None:
+    tree = ast.parse((ROOT / "examples" / example).read_text())
+    (main,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "main"]
+    assert ast.unparse(main.body[-1]) in ("torch.distributed.destroy_process_group()", "accelerator.end_training()")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_config_engages_zero3(path: Path, launched: Callable[[Path], tuple[Any, dict[str, str]]]) -> None:
+    config = load_config_from_file(str(path))
+    assert config.distributed_type == DistributedType.DEEPSPEED
+    assert config.mixed_precision == ("no" if "gloo" in path.name else "bf16")  # the Trainer takes no bf16 on a CPU
+    assert config.num_processes == (2 if "gloo" in path.name else 8)
+    arguments, environment = launched(path)
+    assert arguments.use_deepspeed and not arguments.cpu
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == "true"
+    assert environment["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+    assert environment["ACCELERATE_DEEPSPEED_ZERO3_INIT"] == "true"
+    offload = "cpu" if "offload" in path.name else "none"
+    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE"] == offload
+    assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE"] == offload
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", sorted(CONFIG_FOLDER.glob("fsdp2_*.yaml")), ids=lambda path: path.name)
+def test_fsdp2_config_trains(path: Path, folder: Path) -> None:
+    """`accelerate launch` with a config of FSDP2, on two processes of a CPU (see ``fsdp2_on_cpu``)."""
+    command = (
+        f"accelerate launch --config_file {path.relative_to(ROOT)} --num_processes 2 {example_on_cpu(EXAMPLES[0])}"
+    )
+    saved = folder / f"trained with {path.name}"
+    streaming, stock = (
+        run_to_its_end(command, folder, "step 3: loss", extra=extra, search_path=[FSDP2_ON_CPU])
+        for extra in (["--output", str(saved)], ["--loader", "stock"])
+    )
+    assert "STREAMING LOAD REPORT (2 ranks" in streaming and "STREAMING LOAD REPORT" not in stock
+    assert len(losses(streaming)) == 3
+    assert losses(streaming) == losses(stock)
+    trained = AutoModelForCausalLM.from_pretrained(saved)
+    untrained = AutoModelForCausalLM.from_pretrained(folder / "tiny-moe")
+    assert not torch.equal(trained.lm_head.weight, untrained.lm_head.weight)
+
+
+def test_config_announces_fsdp2(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = CONFIG_FOLDER / "fsdp2_gpu.yaml"
+    command = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(command))
+    assert arguments.use_fsdp and arguments.num_processes == 8
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        monkeypatch.delenv(name)
+    assert not announces_fsdp2()
+    for name, value in prepare_multi_gpu_env(arguments).items():
+        monkeypatch.setenv(name, value)
+    assert announces_fsdp2()
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert not announces_fsdp2()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], tuple[Any, dict[str, str]]]:
+    """What `accelerate launch --config_file path` makes of a config: its arguments, and the ranks' environment."""
+    for name in list(os.environ):
+        if name.startswith("ACCELERATE_"):
+            monkeypatch.delenv(name)
+
+    def launched(path: Path) -> tuple[Any, dict[str, str]]:
+        command = ["--config_file", str(path), "--main_process_port", "0", "script.py"]
+        arguments, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(command))
+        arguments.deepspeed_fields_from_accelerate_config = ",".join(defaults.deepspeed_config)
+        return arguments, prepare_deepspeed_cmd_env(arguments)[1]
+
+    return launched
+
+
+def test_plugin_finds_zero3_in_gpu_configs(
+    launched: Callable[[Path], tuple[Any, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate import DeepSpeedPlugin
+
+    for path in CONFIGS:
+        for name, value in launched(path)[1].items():
+            if name.startswith("ACCELERATE_"):
+                monkeypatch.setenv(name, value)
+        plugin = DeepSpeedPlugin()
+        assert plugin.zero3_init_flag and plugin.hf_ds_config.is_zero3()
+        assert plugin.hf_ds_config.is_offload() == ("offload" in path.name)

@@ -1,0 +1,253 @@
+"""Ranks that are about to load different things find out before anything is read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.support.cluster import run_ranks
+from tests.support.disk import disk
+from tests.support.hosts import move_to_host
+from tests.support.parity import ds_config
+
+
+Change = Callable[[dict[str, Any], Path], None]
+"""Makes what rank 1 does, in `arguments`, or its own copy of the checkpoint, another."""
+
+
+def other_config(arguments: dict[str, Any], folder: Path) -> None:
+    arguments["rms_norm_eps"] = 0.5
+
+
+def other_dtype(arguments: dict[str, Any], folder: Path) -> None:
+    arguments["ds_config"]["bf16"]["enabled"] = True
+
+
+def other_setting(arguments: dict[str, Any], folder: Path) -> None:
+    arguments["ds_config"]["hf_zero_stream"] = {"verify": "full"}
+
+
+def other_zero(arguments: dict[str, Any], folder: Path) -> None:
+    arguments["ds_config"]["zero_optimization"]["offload_param"] = {"device": "cpu"}
+
+
+def other_library(arguments: dict[str, Any], folder: Path) -> None:
+    from hf_zero_stream.engine import sameness
+
+    real = sameness._version
+    sameness._version = lambda name: "4.0.0" if name == "transformers" else real(name)
+
+
+def other_size(arguments: dict[str, Any], folder: Path) -> None:
+    with first_shard(folder).open("ab") as file:
+        file.write(b"0123")
+
+
+def other_header(arguments: dict[str, Any], folder: Path) -> None:
+    """Two tensors of one size change places: nothing but a look at the header tells."""
+    shard = first_shard(folder)
+    data = shard.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    sizes: dict[str, str] = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        other = sizes.setdefault(str((entry["dtype"], entry["shape"])), name)
+        if other != name:
+            begin, end = entry["data_offsets"], header[other]["data_offsets"]
+            entry["data_offsets"], header[other]["data_offsets"] = end, begin
+            break
+    text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    assert len(text) == length and text != data[8 : 8 + length]
+    shard.write_bytes(data[:8] + text + data[8 + length :])
+
+
+def first_shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[0]
+
+
+def disagree(folder: Path, own: Path, change: Change, on_another_host: bool) -> dict[str, Any]:
+    """Load where rank 1 does something else; then load alike."""
+    import hf_zero_stream
+
+    arguments: dict[str, Any] = {"ds_config": ds_config()}
+    seen = folder
+    if dist.get_rank() == 1:
+        seen = shutil.copytree(folder, own / "copy")
+        change(arguments, seen)
+        if on_another_host:
+            move_to_host("another")
+    reads = []
+    try:
+        with disk(lambda real, *args: reads.append(1) or real(*args)):
+            hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, **arguments)
+    except Exception as error:
+        caught = (type(error).__name__, str(error))
+    else:
+        raise AssertionError("different things were loaded")
+    if change is other_library:
+        from hf_zero_stream.engine import sameness
+
+        sameness._version = lambda name: "the same"
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config())
+    return {"caught": caught, "reads": len(reads), "loaded": len(model.streaming_report.ranks)}
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "texts"),
+    [
+        (other_config, "DisagreementError", ["rank 1", "the model's config"]),
+        (other_dtype, "DisagreementError", ["rank 1", "the parameters' dtypes (bfloat16", "the DeepSpeed config"]),
+        (other_setting, "DisagreementError", ["rank 1", "the setting verify (full there, sizes on rank 0)"]),
+        (other_zero, "DisagreementError", ["rank 1", "the DeepSpeed config"]),
+        (other_library, "DisagreementError", ["rank 1", "the version of transformers (4.0.0 there"]),
+        (other_size, "CheckpointError", ["where rank 0 sees", "Make the checkpoint the same on every node"]),
+        (other_header, "CheckpointError", ["another header than rank 0's"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_before_anything_is_read(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    change: Change,
+    kind: str,
+    texts: list[str],
+) -> None:
+    results = run_ranks(3, disagree, zoo_checkpoint("qwen3_moe"), tmp_path, change, change is other_header, timeout=60)
+    for result in results:
+        assert result["caught"][0] == kind, result["caught"]
+        for text in texts:
+            assert text in result["caught"][1], result["caught"]
+        assert result["reads"] == 0 and result["loaded"] == 3
+
+
+def share_in_other_chunks(folder: Path) -> tuple[bool, str]:
+    """Where ranks exchange what they read, they must cut it in the same way: whether they do, and their warnings."""
+    import hf_zero_stream
+    from hf_zero_stream.loading import integration
+
+    warnings: list[str] = []
+    integration.logger.warning = lambda message, *args: warnings.append(message)
+    settings = hf_zero_stream.StreamingConfig(staging_bytes=2**20 * (1 + dist.get_rank()))
+    with hf_zero_stream.streaming(settings):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    return hasattr(model, "streaming_report"), "".join(warnings)
+
+
+def test_staging_bytes_where_ranks_share_reads(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    """Outside ZeRO-3 ranks need not load together, and say why they do not."""
+    found = run_ranks(2, share_in_other_chunks, zoo_checkpoint("llama"))
+    assert not any(shared for shared, _ in found)
+    (warning,) = (text for _, text in found if text)  # of one rank, for all
+    assert "the setting staging_bytes (2097152 there, 1048576 on rank 0)" in warning
+
+
+def read_from_one_rank(folder: Path) -> dict[str, Any]:
+    """Rank 1 alone has `read_from`, which decides what ranks say to each other from the start."""
+    import hf_zero_stream
+    from hf_zero_stream import StreamingConfig
+    from hf_zero_stream.loading import integration
+    from hf_zero_stream.ranks.presence import Presence
+    from hf_zero_stream.ranks.store import PREFIX
+
+    warnings: list[str] = []
+    integration.logger.warning = lambda message, *args: warnings.append(message)
+    auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
+    settings = StreamingConfig(read_from="rank0") if dist.get_rank() == 1 else StreamingConfig()
+    with hf_zero_stream.streaming(settings):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found: dict[str, Any] = {"shared": hasattr(model, "streaming_report"), "warnings": "".join(warnings)}
+
+    def load_it(**kwargs: Any) -> None:
+        with hf_zero_stream.streaming(settings):
+            auto_class.from_pretrained(folder, ds_config=ds_config(), **kwargs)
+
+    def load_into_it() -> None:
+        with hf_zero_stream.streaming(settings):
+            hf_zero_stream.load_into(model, folder)
+
+    ways = (load_it, lambda: load_it(dtype="auto"), load_into_it)
+    found["errors"] = []
+    for way in ways:
+        try:
+            way()
+        except RuntimeError as error:
+            found["errors"].append(f"{type(error).__name__}: {error}")
+
+    # After that all is well, also with a rank that has lost the store for a while; and nothing stays in the store.
+    last = f"{PREFIX}/load/{len(ways) - 1}/failed"
+    presence = Presence.in_default_group()
+    found["was noted"] = presence.store.get(last) is not None
+    presence.store.is_lost = dist.get_rank() == 1
+    model = auto_class.from_pretrained(folder, ds_config=ds_config())
+    found["loaded"] = len(model.streaming_report.ranks)
+    dist.barrier()
+    found["is noted"] = Presence.in_default_group().store.get(last) is not None
+    return found
+
+
+def test_read_from_on_one_rank(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The same error on all ranks; outside ZeRO-3 each loads alone. None hangs."""
+    folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: config[key] for key in config if key != "dtype"}))
+    text = "read_from='rank0' there, read_from='all' on rank 0"
+    ranks = run_ranks(2, read_from_one_rank, folder, timeout=60)
+    assert [text in found["warnings"] for found in ranks].count(True) == 1  # one says it for all
+    for found in ranks:
+        assert not found["shared"]
+        assert len(found["errors"]) == 3
+        assert all(error.startswith("DisagreementError: rank 1") and text in error for error in found["errors"]), found
+        assert (found["was noted"], found["loaded"], found["is noted"]) == (True, 2, False)
+
+
+def load_from_other_places(folder: Path, own: Path) -> int:
+    """What may differ: where the checkpoint lies, and settings that are each rank's own."""
+    import hf_zero_stream
+
+    rank = dist.get_rank()
+    seen = shutil.copytree(folder, own / f"copy{rank}")
+    section = {"staging_bytes": 2**20 * (1 + rank), "reader_threads": 1 + rank, "progress": rank == 0}
+    config = {**ds_config(torch.bfloat16), "hf_zero_stream": section}
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, ds_config=config)
+    return len(model.streaming_report.ranks)
+
+
+def test_what_may_differ(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    assert run_ranks(2, load_from_other_places, zoo_checkpoint("qwen3_moe"), tmp_path) == [2, 2]
+
+
+def load_other_values(folder: Path, own: Path, settings: dict[str, Any]) -> str:
+    """Rank 1 has a copy of the checkpoint from another step: the same headers, and other values."""
+    import hf_zero_stream
+
+    seen = shutil.copytree(folder, own / f"copy{dist.get_rank()}")
+    if dist.get_rank() == 1:
+        for shard in seen.glob("*.safetensors"):
+            save_file({name: value + 1 for name, value in load_file(shard).items()}, shard, {"format": "pt"})
+    config = {**ds_config(), "hf_zero_stream": settings}
+    try:
+        hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(seen, ds_config=config)
+    except hf_zero_stream.errors.HfZeroStreamError as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def test_other_values_in_another_folder(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    first, second = run_ranks(2, load_other_values, zoo_checkpoint("llama"), tmp_path / "checked", {})
+    for error in (first, second):
+        assert error.startswith("CheckpointError: ") and "has the same header as rank 0's and other values" in error
+    assert "copy1" in first and "rank 1" in first
+    off = {"verify": "off"}
+    assert run_ranks(2, load_other_values, zoo_checkpoint("llama"), tmp_path / "off", off) == ["loaded"] * 2

@@ -1,0 +1,369 @@
+"""A rank that is killed, in a load or a save or on its way there, is named by all others within seconds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from tests.support.cluster import SOON_S, Outcome, free_port, run_ranks, run_ranks_expecting_errors
+from tests.support.disk import replace_reads
+from tests.support.parity import ds_config
+
+
+def kill_this_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_first_read() -> None:
+    replace_reads(lambda *args: kill_this_process())
+
+
+def kill_in_second_all_gather() -> None:
+    from hf_zero_stream.destinations import replicated
+
+    real, calls = replicated.all_gather, []
+
+    def gather(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return real(*args, **kwargs) if len(calls) < 2 else kill_this_process()
+
+    replicated.all_gather = gather
+
+
+def kill_in_a_request() -> None:
+    from hf_zero_stream.sources import relay
+
+    relay.RelayedFiles._ask = lambda *args: kill_this_process()
+
+
+def look_as_on_other_hosts() -> None:
+    """Ranks do not see each other's processes."""
+    from hf_zero_stream.ranks.presence import Location
+
+    Location.sees = lambda self, other: False  # type: ignore[method-assign]
+
+
+def look_as_behind_firewalls() -> None:
+    """Ranks cannot ask each other's kernels either: only their heartbeats tell."""
+    from hf_zero_stream.ranks import presence
+
+    look_as_on_other_hosts()
+    presence.Line._dial = lambda self: None  # type: ignore[method-assign]
+
+
+def make_contact() -> None:
+    import hf_zero_stream
+
+    with hf_zero_stream.streaming():
+        pass
+    dist.barrier()
+
+
+def load(folder: Path, zero: dict[str, Any] | None, **settings: Any) -> Any:
+    import hf_zero_stream
+
+    if zero is None:
+        with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(**settings)):
+            return transformers.AutoModelForCausalLM.from_pretrained(folder)
+    config = {**ds_config(**zero), "hf_zero_stream": settings}
+    return hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
+
+
+def load_with_a_victim(
+    folder: Path,
+    victim: int,
+    kill: Callable[[], None],
+    prepare: Callable[[], None] | None,
+    zero: dict[str, Any] | None,
+    settings: dict[str, Any],
+) -> dict[str, Any]:
+    """What a survivor's load raised, and what it left behind."""
+    before = transformers.PreTrainedModel.from_pretrained
+    if prepare is not None:
+        prepare()
+    make_contact()
+    handles = len(os.listdir("/proc/self/fd"))
+    if dist.get_rank() == victim:
+        kill()
+    try:
+        load(folder, zero, **settings)
+    except Exception as error:
+        caught = (type(error).__name__, str(error))
+    else:
+        caught = ("nothing", "")
+    gc.collect()  # errors and their tracebacks
+    return {
+        "caught": caught,
+        "patched": transformers.PreTrainedModel.from_pretrained != before,
+        "threads": [name for name in thread_names() if name.startswith("hf_zero_stream")],
+        "shards open": [path for path in open_files() if path.endswith(".safetensors")],
+        "handles": len(os.listdir("/proc/self/fd")) - handles,
+    }
+
+
+def thread_names() -> set[str]:
+    """All but that of the sleeping thread that every rank in contact has."""
+    return {thread.name for thread in threading.enumerate()} - {"hf_zero_stream-listener"}
+
+
+def open_files() -> list[str]:
+    found = []
+    for handle in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{handle}"))
+        except OSError:
+            pass
+    return found
+
+
+def assert_survivors_name(victim: int, outcomes: list[Outcome], lines: int = 0) -> None:
+    """They name the victim, and keep nothing open but `lines` by which they ask hosts for processes."""
+    assert outcomes[victim].error_type == "Died", outcomes[victim]
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert outcome.error_type is None, outcome.traceback
+        kind, message = outcome.value["caught"]
+        assert kind == "PeerError", outcome.value
+        assert f"rank {victim} " in message
+        assert not outcome.value["patched"]
+        assert outcome.value["threads"] == [] and outcome.value["shards open"] == []
+        assert outcome.value["handles"] <= 1 + lines
+        assert outcome.seconds < SOON_S
+
+
+@pytest.mark.parametrize(
+    ("world_size", "victim", "kill", "zero", "settings"),
+    [
+        (3, 0, kill_in_first_read, {}, {}),
+        (4, 2, kill_in_first_read, {}, {}),
+        (3, 1, kill_in_first_read, None, {}),
+        (4, 1, kill_in_second_all_gather, None, {"staging_bytes": 2**15}),
+        (3, 0, kill_in_first_read, {}, {"read_from": "rank0"}),
+        (3, 2, kill_in_a_request, {}, {"read_from": "rank0"}),
+    ],
+    ids=["ZeRO-3, rank 0", "ZeRO-3", "shared", "shared, in a collective", "reader for others", "read for by another"],
+)
+def test_killed(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    world_size: int,
+    victim: int,
+    kill: Callable[[], None],
+    zero: dict[str, Any] | None,
+    settings: dict[str, Any],
+) -> None:
+    folder = zoo_checkpoint("qwen3_moe")
+    outcomes = run_ranks_expecting_errors(
+        world_size, load_with_a_victim, folder, victim, kill, None, zero, settings, timeout=60
+    )
+    assert_survivors_name(victim, outcomes)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize(
+    ("prepare", "how"),
+    [(look_as_on_other_hosts, "has died (process "), (look_as_behind_firewalls, "gave no sign of life for 4 s")],
+)
+def test_killed_on_another_host(
+    cluster: None, zoo_checkpoint: Callable[..., Path], victim: int, prepare: Callable[[], None], how: str
+) -> None:
+    """The kernel of its host tells, or only its heartbeat."""
+    outcomes = run_ranks_expecting_errors(
+        3,
+        load_with_a_victim,
+        zoo_checkpoint("qwen3_moe"),
+        victim,
+        kill_in_first_read,
+        prepare,
+        {},
+        {"peer_timeout_s": 4},
+        timeout=60,
+    )
+    assert_survivors_name(victim, outcomes, lines=4)  # to both others, and from both
+    assert any(how in outcome.value["caught"][1] for outcome in outcomes if outcome.value)
+
+
+# ------------------------------------------------------------------------------------------- killed before a meeting
+
+
+def enter_without_a_victim(
+    folder: Path, victim: int, what: str, prepare: Callable[[], None] | None, own: Path
+) -> dict[str, Any]:
+    """The victim is killed while it is on its way to what the others have come to already, or are about to."""
+    import hf_zero_stream
+
+    if prepare is not None:
+        prepare()
+    model = load(folder, None if what == "shared" else {})
+    dist.barrier()
+    if dist.get_rank() == victim:
+        time.sleep(random.Random(own.name).uniform(0.0, 0.15))
+        kill_this_process()
+    began = time.monotonic()
+    try:
+        if what == "save":
+            hf_zero_stream.save_pretrained(model, own)
+        else:
+            load(folder, None if what == "shared" else {})
+    except RuntimeError as error:
+        return {"caught": (type(error).__name__, str(error)), "seconds": time.monotonic() - began}
+    raise AssertionError("did without a rank that is dead")
+
+
+@pytest.mark.parametrize(
+    ("what", "victim", "prepare"),
+    [
+        ("load", 0, None),
+        ("load", 2, None),
+        ("shared", 1, None),
+        ("save", 0, None),
+        ("save", 1, None),
+        ("save", 0, look_as_on_other_hosts),
+        ("load", 1, look_as_on_other_hosts),
+    ],
+)
+def test_killed_before_it_enters(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    what: str,
+    victim: int,
+    prepare: Callable[[], None] | None,
+) -> None:
+    outcomes = run_ranks_expecting_errors(
+        3, enter_without_a_victim, zoo_checkpoint("llama"), victim, what, prepare, tmp_path, timeout=60
+    )
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.error_type is None, outcome.traceback
+            assert outcome.value["caught"][0] == "PeerError"
+            assert f"rank {victim} has died (process " in outcome.value["caught"][1], outcome.value
+            assert outcome.value["seconds"] < SOON_S
+
+
+def go_on_alone(folder: Path) -> bool:
+    """Rank 1 ends, with nothing amiss; rank 0 makes a load that needs nobody."""
+    make_contact()
+    return dist.get_rank() == 1 or hasattr(load(folder, None), "streaming_report")
+
+
+def test_a_rank_that_has_ended(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    assert run_ranks(2, go_on_alone, zoo_checkpoint("llama")) == [False, True]
+
+
+# ------------------------------------------------------------------------------------------------------- the watch
+
+
+def watch_with_own_store(port: int) -> str:
+    """Rank 0's process holds the store, and dies; the others are about to meet it."""
+    from hf_zero_stream.errors import PeerError
+    from hf_zero_stream.ranks.liveness import Watch
+    from hf_zero_stream.ranks.presence import Presence
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=30))
+    watch = Watch(Presence(store, rank, world_size, holds_store=True), "a meeting")
+    try:
+        watch.meet()
+        if rank == 0:
+            kill_this_process()
+        watch.meet()
+    except PeerError as error:
+        watch.close()
+        return str(error)
+    raise AssertionError("met a dead rank")
+
+
+def test_the_store_dies_with_rank_0(cluster: None) -> None:
+    _, *survivors = run_ranks_expecting_errors(3, watch_with_own_store, free_port(), timeout=60)
+    for outcome in survivors:
+        assert outcome.error_type is None, outcome.traceback
+        assert "rank 0 has died" in outcome.value
+        assert outcome.seconds < SOON_S
+
+
+def load_many_times(folder: Path) -> int:
+    """How many keys the second and the third load add to the store."""
+    from torch.distributed.distributed_c10d import _get_default_store as default_store
+
+    counts = []
+    for _ in range(3):
+        load(folder, {})
+        dist.barrier()
+        counts.append(default_store().num_keys())
+        dist.barrier()
+    return max(later - earlier for earlier, later in zip(counts, counts[1:], strict=False))
+
+
+def test_loads_leave_nothing_in_the_store(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    assert max(run_ranks(2, load_many_times, zoo_checkpoint("llama"))) <= 0
+
+
+def give_up(folder: Path) -> str:
+    """Rank 1 leaves the load, as by a second Ctrl-C, without waiting for anybody."""
+    from hf_zero_stream.ranks.coordinator import Coordinator
+
+    coordinator = Coordinator.of_default_group()
+    try:
+        with coordinator.watched():
+            coordinator.agree()
+            if coordinator.rank == 1:
+                raise KeyboardInterrupt
+            coordinator.agree()
+    except (RuntimeError, KeyboardInterrupt) as error:
+        caught = f"{type(error).__name__}: {error}"
+    assert torch.equal(sum_over_ranks(), torch.tensor(float(coordinator.world_size))), "the group is in order"
+    return caught
+
+
+def sum_over_ranks() -> torch.Tensor:
+    one = torch.tensor(1.0)
+    dist.all_reduce(one)
+    return one
+
+
+def test_a_rank_that_leaves_says_so(cluster: None, tmp_path: Path) -> None:
+    first, second, third = run_ranks(3, give_up, tmp_path)
+    assert second.startswith("KeyboardInterrupt")
+    for message in (first, third):
+        assert message.startswith("PeerError: rank 1 has given up this load (KeyboardInterrupt")
+
+
+class InterruptedWatch:
+    """Stands for a :class:`Watch` whose rank gets a Ctrl-C while it waits for the others."""
+
+    verdict = None
+
+    def __init__(self) -> None:
+        self.announced: list[tuple[str, bool]] = []
+
+    def meet(self) -> None:
+        raise KeyboardInterrupt
+
+    def announce(self, error: BaseException, *, comes: bool) -> None:
+        self.announced.append((type(error).__name__, comes))
+
+
+def test_a_rank_interrupted_inside_an_agreement_gives_up() -> None:
+    """It must not come to another agreement: the others count arrivals, and would wait for it in a collective."""
+    from hf_zero_stream.ranks.coordinator import Coordinator
+
+    coordinator, watch = Coordinator(0, 2, alone=False), InterruptedWatch()
+    coordinator._watch = watch  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt), coordinator.reporting():
+        coordinator.agree()
+    assert watch.announced == [("KeyboardInterrupt", False)]

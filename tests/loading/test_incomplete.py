@@ -1,0 +1,317 @@
+"""Checkpoints that do not fit their model exactly come out as in plain loading."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from tests.support.cluster import run_ranks
+from tests.support.parity import ds_config, load_and_compare
+from tests.support.zoo import build_model
+
+
+Tensors = dict[str, torch.Tensor]
+
+
+def rewritten(source: Path, folder: Path, change: Callable[[Tensors], None]) -> Path:
+    """A copy of a checkpoint, in one shard, with changed tensors."""
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    tensors: Tensors = {}
+    for shard in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def drop_some(tensors: Tensors) -> None:
+    del tensors["model.layers.1.self_attn.q_proj.weight"], tensors["model.norm.weight"], tensors["lm_head.weight"]
+
+
+def drop_a_fused_expert(tensors: Tensors) -> None:
+    for name in [name for name in tensors if "layers.0.mlp.experts" in name]:
+        del tensors[name]
+
+
+def drop_embeddings(tensors: Tensors) -> None:
+    del tensors["model.embed_tokens.weight"]
+
+
+def add_some(tensors: Tensors) -> None:
+    tensors["model.layers.0.nowhere.weight"] = torch.ones(3)
+    tensors["extra"] = torch.ones(())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("change", [drop_some, drop_a_fused_expert, drop_embeddings, add_some])
+def test_missing_and_unexpected_keys(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    change: Callable[[Tensors], None],
+    world_size: int,
+) -> None:
+    folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", change)
+    for result in run_ranks(
+        world_size, load_and_compare, "AutoModelForCausalLM", folder, torch.float32, torch.float32
+    ):
+        assert result["info"] == result["plain_info"]
+        assert result["info"]["missing_keys"] or result["info"]["unexpected_keys"]
+        assert result["differences"] == [], "initialised with the same seed to the same values"
+
+
+def test_mismatched_sizes_are_initialised_where_allowed(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    kwargs = {"vocab_size": 9, "ignore_mismatched_sizes": True}
+    folder = zoo_checkpoint("qwen3_moe")
+    for result in run_ranks(2, load_and_compare, "AutoModelForCausalLM", folder, torch.float32, torch.float32, kwargs):
+        assert result["info"] == result["plain_info"]
+        assert len(result["info"]["mismatched_keys"]) == 2
+        assert result["differences"] == []
+
+
+def untie(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + 1
+
+
+def duplicate(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def swap(tensors: Tensors) -> None:
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("change", [untie, duplicate, swap])
+def test_ties(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    change: Callable[[Tensors], None],
+    world_size: int,
+) -> None:
+    """Both ends in the file with different or equal values, and only the end that is usually left out."""
+    folder = rewritten(zoo_checkpoint("qwen3"), tmp_path / "changed", change)
+    for result in run_ranks(
+        world_size, load_and_compare, "AutoModelForCausalLM", folder, torch.float32, torch.float32
+    ):
+        assert result["info"] == result["plain_info"]
+        assert result["differences"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "auto_class"),
+    [("bert", "AutoModelForSequenceClassification"), ("bert", "AutoModel"), ("qwen3_moe", "AutoModel")],
+)
+def test_another_head(cluster: None, zoo_checkpoint: Callable[..., Path], name: str, auto_class: str) -> None:
+    """A task model's checkpoint into a base model, and into a model with a new head."""
+    folder = zoo_checkpoint(name)
+    for result in run_ranks(2, load_and_compare, auto_class, folder, torch.float32, torch.float32):
+        assert result["info"] == result["plain_info"]
+        assert result["differences"] == []
+
+
+def load_where_gathers_end_late(auto_class: str, folder: Path) -> dict[str, Any]:
+    """What is gathered is written when somebody waits for it, or else at the next collective: gloo may do that."""
+    import deepspeed
+    import torch.distributed as dist
+
+    real_gather, real_broadcast = deepspeed.comm.all_gather_into_tensor, dist.broadcast
+    unfinished: list[Any] = []
+    gathers = [0]
+
+    class Late:
+        def __init__(self, output: torch.Tensor, values: torch.Tensor) -> None:
+            self.output, self.values = output, values
+            unfinished.append(self)
+
+        def is_completed(self) -> bool:
+            return True
+
+        def wait(self) -> None:
+            if self in unfinished:
+                unfinished.remove(self)
+                self.output.copy_(self.values)
+
+    def gather(output: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        gathers[0] += 1
+        if not async_op:
+            return real_gather(output, *args, async_op=False, **kwargs)
+        values = torch.empty_like(output)
+        real_gather(values, *args, async_op=False, **kwargs)
+        return Late(output, values)
+
+    def broadcast(*args: Any, **kwargs: Any) -> Any:
+        for late in [*unfinished]:
+            late.wait()
+        return real_broadcast(*args, **kwargs)
+
+    deepspeed.comm.all_gather_into_tensor, dist.broadcast = gather, broadcast
+    result = load_and_compare(auto_class, folder, torch.float32, torch.float32)
+    return {**result, "gathers": gathers[0]}
+
+
+def test_gathers_that_end_late(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    """DeepSpeed 0.18 waits for the last of several gathers: an earlier one could still write over a new weight."""
+    folder = zoo_checkpoint("bert")
+    for result in run_ranks(2, load_where_gathers_end_late, "AutoModelForSequenceClassification", folder):
+        assert result["differences"] == []
+        assert result["gathers"] > len(result["info"]["missing_keys"]) > 2
+
+
+def test_pickled_checkpoint(cluster: None, tmp_path: Path) -> None:
+    """A `.bin` checkpoint streams out of torch.load's memory map."""
+    model = build_model("bert")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    for result in run_ranks(2, load_and_compare, "AutoModelForMaskedLM", tmp_path, torch.float32, torch.float32):
+        assert result["info"] == result["plain_info"]
+        assert result["differences"] == []
+
+
+def load_state_dict_of_ones(name: str) -> Any:
+    import deepspeed
+
+    import hf_zero_stream
+
+    model = build_model(name)
+    state_dict = {key: torch.ones_like(value) for key, value in model.state_dict().items()}
+    with hf_zero_stream.streaming():
+        streamed = type(model).from_pretrained(None, config=model.config, state_dict=state_dict, ds_config=ds_config())
+    for param in streamed.parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            assert param.eq(1).all()
+    return streamed.streaming_report.to_dict()
+
+
+def test_given_state_dict(cluster: None) -> None:
+    for report in run_ranks(2, load_state_dict_of_ones, "llama"):
+        assert all(rank["reads"] == 0 for rank in report["ranks"])
+
+
+def save_tiny(model: transformers.PreTrainedModel, folder: Path) -> Path:
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.normal_()
+    model.save_pretrained(folder)
+    return folder
+
+
+def clip() -> transformers.PreTrainedModel:
+    text = {"hidden_size": 12, "intermediate_size": 13, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {**text, "image_size": 8, "patch_size": 4}
+    return transformers.CLIPModel(
+        transformers.CLIPConfig(text_config={**text, "vocab_size": 31}, vision_config=vision, projection_dim=7)
+    )
+
+
+def wav2vec2() -> transformers.PreTrainedModel:
+    return transformers.Wav2Vec2Model(
+        transformers.Wav2Vec2Config(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=17,
+            conv_dim=(8, 8),
+            conv_stride=(2, 2),
+            conv_kernel=(3, 3),
+            num_conv_pos_embeddings=4,
+            num_conv_pos_embedding_groups=2,
+        )
+    )
+
+
+def marian() -> transformers.PreTrainedModel:
+    return transformers.MarianMTModel(
+        transformers.MarianConfig(
+            vocab_size=31,
+            d_model=12,
+            encoder_layers=1,
+            decoder_layers=1,
+            encoder_attention_heads=2,
+            decoder_attention_heads=2,
+            encoder_ffn_dim=13,
+            decoder_ffn_dim=13,
+            max_position_embeddings=16,
+            pad_token_id=0,
+            decoder_start_token_id=0,
+        )
+    )
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("build", [clip, wav2vec2, marian])
+def test_models_that_stock_cannot_load(
+    cluster: None, tmp_path: Path, build: Callable[[], transformers.PreTrainedModel], world_size: int
+) -> None:
+    """0-dimensional parameters, weight norm, and positions computed by initialisation code."""
+    folder = save_tiny(build(), tmp_path)
+    for result in run_ranks(world_size, load_and_compare, "AutoModel", folder, torch.float32, torch.float32):
+        assert result["info"] == result["plain_info"]
+        assert result["differences"] == []
+
+
+def load_strictly(folder: Path, how: str, kwargs: dict[str, Any]) -> str:
+    """The error that strict loading raises, or "" if it loads; then the same without ZeRO-3."""
+    import hf_zero_stream
+    from hf_zero_stream.errors import LoadError
+
+    section = {"strict": True} if how == "section" else {}
+    strict = {"strict": True} if how == "argument" else {}
+    config = {**ds_config(), "hf_zero_stream": section}
+    try:
+        hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config, **strict, **kwargs)
+    except LoadError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("how", ["argument", "section"])
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [(drop_some, "missing lm_head.weight"), (add_some, "unexpected extra"), (lambda tensors: None, "")],
+    ids=["missing", "unexpected", "exact"],
+)
+def test_strict(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    change: Callable[[Tensors], None],
+    expected: str,
+    how: str,
+) -> None:
+    folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", change)
+    for message in run_ranks(2, load_strictly, folder, how, {}):
+        assert expected in message if expected else message == ""
+
+
+def test_strict_allows_ties(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    for change in (lambda tensors: None, swap):
+        folder = rewritten(zoo_checkpoint("qwen3"), tmp_path / getattr(change, "__name__", ""), change)
+        assert run_ranks(2, load_strictly, folder, "argument", {}) == ["", ""]
+
+
+def test_strict_refuses_mismatches(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    kwargs = {"vocab_size": 9, "ignore_mismatched_sizes": True}
+    for message in run_ranks(2, load_strictly, zoo_checkpoint("qwen3_moe"), "argument", kwargs):
+        assert "mismatched lm_head.weight" in message
+
+
+def test_strict_without_zero3(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    import hf_zero_stream
+    from hf_zero_stream.errors import LoadError
+
+    streaming_class = hf_zero_stream.StreamingAutoModelForCausalLM
+    assert streaming_class.from_pretrained(zoo_checkpoint("qwen3_moe"), strict=True)
+    folder = rewritten(zoo_checkpoint("qwen3_moe"), tmp_path / "changed", drop_some)
+    with pytest.raises(LoadError, match="missing lm_head.weight"):
+        streaming_class.from_pretrained(folder, strict=True)

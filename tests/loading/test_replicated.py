@@ -1,0 +1,146 @@
+"""Stages 0 to 2 and data parallelism: every rank has the plain load's bits and read 1/N of the files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+from hf_zero_stream.destinations.replicated import exchanges
+from tests.support.cluster import run_ranks
+from tests.support.parity import ds_config, three_losses
+from tests.support.zoo import ZOO
+
+
+def load_shared(name: str, folder: Path, dtype: torch.dtype) -> list[str]:
+    """What differs from a plain load, and whether the ranks read as much as there is, once."""
+    import hf_zero_stream
+
+    auto_class = ZOO[name].auto_class
+    plain = getattr(transformers, auto_class).from_pretrained(folder, dtype=dtype)
+    torch.manual_seed(0)
+    model = getattr(hf_zero_stream, f"Streaming{auto_class}").from_pretrained(folder, dtype=dtype)
+    found = [
+        key
+        for (key, value), (other, expected) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True)
+        if key != other or value.dtype != expected.dtype or not torch.equal(value, expected)
+    ]
+    for (key, param), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if param.requires_grad != expected.requires_grad or hasattr(param, "ds_id"):
+            found.append(f"{key}: requires_grad or ZeRO-3")
+    total = sum(rank.bytes_read for rank in model.streaming_report.ranks)
+    on_disk = sum(os.path.getsize(path) for path in folder.glob("*.safetensors"))
+    if dist.get_world_size() > 1 and not 0.8 * on_disk < total < 1.05 * on_disk:
+        found.append(f"the ranks read {total} bytes of {on_disk}")
+    return found
+
+
+@pytest.mark.parametrize("name", list(ZOO))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_values_equal_plain_loading(
+    cluster: None, zoo_checkpoint: Callable[..., Path], name: str, world_size: int
+) -> None:
+    folder = zoo_checkpoint(name, torch.bfloat16)
+    assert run_ranks(world_size, load_shared, name, folder, torch.bfloat16) == [[]] * world_size
+
+
+def test_a_cast_and_small_chunks(
+    cluster: None, zoo_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parameters larger than a chunk pass in several."""
+    monkeypatch.setenv("HF_ZERO_STREAM_STAGING_BYTES", "4096")
+    folder = zoo_checkpoint("qwen3_moe", torch.float32)
+    assert run_ranks(2, load_shared, "qwen3_moe", folder, torch.bfloat16) == [[], []]
+
+
+def losses(folder: Path, stage: int, streams: bool) -> list[float]:
+    import deepspeed
+
+    import hf_zero_stream
+
+    config = ds_config(torch.bfloat16)
+    config["zero_optimization"] = {"stage": stage}
+    library: Any = hf_zero_stream if streams else transformers
+    auto_class = getattr(library, "StreamingAutoModelForCausalLM" if streams else "AutoModelForCausalLM")
+    model = auto_class.from_pretrained(folder, dtype=torch.bfloat16)
+    assert hasattr(model, "streaming_report") == streams
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    return three_losses(engine, ZOO["qwen3_moe"].inputs)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.sample(1)
+def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], stage: int) -> None:
+    folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
+    runs = [run_ranks(2, losses, folder, stage, streams) for streams in (True, False)]
+    assert runs[0] == runs[1]
+    assert len(set(runs[0][0])) == 3
+
+
+def left_to_transformers(folder: Path) -> list[bool]:
+    import hf_zero_stream
+
+    auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
+    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(share_reads=False)):
+        by_setting = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    by_device_map = auto_class.from_pretrained(folder, device_map="cpu")
+    return [hasattr(model, "streaming_report") for model in (by_setting, by_device_map)]
+
+
+def test_loads_that_are_left_to_transformers(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
+    assert run_ranks(2, left_to_transformers, folder) == [[False, False]] * 2
+
+
+def broken_on_one_rank(folder: Path) -> str:
+    """The error that each rank gets if the shards cannot be read on rank 1."""
+    from unittest import mock
+
+    import hf_zero_stream
+    from hf_zero_stream.errors import ReadError
+    from hf_zero_stream.sources.local import LocalFiles
+
+    def fail(self: Any, *args: Any) -> None:
+        raise ReadError("made to fail")
+
+    broken = mock.patch.object(LocalFiles, "read_into", fail if dist.get_rank() else LocalFiles.read_into)
+    auto_class = hf_zero_stream.StreamingAutoModelForCausalLM
+    with broken:
+        try:
+            auto_class.from_pretrained(folder)
+        except ReadError as error:
+            message = str(error)
+    auto_class.from_pretrained(folder)
+    return message
+
+
+def test_a_rank_that_cannot_read_fails_all(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)
+    assert run_ranks(2, broken_on_one_rank, folder) == ["rank 1: made to fail", "made to fail"]
+
+
+@pytest.mark.parametrize("rank_bytes", [16, 32, 48, 192, 992, 10**6])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_exchanges_cover_every_element_once(rank_bytes: int, world_size: int) -> None:
+    """What the ranks read together is every element of every tensor, and all ranks exchange alike."""
+    numels = (0, 1, 2, 7, 64, 501)
+    tensors = {str(n): torch.zeros(n, dtype=[torch.float32, torch.bfloat16][n % 2]) for n in numels}
+    seen = {str(n): torch.zeros(n, dtype=torch.int64) for n in numels}
+    shapes = set()
+    for rank in range(world_size):
+        shape = []
+        for parts, used in exchanges(tensors, rank, world_size, rank_bytes):
+            assert used <= rank_bytes
+            for target, _, first, offset in parts:
+                assert target.stop - target.start <= target.numel and offset + target.nbytes <= used
+                seen[target.name][target.start : target.stop] += 1
+                shape.append((used, target.name, target.numel, first, offset))
+        shapes.add(tuple(shape))
+    assert len(shapes) == 1
+    assert all(bool((count == 1).all()) for count in seen.values())

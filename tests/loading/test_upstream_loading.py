@@ -1,0 +1,318 @@
+"""transformers' own tests of loading under ZeRO-3 hold inside `streaming()`: detection, dtypes, missing parameters.
+
+Docstrings name the test that each stands for; tests/support/upstream.py says in which files those are.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import PreTrainedConfig
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, deepspeed_config, is_deepspeed_zero3_enabled
+
+from hf_zero_stream import streaming
+from tests.support.cluster import run_ranks
+from tests.support.loading import Messages, assert_same, compare, errors_of, find_class, load_with
+from tests.support.parity import differences, ds_config
+from tests.support.upstream import (
+    Checkpoint,
+    compare_dtypes,
+    full,
+    gpt2_config,
+    is_partitioned,
+    randomise,
+    tiny_checkpoint,
+)
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt2")
+    randomise(transformers.GPT2LMHeadModel(gpt2_config())).save_pretrained(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------- detection, and dtypes
+
+
+class Announcements(Messages):
+    """What of transformers' log says that it found ZeRO-3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setLevel(logging.INFO)
+        transformers.utils.logging.set_verbosity_info()
+        transformers.utils.logging.get_logger("transformers").addHandler(self)
+
+    def take(self) -> list[str]:
+        """Those since the last call."""
+        found = [message for message in self.found if "ZeRO-3" in message]
+        self.found.clear()
+        return found
+
+
+def load_with_and_without_zero3(folder: Path, section: str) -> dict[str, Any]:
+    announcements = Announcements()
+    config: dict[str, Any] = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    if section:
+        config[section] = {"enabled": True}
+    plain = transformers.AutoModel.from_pretrained(folder)
+    announced = [announcements.take()]
+    kept = HfDeepSpeedConfig(config)
+    seen = [kept.is_zero3(), is_deepspeed_zero3_enabled()]
+    with streaming():
+        model = transformers.AutoModel.from_pretrained(folder)
+        seen.append(is_deepspeed_zero3_enabled())
+    announced.append(announcements.take())
+    seen.append(is_deepspeed_zero3_enabled())
+    found_config = deepspeed_config()
+    del kept
+    seen.append(is_deepspeed_zero3_enabled())
+    kept = HfDeepSpeedConfig(config)
+    dtype = {"": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[section]
+    found = {
+        "seen": seen,
+        "config": found_config == config,
+        "dtypes": {param.dtype for param in model.parameters()},
+        "expected": dtype,
+        "differences": differences(model, plain, dtype),
+    }
+
+    del config["zero_optimization"]
+    kept = HfDeepSpeedConfig(config)
+    with streaming():
+        again = transformers.AutoModel.from_pretrained(folder)
+    announced.append(announcements.take())
+    pairs = zip(again.parameters(), plain.parameters(), strict=True)
+    return {
+        **found,
+        "announced": announced,
+        "seen_after": [kept.is_zero3(), is_deepspeed_zero3_enabled(), hasattr(next(again.parameters()), "ds_id")],
+        "plain_after": all(torch.equal(mine, theirs) for mine, theirs in pairs),
+    }
+
+
+@pytest.mark.parametrize("section", ["", "fp16", "bf16"], ids=["default", "fp16", "bf16"])
+def test_zero3_is_detected_until_it_is_removed(cluster: None, zoo_checkpoint: Checkpoint, section: str) -> None:
+    """`test_init_zero3`: every parameter has DeepSpeed's dtype, and ZeRO-3 is on before, in and after the load.
+
+    As upstream tells it, by an INFO line, and as the model itself shows it.
+    """
+    announcement = "Detected DeepSpeed ZeRO-3: activating zero.init() for this model"
+    for found in run_ranks(2, load_with_and_without_zero3, zoo_checkpoint("t5"), section):
+        assert found["announced"] == [[], [announcement], []]
+        assert found["seen"] == [True, True, True, True, False], "on until its object goes, though the model stays"
+        assert found["config"]
+        assert found["dtypes"] == {found["expected"]}
+        assert found["differences"] == []
+        assert found["seen_after"] == [False, False, False]
+        assert found["plain_after"]
+
+
+@pytest.mark.parametrize("ds_dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+def test_dtype_rules(cluster: None, zoo_checkpoint: Checkpoint, ds_dtype: torch.dtype) -> None:
+    """`test_model_from_pretrained_dtype`: `dtype` decides over config and buffers, DeepSpeed over parameters."""
+    folder = zoo_checkpoint("deepseek_v3", torch.bfloat16)
+    dtypes = ["auto", None, "float32", torch.float16, torch.bfloat16]
+    for rank in run_ranks(2, compare_dtypes, folder, "AutoModelForCausalLM", dtypes, ds_dtype):
+        for found in rank.values():
+            assert found["differences"] == []
+            assert found["dtypes"] == found["expected"]
+        assert [rank[str(dtype)]["dtypes"][""] for dtype in dtypes[-2:]] == dtypes[-2:]
+        assert rank["auto"]["dtypes"][""] == torch.bfloat16
+
+
+def sines_of_gptj(folder: Path) -> dict[str, Any]:
+    from transformers.models.gptj.modeling_gptj import create_sinusoidal_positions
+
+    model = load_with("streamed", "AutoModel", folder, ds_config(torch.bfloat16), {"dtype": torch.float32})
+    positions = next(buffer for name, buffer in model.named_buffers() if name.endswith("embed_positions"))
+    expected = create_sinusoidal_positions(model.config.max_position_embeddings, model.config.rotary_dim)
+    return {
+        "weight": model.h[0].attn.q_proj.weight.dtype,
+        "dtype": positions.dtype,
+        "equal": torch.equal(positions, expected),
+        "lossy": torch.equal(expected, expected.bfloat16().float()),
+    }
+
+
+def test_arange_in_bf16(cluster: None, tmp_path: Path) -> None:
+    """`test_arange_bf16`: a buffer that `__init__` computes is not computed in DeepSpeed's 16 bits."""
+    config = transformers.GPTJConfig(vocab_size=31, n_positions=64, n_embd=24, n_layer=1, n_head=2, rotary_dim=8)
+    transformers.GPTJModel(config).save_pretrained(tmp_path)
+    for found in run_ranks(2, sines_of_gptj, tmp_path):
+        assert found == {"weight": torch.bfloat16, "dtype": torch.float32, "equal": True, "lossy": False}
+
+
+# ----------------------------------------------------------------------------------------------- missing parameters
+
+
+class HeadOnGPT2(transformers.GPT2PreTrainedModel):
+    """A head that no checkpoint has, with initialisation code that asks nobody and writes into `.data`."""
+
+    def __init__(self, config: transformers.GPT2Config) -> None:
+        super().__init__(config)
+        self.transformer = transformers.GPT2Model(config)
+        self.new_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self.new_head:
+            module.weight.data.fill_(-100.0)
+            nn.init.constant_(module.bias.data, 100.0)
+
+
+def load_with_new_head(folder: Path, stage: int) -> dict[str, Any]:
+    messages = Messages()
+    transformers.utils.logging.get_logger("transformers").addHandler(messages)
+    config = {**ds_config(), "zero_optimization": {"stage": stage}}
+    model = load_with("streamed", f"{__name__}:HeadOnGPT2", folder, config, {})
+    text = re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(messages.found))
+    return {
+        "partitioned": is_partitioned(model),
+        "weight": full(model.new_head.weight).unique().tolist(),
+        "bias": full(model.new_head.bias).unique().tolist(),
+        "reported": sorted(re.findall(r"new_head\.(\w+)\s*\|\s*MISSING", text)),
+    }
+
+
+@pytest.mark.parametrize("stage", [3, 0])
+def test_missing_head(cluster: None, gpt2: Path, stage: int) -> None:
+    """`test_init_zero3_missing_params`: initialised by the model's own code, and in the LOAD REPORT of every rank."""
+    for found in run_ranks(2, load_with_new_head, gpt2, stage):
+        assert found["partitioned"] is (stage == 3)
+        assert (found["weight"], found["bias"]) == ([-100.0], [100.0])
+        assert found["reported"] == ["bias", "weight"]
+
+
+class LoadsInside(transformers.GPT2PreTrainedModel):
+    """As remote code does: a load of its own inside `__init__`."""
+
+    def __init__(self, config: transformers.GPT2Config) -> None:
+        super().__init__(config)
+        self.transformer = transformers.AutoModel.from_pretrained(config.inner)
+        self.post_init()
+
+
+def load_inside(folder: Path) -> dict[str, Any]:
+    config = gpt2_config()
+    config.inner = str(folder)
+    errors = errors_of(["plain"], f"{__name__}:LoadsInside", folder, {"config": config})
+    plain = transformers.GPT2Model.from_pretrained(folder)
+    model = load_with("streamed", f"{__name__}:LoadsInside", folder, ds_config(), {"config": config})
+    return {
+        "plain": errors,
+        "partitioned": is_partitioned(model),
+        "differences": differences(model.transformer, plain, torch.float32),
+    }
+
+
+def test_load_inside_init(cluster: None, gpt2: Path) -> None:
+    """`test_init_zero3_missing_params` as it was up to transformers 4, and still is under ZeRO-3: it loads."""
+    for found in run_ranks(2, load_inside, gpt2):
+        [plain] = found["plain"]
+        assert plain is not None and plain[0] == "RuntimeError", "plain loading cannot do it"
+        assert found["partitioned"] and found["differences"] == []
+
+
+def load_with_seeds(folder: Path, class_name: str) -> dict[str, Any]:
+    """Plain loading with rank 0's seed, and a streamed load in which each rank has another."""
+    torch.manual_seed(0)
+    plain, info = find_class(class_name).from_pretrained(folder, output_loading_info=True)
+    after_plain = torch.get_rng_state()
+    torch.manual_seed(dist.get_rank())
+    with streaming():
+        streamed = find_class(class_name).from_pretrained(folder, ds_config=ds_config())
+    return {
+        "missing": info["missing_keys"],
+        "differences": differences(streamed, plain, torch.float32),
+        "same_random_state": torch.equal(torch.get_rng_state(), after_plain),
+    }
+
+
+def test_missing_parameters_are_those_of_rank_0(cluster: None, gpt2: Path) -> None:
+    """`test_init_zero3_missing_params`, for random values: ranks with different seeds agree on one parameter."""
+    ranks = run_ranks(2, load_with_seeds, gpt2, "GPT2ForSequenceClassification")
+    for found in ranks:
+        assert found["missing"] == {"score.weight"}
+        assert found["differences"] == []
+    assert ranks[0]["same_random_state"], "what is drawn after the load is what follows a plain load"
+
+
+@pytest.mark.parametrize("class_name", ["SiglipModel", "SiglipForImageClassification"])
+def test_variance_scaling(cluster: None, tmp_path: Path, class_name: str) -> None:
+    """`test_init_zero3_variance_scaling`: initialisation that computes fans leaves what is loaded, and gives the rest.
+
+    Missing are a layer of the vision model and, in the second class, the head.
+    """
+    text = dict(hidden_size=14, num_hidden_layers=1, num_attention_heads=2, intermediate_size=17)
+    vision = dict(text, image_size=4, patch_size=2, num_hidden_layers=2)
+    config = transformers.SiglipConfig(
+        text_config=dict(text, vocab_size=61, max_position_embeddings=9, projection_size=14), vision_config=vision
+    )
+    randomise(transformers.SiglipModel(config)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in tensors.items() if "vision_model.encoder.layers.1" not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    results = run_ranks(2, compare, class_name, tmp_path, {})
+    assert_same(results)
+    missing = results[0]["info"]["missing_keys"]
+    assert len([name for name in missing if "layers.1" in name]) == 16
+    assert ("classifier.weight" in missing) is (class_name != "SiglipModel")
+
+
+def weights_of_config(auto_class: str, config: PreTrainedConfig, name: str, folder: Path) -> dict[str, Any]:
+    """`from_config` inside `streaming()` after a streamed load, and outside it, with the same seed."""
+    from_config = getattr(transformers, auto_class).from_config
+    torch.manual_seed(42)
+    baseline = from_config(config, dtype=torch.bfloat16)
+    kept = HfDeepSpeedConfig(ds_config(torch.bfloat16))
+    with streaming():
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+        torch.manual_seed(42)
+        inside = from_config(config)
+    torch.manual_seed(42)
+    outside = from_config(config)
+    del kept
+    stds = [full(model.get_parameter(name)).float().std().item() for model in (inside, baseline)]
+    return {
+        "partitioned": is_partitioned(inside),
+        "dtypes": {param.dtype for param in inside.parameters()},
+        "streamed": hasattr(inside, "streaming_report"),
+        "ratio": stds[0] / stds[1],
+        "not_as_stock": [
+            name
+            for (name, mine), theirs in zip(inside.named_parameters(), outside.parameters(), strict=True)
+            if not torch.equal(full(mine), full(theirs))
+        ],
+    }
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("auto_class", ["AutoModelForCausalLM", "AutoModelForImageTextToText"])
+def test_from_config_is_left_to_stock(cluster: None, gpt2: Path, tmp_path: Path, auto_class: str) -> None:
+    """`test_from_config_zero3_weight_init`: partitioned and initialised as without `streaming()`, to the last bit.
+
+    The second model builds two others by `from_config` inside its `__init__`.
+    """
+    config: PreTrainedConfig = gpt2_config()
+    name = "transformer.h.0.attn.c_attn.weight"
+    if auto_class == "AutoModelForImageTextToText":
+        config = transformers.AutoConfig.from_pretrained(tiny_checkpoint("llava", tmp_path))
+        name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    for found in run_ranks(2, weights_of_config, auto_class, config, name, gpt2):
+        assert found["partitioned"] and not found["streamed"]
+        assert found["dtypes"] == {torch.bfloat16}
+        assert found["ratio"] == pytest.approx(1.0, abs=0.3)
+        assert found["not_as_stock"] == []

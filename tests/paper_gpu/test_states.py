@@ -1,0 +1,96 @@
+"""Saves and training states on paper GPUs under NCCL, and going on at another number of ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.paper_gpu.trials import (
+    in_one_process,
+    outcome,
+    sharded_resumed,
+    sharded_states,
+    zero_resumed,
+    zero_states,
+)
+from tests.sampling import chosen
+from tests.support.cluster import PAPER_GPUS, run_ranks
+
+
+pytestmark = pytest.mark.usefixtures("paper_gpus")
+
+PINNED = {"device": "cpu", "pin_memory": True}
+
+ZERO: dict[str, tuple[int, dict[str, Any]]] = {
+    "ZeRO-3": (3, {}),
+    "ZeRO-3, pinned": (3, {"offload_param": PINNED, "offload_optimizer": PINNED}),
+    "stage 2": (2, {}),
+}
+SHARDED: dict[str, dict[str, int]] = {"FSDP2": {"fsdp_size": 2}, "TP": {"tp_size": 2}}
+RESUMED = {"FSDP2": {"fsdp_size": 2, "dp_replicate_size": 2}, "TP": {"fsdp_size": 2, "tp_size": 2}}
+"""How the same states are sharded over four ranks: HSDP, and both at once."""
+
+
+NAMES = [
+    name if name in ("ZeRO-3, pinned", "FSDP2") else pytest.param(name, marks=pytest.mark.slow)
+    for name in (*ZERO, *SHARDED)
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def at_two(
+    request: pytest.FixtureRequest, paper_gpus: None, even_checkpoint: Path, target: Path
+) -> list[dict[str, Any]]:
+    trials: dict[str, Any] = {
+        name: partial(zero_states, even_checkpoint, *ZERO[name], target / name) for name in chosen(request, ZERO)
+    }
+    for name in chosen(request, SHARDED):
+        trials[name] = partial(sharded_states, even_checkpoint, SHARDED[name], target / name)
+    return run_ranks(2, in_one_process, trials, on=PAPER_GPUS, timeout=280)
+
+
+@pytest.fixture(scope="module")
+def at_four(
+    request: pytest.FixtureRequest, even_checkpoint: Path, target: Path, at_two: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    trials: dict[str, Any] = {
+        name: partial(zero_resumed, even_checkpoint, *ZERO[name], target / name) for name in chosen(request, ZERO)
+    }
+    for name in chosen(request, RESUMED):
+        trials[name] = partial(sharded_resumed, even_checkpoint, RESUMED[name], target / name)
+    machine = replace(PAPER_GPUS, sets_device=True)
+    return run_ranks(4, in_one_process, trials, on=machine, timeout=280)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_saves(at_two: list[dict[str, Any]], even_checkpoint: Path, target: Path, name: str) -> None:
+    """In the background while training goes on; what is loaded again goes on as if nothing had been."""
+    for rank in outcome(at_two, name):
+        assert rank["again"] == rank["going on"] and len(set(rank["again"])) == 2
+    saved = tensors_in(target / name / "weights")
+    expected = tensors_in(even_checkpoint)
+    assert saved.keys() == expected.keys()
+    assert all(torch.equal(saved[key], values) for key, values in expected.items())
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: values for file in folder.glob("*.safetensors") for name, values in load_file(file).items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resumes_at_four_ranks(at_two: list[dict[str, Any]], at_four: list[dict[str, Any]], name: str) -> None:
+    expected = outcome(at_two, name)[0]["going on"]
+    for losses in outcome(at_four, name):
+        assert losses[0] == pytest.approx(expected[0], rel=1e-6 if name in ZERO else 1e-2)  # the same weights
+        assert losses == pytest.approx(expected, rel=1e-2)

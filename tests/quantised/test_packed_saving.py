@@ -1,0 +1,99 @@
+"""Packed models and ``save_pretrained`` of transformers alone, which would write bytes as if they were values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import hf_zero_stream
+from hf_zero_stream.errors import UnsupportedError
+from tests.quantised.test_packed import check_saved, make_folders, tensors_of
+from tests.quantised.test_packed_fsdp2 import load as load_lazily
+from tests.quantised.test_packed_fsdp2 import load_native
+from tests.support.cluster import run_ranks
+from tests.support.fsdp2 import announce, make_accelerator
+from tests.support.packed_training import load, packed_names, with_adapters
+from tests.support.parity import ds_config
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_folders(tmp_path_factory)
+
+
+def refused(save: Callable[[], Any], folder: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"packed.*hf_zero_stream\.save_pretrained\(model, folder\)"):
+        save()
+    assert not folder.exists(), "refused before anything is written"
+
+
+def save_zero3(folders: dict[str, Path], out: Path) -> None:
+    import deepspeed
+
+    for name, folder in folders.items():
+        model = load(folder, ds_config(torch.bfloat16))
+        refused(lambda: model.save_pretrained(out / "partitioned"), out / "partitioned")
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            if dist.get_rank() == 0:
+                values = dict(model.state_dict())
+                refused(lambda: model.save_pretrained(out / "values", state_dict=values), out / "values")
+                refused(lambda: model.save_pretrained(out / "gathered"), out / "gathered")
+                with hf_zero_stream.streaming():
+                    refused(lambda: model.save_pretrained(out / "streaming"), out / "streaming")
+        with_adapters(model).save_pretrained(out / name)
+        check_adapters(out / name)
+        hf_zero_stream.save_pretrained(model, out / f"{name} base")
+
+
+def check_adapters(saved: Path) -> None:
+    dist.barrier()
+    assert (saved / "adapter_model.safetensors").exists() and not (saved / "model.safetensors").exists()
+
+
+def test_zero3(cluster: None, folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(2, save_zero3, folders, tmp_path, timeout=120)
+
+
+def save_fsdp2(folders: dict[str, Path], out: Path) -> None:
+    for name, folder in folders.items():
+        model = load_native(folder)
+        refused(lambda: model.save_pretrained(out / "sharded"), out / "sharded")
+        refused(lambda: model.save_pretrained(out / "parts", distributed_checkpoint=True), out / "parts")
+        with_adapters(model).save_pretrained(out / name)
+        check_adapters(out / name)
+        announce()
+        make_accelerator()
+        model = load_lazily(folder, dtype=torch.bfloat16)
+        refused(lambda: model.save_pretrained(out / "unprepared"), out / "unprepared")
+        with hf_zero_stream.streaming():
+            model.save_pretrained(out / f"{name} unprepared")
+
+
+def test_fsdp2(cluster: None, folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(2, save_fsdp2, folders, tmp_path, timeout=120)
+    for name, folder in folders.items():
+        check_saved(tmp_path / f"{name} unprepared", folder)
+
+
+def test_other_models_are_saved_by_transformers(cluster: None, folders: dict[str, Path], tmp_path: Path) -> None:
+    run_ranks(1, save_another, folders["fp8"], tmp_path)
+
+
+def save_another(folder: Path, out: Path) -> None:
+    original = vars(transformers.PreTrainedModel)["save_pretrained"]
+    assert packed_names(load(folder, ds_config(torch.bfloat16)))
+    assert vars(transformers.PreTrainedModel)["save_pretrained"] is not original
+    config = transformers.Qwen3Config(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, head_dim=8, vocab_size=48
+    )
+    model = transformers.Qwen3ForCausalLM(config)
+    model.save_pretrained(out)
+    saved = tensors_of(out)
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())

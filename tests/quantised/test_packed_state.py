@@ -1,0 +1,140 @@
+"""Training goes on where it stopped: states and checkpoints of adapters beside packed weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+
+import hf_zero_stream
+from tests.support.cluster import run_ranks
+from tests.support.packed_training import inputs, load, packed_names, with_adapters
+from tests.support.parity import ds_config
+from tests.support.quantised_checkpoints import bitsandbytes, fp8
+
+
+MAKERS: dict[str, Callable[[Path], None]] = {
+    "fp8": fp8,
+    "nf4": lambda folder: bitsandbytes(folder, "double nf4", width=64),
+}
+
+
+def engine_of(folder: Path) -> Any:
+    import deepspeed
+
+    config = ds_config(torch.bfloat16)
+    model = with_adapters(load(folder, config))
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
+    return engine
+
+
+def steps(engine: Any, count: int) -> list[float]:
+    losses = []
+    for _ in range(count):
+        loss = engine(**inputs()).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def resumed(folder: Path, target: Path) -> dict[str, list[float]]:
+    """Losses of two steps after a save, and after each way to resume from it."""
+    engine = engine_of(folder)
+    steps(engine, 3)
+    hf_zero_stream.save_state(engine, target / "ours")
+    engine.save_checkpoint(str(target / "stock"))
+    engine.save_checkpoint(str(target / "of adapters"), exclude_frozen_parameters=True)
+    with hf_zero_stream.streaming():
+        engine.save_checkpoint(str(target / "streaming"), exclude_frozen_parameters=True)
+    found = {"continued": steps(engine, 2)}
+    for name in ("stock", "of adapters", "streaming"):
+        engine = engine_of(folder)
+        if name == "streaming":
+            with hf_zero_stream.streaming():
+                engine.load_checkpoint(str(target / name), load_module_strict=False)
+        else:
+            engine.load_checkpoint(str(target / name), load_module_strict=name == "stock")
+        assert packed_names(engine.module)
+        found[name] = steps(engine, 2)
+    return found
+
+
+def resume_ours(folder: Path, source: Path) -> list[float]:
+    engine = engine_of(folder)
+    hf_zero_stream.load_state(engine, source)
+    return steps(engine, 2)
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_resumed(cluster: None, tmp_path: Path, name: str) -> None:
+    MAKERS[name](folder := tmp_path / "model")
+    first, *others = run_ranks(2, resumed, folder, tmp_path, timeout=300)
+    assert len({tuple(losses) for losses in first.values()}) == 1 and first["continued"][0] != first["continued"][1]
+    assert others == [first]
+    for world_size in (2, 3):
+        for losses in run_ranks(world_size, resume_ours, folder, tmp_path / "ours", timeout=300):
+            if world_size == 2:
+                assert losses == first["continued"]
+            assert losses == pytest.approx(first["continued"], rel=1e-3)
+    for path in (tmp_path / "ours").rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            beside = [key for key in file.keys() if "lora" not in key]
+        assert all(key[0].isdigit() for key in beside), "states of random numbers; the packed weights are not in it"
+
+
+class Data(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> Any:
+        tokens = inputs(seed=number)["input_ids"][0]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def train_by_trainer(folder: Path, target: Path, uses_hooks: bool) -> list[list[float]]:
+    """Losses of steps 3 and 4: of a Trainer that went on, and of one that resumed."""
+    found = []
+    for resumes in (False, True):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(target),
+            max_steps=4,
+            save_steps=2,
+            logging_steps=1,
+            per_device_train_batch_size=2,
+            learning_rate=1e-2,
+            bf16=True,
+            use_cpu=True,
+            report_to=[],
+            deepspeed={
+                "train_micro_batch_size_per_gpu": "auto",
+                "zero_optimization": {"stage": 3},
+                "bf16": {"enabled": "auto"},
+                "zero_force_ds_cpu_optimizer": False,
+            },
+        )
+        with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+            model = with_adapters(transformers.AutoModelForCausalLM.from_pretrained(folder))
+            assert packed_names(model)
+            if uses_hooks:
+                trainer = transformers.Trainer(model, arguments, train_dataset=Data())
+                trainer.train(resume_from_checkpoint=str(target / "checkpoint-2") if resumes else None)
+        if not uses_hooks:
+            trainer = transformers.Trainer(model, arguments, train_dataset=Data())
+            trainer.train(resume_from_checkpoint=str(target / "checkpoint-2") if resumes else None)
+        losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+        found.append([losses[step] for step in (3, 4)])
+    return found
+
+
+@pytest.mark.parametrize("uses_hooks", [False, True], ids=["stock", "streaming"])
+def test_trainer(cluster: None, tmp_path: Path, uses_hooks: bool) -> None:
+    fp8(folder := tmp_path / "model")
+    for went_on, resumed_there in run_ranks(2, train_by_trainer, folder, tmp_path / "out", uses_hooks, timeout=300):
+        assert went_on == resumed_there

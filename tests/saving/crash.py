@@ -1,0 +1,191 @@
+"""Saves that die, or whose disk fails, at every single step: ``python -m tests.saving.crash --trials 200``.
+
+A trial saves over an older checkpoint of the same names. One rank is killed, or gets an error from the system, before
+its n-th call that changes files. Afterwards the folder must hold the old checkpoint, byte for byte, or the new one;
+or the new one once the next to use the folder has finished it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import random
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tqdm import tqdm
+
+from hf_zero_stream.saving.files import UNFINISHED, finish_interrupted
+from tests.support.cluster import run_ranks_expecting_errors, warm_up
+from tests.support.loading import load_with
+from tests.support.parity import ds_config
+from tests.support.saving import SHARD_SIZE, contents
+from tests.support.zoo import make_checkpoint
+
+
+NAME = "qwen3_moe"
+CHANGING = ("open", "pwritev", "fsync", "posix_fallocate", "replace", "unlink", "mkdir", "rmdir")
+FAULTS = {"killed": None, "no space": errno.ENOSPC, "i/o error": errno.EIO}
+
+
+def make_checkpoints(folder: Path) -> tuple[Path, Path, dict[str, bytes]]:
+    """Two checkpoints with the same names and other values, and what the second is when it is saved."""
+    first, second = (make_checkpoint(NAME, folder / name, torch.bfloat16) for name in ("first", "second"))
+    for path in second.glob("*.safetensors"):
+        save_file({name: value + 1 for name, value in load_file(path).items()}, path, metadata={"format": "pt"})
+    for checkpoint, name in ((first, "old"), (second, "new")):
+        plain = load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": torch.bfloat16})
+        plain.save_pretrained(folder / name, max_shard_size=SHARD_SIZE)
+    return folder / "old", second, contents(folder / "new")
+
+
+def strike(step: int, fault: str) -> Callable[[], int]:
+    """Have this process fail at its n-th call that changes files; returns what counts the calls so far."""
+    calls = [0]
+
+    def replaced(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == step + 1:
+                if FAULTS[fault] is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                raise OSError(FAULTS[fault], os.strerror(FAULTS[fault] or 0))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in CHANGING:
+        setattr(os, name, replaced(getattr(os, name)))
+    return lambda: calls[0]
+
+
+def save(model: Any, folder: Path) -> None:
+    import hf_zero_stream
+
+    hf_zero_stream.save_pretrained(model, folder, max_shard_size=SHARD_SIZE)
+
+
+def check(folder: Path, old: dict[str, bytes], new: dict[str, bytes]) -> str:
+    """What a trial has left: ``"old"``, ``"new"``, or ``"finished"`` if it had to be.
+
+    Raises:
+        AssertionError: something else.
+    """
+
+    def visible() -> dict[str, bytes]:
+        return {name: data for path in [folder] for name, data in _files(path).items()}
+
+    before = visible()
+    assert all(data in (old.get(name), new.get(name)) for name, data in before.items()), "a file that is not complete"
+    finished = finish_interrupted(folder)
+    after = visible()
+    if after == new:
+        return "finished" if finished or before != new else "new"
+    assert after == old, f"neither old nor new: {sorted(after)}"
+    return "old"
+
+
+def _files(folder: Path) -> dict[str, bytes]:
+    return {entry.name: entry.read_bytes() for entry in folder.iterdir() if not entry.name.startswith(UNFINISHED)}
+
+
+def trials_of_one_rank(
+    checkpoint: Path, old_folder: Path, new: dict[str, bytes], faults: list[str], stride: int = 1
+) -> Counter[str]:
+    """One rank, which fails in turn at each of its steps, or at each `stride`-th."""
+    old = contents(old_folder)
+    model = load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": torch.bfloat16})
+    return at_each_step(old_folder, partial(save, model), partial(check, old=old, new=new), faults, stride)
+
+
+def at_each_step(
+    old_folder: Path,
+    save: Callable[[Path], None],
+    check: Callable[[Path], str],
+    faults: Sequence[str],
+    stride: int = 1,
+) -> Counter[str]:
+    """What is left of saves into copies of `old_folder`, by processes that fail at each `stride`-th of their steps."""
+    found: Counter[str] = Counter()
+    for fault in faults:
+        step = 0
+        while True:
+            with tempfile.TemporaryDirectory() as parent:
+                folder = Path(shutil.copytree(old_folder, Path(parent) / "saved"))
+                child = os.fork()
+                if child == 0:
+                    os.close(2)
+                    tqdm.set_lock(threading.RLock())  # the one that processes share dies with one that holds it
+                    code = 1
+                    try:
+                        count = strike(step, fault)
+                        save(folder)
+                        code = 3 if count() <= step else 0
+                    finally:
+                        os._exit(code)
+                _, status = os.waitpid(child, 0)
+                found[f"{fault}: {check(folder)}"] += 1
+            if os.waitstatus_to_exitcode(status) == 3:  # the save had ended before
+                break
+            step += stride
+    return found
+
+
+def save_with_fault(checkpoint: Path, folder: Path, rank: int, step: int, fault: str) -> None:
+    import torch.distributed as dist
+
+    model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(torch.bfloat16), {})
+    if dist.get_rank() == rank:
+        strike(step, fault)
+    save(model, folder)
+
+
+def trial_of_two_ranks(
+    checkpoint: Path, old_folder: Path, new: dict[str, bytes], rank: int, step: int, fault: str
+) -> str:
+    """Two ranks, one of which fails; the other raises an error of ours, in seconds."""
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(shutil.copytree(old_folder, Path(parent) / "saved"))
+        outcomes = run_ranks_expecting_errors(2, save_with_fault, checkpoint, folder, rank, step, fault)
+        left = check(folder, contents(old_folder), new)
+        other = outcomes[1 - rank]
+        if outcomes[rank].error_type is None:
+            assert left == "new" and other.error_type is None
+            return "the save had ended before"
+        assert other.error_type in ("SaveError", "PeerError"), other.error_message
+        assert other.seconds < 30
+        return f"{fault}: {left}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=200, help="trials of two ranks, beside all steps of one")
+    arguments = parser.parse_args()
+    generator = random.Random(0)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        old, checkpoint, new = make_checkpoints(Path(folder))
+        found = trials_of_one_rank(checkpoint, old, new, list(FAULTS))
+        print(f"one rank, every step: {sum(found.values())} trials, {dict(found)}", flush=True)
+        warm_up()
+        counts: Counter[str] = Counter()
+        for _ in range(arguments.trials):
+            rank, fault = generator.randrange(2), generator.choice(list(FAULTS))
+            counts[trial_of_two_ranks(checkpoint, old, new, rank, generator.randrange(40), fault)] += 1
+        print(f"two ranks, random steps: {sum(counts.values())} trials, {dict(counts)}")
+    print(f"{time.perf_counter() - began:.0f} s; every folder held the old checkpoint or the new one")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""Inside ``streaming()`` the usual ways to save give what they give without it, and gather nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving.calls import led
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.parity import ds_config
+from tests.support.saving import SHARD_SIZE, different, trainer_arguments
+
+
+INDEX = "model.safetensors.index.json"
+
+
+@contextmanager
+def gathers_counted() -> Iterator[list[str]]:
+    """Every time that DeepSpeed gathers the parameters of a whole model to save it."""
+    from deepspeed import DeepSpeedEngine
+
+    calls: list[str] = []
+    original = DeepSpeedEngine._zero3_consolidated_16bit_state_dict
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append("gathered")
+        return original(self, *args, **kwargs)
+
+    DeepSpeedEngine._zero3_consolidated_16bit_state_dict = counted
+    try:
+        yield calls
+    finally:
+        DeepSpeedEngine._zero3_consolidated_16bit_state_dict = original
+
+
+def join_as_launched() -> None:
+    """accelerate finds the ranks that the tests' cluster has made, as it would find a launcher's."""
+    from accelerate import PartialState
+
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+
+
+def prepared(checkpoint: Path, stage: int = 3, **zero: Any) -> tuple[Any, Any]:
+    """An accelerator and the engine that it made, as a training script has them."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    import hf_zero_stream
+
+    join_as_launched()
+    config = ds_config(torch.bfloat16, stage=stage, stage3_gather_16bit_weights_on_model_save=True, **zero)
+    config["gradient_accumulation_steps"] = 1
+    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.bfloat16)
+    return accelerator, accelerator.prepare(model)
+
+
+def with_accelerate(checkpoint: Path, folder: Path, stage: int) -> dict[str, Any]:
+    import hf_zero_stream
+
+    accelerator, engine = prepared(checkpoint, stage)
+    found = {}
+    for name, context in (("stock", nullcontext()), ("ours", hf_zero_stream.streaming())):
+        with context, gathers_counted() as gathers:
+            accelerator.unwrap_model(engine).save_pretrained(
+                folder / name / "state dict",
+                is_main_process=accelerator.is_main_process,
+                save_function=accelerator.save,
+                state_dict=accelerator.get_state_dict(engine),
+                max_shard_size=SHARD_SIZE,
+            )
+            accelerator.save_model(engine, folder / name / "save_model", max_shard_size=SHARD_SIZE)
+            if stage == 3 and name == "ours":
+                engine.module.save_pretrained(folder / "alone", max_shard_size=SHARD_SIZE)
+        accelerator.wait_for_everyone()
+        found[name] = len(gathers)
+    return found
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_accelerate(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path, stage: int) -> None:
+    checkpoint = zoo_checkpoint("qwen3_moe", torch.bfloat16)
+    found = run_ranks(2, with_accelerate, checkpoint, tmp_path, stage)
+    assert found == [{"stock": 2 if stage == 3 else 0, "ours": 0}] * 2
+    for name in ("state dict", "save_model"):
+        differing = different(tmp_path / "ours" / name, tmp_path / "stock" / name)
+        if stage == 3 and differing == [INDEX]:
+            # Stock counts the elements of partitioned parameters as none, and padding as bytes of the checkpoint.
+            ours, stock = (json.loads((tmp_path / how / name / INDEX).read_text()) for how in ("ours", "stock"))
+            assert ours["weight_map"] == stock["weight_map"]
+            differing = []
+        assert differing == []
+    if stage == 3:
+        assert different(tmp_path / "alone", tmp_path / "ours" / "state dict") == []
+
+
+def with_trainer(checkpoint: Path, folder: Path, name: str) -> dict[str, Any]:
+    import hf_zero_stream
+
+    if name != "ours, Trainer imported late":
+        import transformers.trainer  # noqa: F401
+    with hf_zero_stream.streaming() if name != "stock" else nullcontext(), gathers_counted() as gathers:
+        from transformers import AutoModelForCausalLM, Trainer
+
+        join_as_launched()
+        arguments = trainer_arguments(folder / name / "run", max_steps=2, save_steps=2)
+        assert arguments.world_size == 2
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        ids = torch.arange(16) * 37 % 300
+        trainer = Trainer(model=model, args=arguments, train_dataset=[{"input_ids": ids, "labels": ids}] * 8)
+        trainer.train()
+        trainer.save_model(str(folder / name / "final"))
+        dist.barrier()
+    return {"gathers": len(gathers), "restored": "hf_zero_stream" not in Trainer.save_model.__code__.co_filename}
+
+
+def test_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    checkpoint = zoo_checkpoint("qwen3_moe")
+    gathers = {"stock": 2, "ours": 0, "ours, Trainer imported late": 0}
+    for name, count in gathers.items():
+        found = run_ranks(2, with_trainer, checkpoint, tmp_path, name)
+        assert found == [{"gathers": count, "restored": True}] * 2
+        for folder in ("final", "run/checkpoint-2"):
+            names = different(tmp_path / name / folder, tmp_path / "stock" / folder)
+            assert set(names) <= {"training_args.bin", "trainer_state.json"}
+            assert (tmp_path / name / folder / "model.safetensors").exists()
+
+
+def saved_by_one(checkpoint: Path, folder: Path) -> None:
+    import hf_zero_stream
+    from hf_zero_stream.saving import save as saving
+
+    saving.ARRIVAL_S = 1.0
+    accelerator, engine = prepared(checkpoint)
+    with hf_zero_stream.streaming():
+        state_dict = accelerator.get_state_dict(engine)
+        if accelerator.is_main_process:
+            with pytest.raises(SaveError, match="Only 1 of 2 ranks .* accelerator.is_main_process"):
+                accelerator.unwrap_model(engine).save_pretrained(folder / "alone", state_dict=state_dict)
+        accelerator.wait_for_everyone()
+        saving.ARRIVAL_S = 60.0
+        accelerator.unwrap_model(engine).save_pretrained(folder / "together", state_dict=state_dict)
+
+
+def test_saving_is_for_all_ranks(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    run_ranks(2, saved_by_one, zoo_checkpoint("qwen3_moe", torch.bfloat16), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["together"]
+
+
+def values_of_a_state_dict(checkpoint: Path) -> str:
+    import hf_zero_stream
+
+    accelerator, engine = prepared(checkpoint)
+    with hf_zero_stream.streaming():
+        state_dict = accelerator.get_state_dict(engine)
+        assert state_dict["model.embed_tokens.weight"].shape[1] == engine.module.config.hidden_size
+        with pytest.raises(hf_zero_stream.errors.UnsupportedError, match="GatheredParameters") as caught:
+            state_dict["model.embed_tokens.weight"].sum().item()
+    return str(caught.value)
+
+
+def test_a_state_dict_has_no_values(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
+    run_ranks(2, values_of_a_state_dict, zoo_checkpoint("qwen3_moe", torch.bfloat16))
+
+
+def saved_while_leading(checkpoint: Path, folder: Path) -> None:
+    """On one rank of two, what all ranks must call."""
+    from hf_zero_stream import streaming
+
+    accelerator, engine = prepared(checkpoint)
+    with streaming():
+        led(engine, lambda: accelerator.save_model(engine, folder / "led"))
+
+
+def test_save_model_in_a_save_that_rank_0_leads(
+    cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    first, second = run_ranks_expecting_errors(2, saved_while_leading, zoo_checkpoint("llama"), tmp_path)
+    assert first.error_type == second.error_type == "UnsupportedError"
+    assert "only rank 0 runs this code" in (first.error_message or "")
+    assert max(first.seconds, second.seconds) < 60

@@ -1,0 +1,203 @@
+"""What we save of a partitioned model is, byte for byte, what transformers saves of the whole one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from tests.support.cluster import run_ranks
+from tests.support.parity import ds_config, three_losses
+from tests.support.saving import different, save_loaded, save_stock, save_trained, saves_with
+from tests.support.zoo import ZOO, make_moe_checkpoint
+
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture(scope="module")
+def stock(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What transformers saves of every model of the zoo."""
+    folder = tmp_path_factory.mktemp("stock")
+    for name in ZOO:
+        save_stock(name, zoo_checkpoint(name, BF16), folder / name, BF16)
+    return folder
+
+
+@pytest.mark.parametrize(("world_size", "write_from"), [(1, "all"), (2, "all"), (3, "all"), (4, "all"), (3, "rank0")])
+@pytest.mark.sample(1)
+def test_every_architecture(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    stock: Path,
+    tmp_path: Path,
+    world_size: int,
+    write_from: str,
+) -> None:
+    checkpoints = [zoo_checkpoint(name, BF16) for name in ZOO]
+    found = run_ranks(world_size, save_with, list(ZOO), checkpoints, tmp_path, {}, {"write_from": write_from})
+    assert all(found[0] == reports for reports in found)
+    for name, report in zip(ZOO, found[0], strict=True):
+        assert different(tmp_path / name, stock / name) == [], name
+        assert report["materialised"] == {}
+        written = [rank["bytes_written"] for rank in report["ranks"]]
+        if write_from == "rank0":
+            assert written[1:] == [0] * (world_size - 1)
+        else:
+            assert max(written) <= 1.1 * sum(written) / world_size, "every rank should write its share"
+
+
+def test_in_another_dtype(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Tied weights stay tied when they are cast."""
+    checkpoints = [zoo_checkpoint(name, BF16) for name in ZOO]
+    for name, checkpoint in zip(ZOO, checkpoints, strict=True):
+        save_stock(name, checkpoint, tmp_path / "stock" / name, BF16, cast=FP32)
+    run_ranks(2, save_with, list(ZOO), checkpoints, tmp_path / "ours", {"dtype": FP32})
+    for name in ZOO:
+        assert different(tmp_path / "ours" / name, tmp_path / "stock" / name) == [], name
+
+
+def save_with(
+    names: list[str],
+    checkpoints: list[Path],
+    folder: Path,
+    kwargs: dict[str, Any],
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> Any:
+    # Chunks of a few elements, so that there are many of them.
+    with saves_with(chunk_bytes=4096, verify="full", **settings):
+        return save_loaded(names, checkpoints, folder, ds_config(BF16), **kwargs)
+
+
+def without_zero(names: list[str], checkpoints: list[Path], folder: Path) -> Any:
+    """Without DeepSpeed every rank has everything, and writes its share."""
+    import transformers
+
+    import hf_zero_stream
+
+    reports = []
+    for name, checkpoint in zip(names, checkpoints, strict=True):
+        model = getattr(transformers, ZOO[name].auto_class).from_pretrained(checkpoint, dtype=BF16)
+        with saves_with(chunk_bytes=4096):
+            report = hf_zero_stream.save_pretrained(model, folder / name, max_shard_size="40KB")
+        reports.append([rank.bytes_written for rank in report.ranks])
+    return reports
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_replicas(
+    cluster: None, zoo_checkpoint: Callable[..., Path], stock: Path, tmp_path: Path, world_size: int
+) -> None:
+    names = ["qwen3_moe", "qwen3_vl_moe", "t5"]
+    checkpoints = [zoo_checkpoint(name, BF16) for name in names]
+    for written in run_ranks(world_size, without_zero, names, checkpoints, tmp_path)[0]:
+        assert max(written) <= 1.2 * sum(written) / world_size
+    for name in names:
+        assert different(tmp_path / name, stock / name) == [], name
+
+
+def freeze_half(model: nn.Module) -> None:
+    for name, param in model.named_parameters():
+        param.requires_grad_("layers.1" in name or "lm_head" in name)
+
+
+OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "zero", "prepare"),
+    [
+        (2, {}, None),
+        (3, OFFLOAD, freeze_half),
+        (4, {"zero_hpz_partition_size": 2}, None),
+        (3, {"stage": 2}, None),
+        # With round_robin_gradients DeepSpeed's own function gives the values of other parameters: see
+        # tests/loading/test_live_optimizers.py.
+        (2, {"stage": 1}, freeze_half),
+        (2, {"stage": 0}, None),
+    ],
+    ids=["zero3", "offload_frozen", "hpz", "stage2", "stage1_frozen", "stage0"],
+)
+@pytest.mark.sample(2)
+def test_after_training(
+    cluster: None,
+    zoo_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    world_size: int,
+    zero: dict[str, Any],
+    prepare: Callable[[nn.Module], None] | None,
+) -> None:
+    dtypes = [None, FP32] if zero.get("stage", 3) else [None]
+    checkpoint = zoo_checkpoint("qwen3_moe", BF16)
+    found = run_ranks(world_size, save_trained, checkpoint, tmp_path, ds_config(BF16, **zero), prepare, dtypes)
+    assert len(set(found[0]["losses"])) == 3, "three steps must change the loss"
+    for dtype in dtypes:
+        assert different(tmp_path / f"ours {dtype}", tmp_path / f"stock {dtype}") == []
+
+
+@pytest.mark.usefixtures("async_io")
+def test_from_swap_files(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    checkpoint = make_moe_checkpoint(tmp_path / "moe", 4e7, num_layers=4, num_experts=32)
+    offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "swap"), "buffer_size": 2**23}}
+    found = run_ranks(2, save_swapped, checkpoint, tmp_path, ds_config(BF16, **offload))
+    assert found[0] >= 8, "the fused experts should be in swap files"
+    assert different(tmp_path / "ours", tmp_path / "stock") == []
+
+
+def save_swapped(checkpoint: Path, folder: Path, config: dict[str, Any]) -> int:
+    import torch.distributed as dist
+    from transformers import AutoModelForCausalLM
+
+    import hf_zero_stream
+
+    if dist.get_rank() == 0:
+        plain = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=BF16)
+        plain.save_pretrained(folder / "stock", max_shard_size="20MB")
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, ds_config=config)
+    hf_zero_stream.save_pretrained(model, folder / "ours", max_shard_size="20MB")
+    return sum(param.ds_tensor.final_location == "nvme" for param in model.parameters())
+
+
+def save_trained_from_swap_files(checkpoint: Path, folder: Path, config: dict[str, Any]) -> list[str]:
+    """Names of parameters that are not saved as DeepSpeed itself gives them, in 16 bit and in fp32."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    import hf_zero_stream
+
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(checkpoint, ds_config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    three_losses(engine, inputs)
+    with saves_with(verify="full"):
+        hf_zero_stream.save_pretrained(engine, folder / "bf16", save_original_format=False)
+    hf_zero_stream.save_pretrained(engine, folder / "fp32", save_original_format=False, dtype=FP32)
+    saved = {dtype: load_file(folder / dtype / "model.safetensors") for dtype in ("bf16", "fp32")}
+    found = []
+    for name, param in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([param]):
+            if not torch.equal(param.data, saved["bf16"][name]):
+                found.append(f"{name} in 16 bit")
+        if not torch.equal(safe_get_full_fp32_param(param), saved["fp32"][name]):
+            found.append(f"{name} in fp32")
+    return found
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    ids = torch.arange(32).view(2, 16) * 37 % 1000
+    return {"input_ids": ids, "labels": ids}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("async_io")
+def test_from_swap_files_after_training(cluster: None, tmp_path: Path) -> None:
+    checkpoint = make_moe_checkpoint(tmp_path / "moe", 4e7, num_layers=4, num_experts=32)
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path / "swap"), "buffer_size": 2**23}
+    zero = {"offload_param": nvme, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "swap")}}
+    found = run_ranks(2, save_trained_from_swap_files, checkpoint, tmp_path, ds_config(BF16, **zero))
+    assert found == [[], []]

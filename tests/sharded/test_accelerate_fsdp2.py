@@ -1,0 +1,303 @@
+"""accelerate's FSDP2: nothing is read before ``prepare`` but buffers, and then each rank reads its own shards.
+
+accelerate has FSDP on accelerators only. What is not the CPU's own here is in
+``tests/support/fsdp2.py::force_fsdp_on_cpu``.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import nn
+
+import hf_zero_stream
+from hf_zero_stream.errors import UnsupportedError
+from tests.bindings.test_trl import make_tokenizer
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.fsdp2 import Training, announce, count_lazy, force_fsdp_on_cpu, load, make_accelerator, train
+
+
+Checkpoint = Callable[..., Path]
+
+
+def with_adapters(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"]))
+
+
+def frozen_and_cast(model: Any) -> Any:
+    model.to(torch.bfloat16).model.embed_tokens.requires_grad_(False)
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def resized(model: Any) -> Any:
+    model.resize_token_embeddings(320)
+    return model
+
+
+TRAININGS = {
+    "plain": Training("llama"),
+    "tied": Training("qwen3"),
+    "mixture": Training("qwen3_moe"),
+    "mixed precision, activation checkpointing": Training(
+        "llama", "bf16", {"activation_checkpointing": True}, {"dtype": torch.bfloat16}
+    ),
+    "frozen, cast, gradient checkpointing": Training("llama", change=frozen_and_cast),
+    "resized": Training("llama", change=resized),
+    # Stock gives the optimizers of all but rank 0 one of the missing parameters in place of each of them.
+    "missing": Training("llama", kwargs={"num_hidden_layers": 3}, stock_is_efficient=False),
+    # Stock raises: a buffer that is saved is no DTensor.
+    "saved buffers": Training("deepseek_v3", stock_is_efficient=False),
+    "adapters": Training("llama", change=with_adapters),
+    "ignored": Training("llama", settings={"ignored_modules": r"model\.layers\.0"}),
+}
+
+
+def train_in_turn(folders: dict[str, Path], efficient: bool) -> dict[str, list[dict[str, Any]]]:
+    """Ours and stock's results of each training."""
+    return {
+        title: [
+            training.run(folders[training.name], streams=streams, efficient=efficient) for streams in (True, False)
+        ]
+        for title, training in TRAININGS.items()
+    }
+
+
+@pytest.mark.parametrize("efficient", [True, False])
+@pytest.mark.sample(1)
+def test_losses_equal_stock(cluster: None, zoo_checkpoint: Checkpoint, efficient: bool) -> None:
+    folders = {training.name: zoo_checkpoint(training.name) for training in TRAININGS.values()}
+    for found in run_ranks(2, train_in_turn, folders, efficient, timeout=240):
+        for title, (ours, stock) in found.items():
+            assert ours["losses"] == stock["losses"], title
+            assert len(set(ours["losses"])) == 3, title
+            assert ours["lazy"] and not ours["left"] and not stock["lazy"], title
+            report = ours["report"]
+            assert report.bytes_read <= 1.05 * report.bytes_needed, title
+
+
+def use_unprepared(folder: Path) -> dict[str, Any]:
+    """What works on a lazy model as on a plain one, and what raises which error."""
+    announce(cpu_ram_efficient_loading=True)
+    make_accelerator()
+    plain = transformers.AutoModelForCausalLM.from_config(load("llama", folder).config)
+    plain.load_state_dict(load_file_of(folder))
+    tokens = torch.tensor([[5, 6, 7]])
+
+    def trained(model: Any) -> torch.Tensor:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # made while the model is lazy
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        return model.lm_head.weight.detach()
+
+    def assigned(model: Any) -> torch.Tensor:
+        model.lm_head.weight.data = model.lm_head.weight.data * 2
+        return model(input_ids=tokens).logits
+
+    def saved(model: Any) -> torch.Tensor:
+        model.save_pretrained(folder.parent / f"saved {dist.get_rank()} {count_lazy(model)}")
+        return model.lm_head.weight
+
+    def copied(model: Any) -> torch.Tensor:
+        return copy.deepcopy(model)(input_ids=tokens).logits
+
+    uses: list[Callable[[Any], torch.Tensor]] = [
+        lambda model: model.lm_head.weight.sum(),
+        lambda model: model(input_ids=tokens).logits,
+        lambda model: model.bfloat16()(input_ids=tokens).logits,
+        lambda model: model.model(input_ids=tokens).last_hidden_state,
+        lambda model: model.generate(input_ids=tokens, max_new_tokens=3, do_sample=False),
+        lambda model: model.state_dict()["lm_head.weight"],
+        lambda model: torch.tensor(model.num_parameters()),
+        trained,
+        assigned,
+        saved,
+        copied,
+    ]
+    unequal = [
+        number
+        for number, use in enumerate(uses)
+        if not torch.equal(use(load("llama", folder)), use(copy.deepcopy(plain)))
+    ]
+    refused: list[Callable[[Any], Any]] = [
+        lambda model: nn.init.zeros_(model.lm_head.weight),
+        lambda model: model.lm_head.weight.data.mul_(2),
+        lambda model: pickle.dumps(model),
+        lambda model: torch.save(model.lm_head.weight, io.BytesIO()),
+    ]
+    messages = []
+    for refuse in refused:
+        with pytest.raises(UnsupportedError) as caught:
+            refuse(load("llama", folder))
+        messages.append(str(caught.value))
+    del caught, uses, refused  # the error's frames hold a model
+    gc.collect()
+    is_restored = not isinstance(accelerate.accelerator.fsdp2_prepare_model, functools.partial)
+    return {"unequal": unequal, "messages": messages, "restored": is_restored}
+
+
+def load_file_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def test_models_that_are_not_prepared(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    for found in run_ranks(2, use_unprepared, zoo_checkpoint("llama")):
+        assert not found["unequal"], found
+        assert all("memory" in message or "pickled" in message for message in found["messages"]), found
+        assert found["restored"], "what was replaced must be put back when no lazy model lives"
+
+
+def prepare_after_use(folder: Path) -> list[list[float]]:
+    """Ranks that have used the model before, two models in one, and the accelerators that do not shard."""
+    found = []
+    for users in ([], [0], [0, 1]):
+        announce()
+        accelerator = make_accelerator()
+        model = load("llama", folder)
+        if dist.get_rank() in users:
+            model(input_ids=torch.tensor([[5]]))
+        found.append(train(model, accelerator, "llama"))
+    for streams in (True, False):
+        announce()
+        accelerator = make_accelerator()
+        pair = Pair(*(load("llama", folder, streams=streams) for _ in range(2)))
+        found.append(train(pair, accelerator, "llama"))
+    for streams in (True, False):
+        announce()
+        model = load("llama", folder, streams=streams)
+        AcceleratorState._reset_state(reset_partial_state=True)
+        os.environ["ACCELERATE_USE_FSDP"] = "false"
+        found.append(train(model, accelerate.Accelerator(cpu=True), "llama"))  # DistributedDataParallel
+        assert not count_lazy(model)
+    return found
+
+
+class Pair(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, **inputs: Any) -> Any:
+        output = self.first(**inputs)
+        output.loss = output.loss + self.second(**inputs).loss
+        return output
+
+
+def test_what_is_prepared(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    for of_none, of_one, of_all, pair, stock_pair, ddp, stock_ddp in run_ranks(
+        2, prepare_after_use, zoo_checkpoint("llama")
+    ):
+        assert of_none == of_one == of_all
+        assert pair == stock_pair and ddp == stock_ddp
+
+
+def prepare_where_a_file_is_gone(folder: Path) -> None:
+    announce()
+    accelerator = make_accelerator()
+    model = load("llama", folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        sorted(folder.glob("*.safetensors"))[0].unlink()
+    dist.barrier()
+    train(model, accelerator, "llama")
+
+
+def test_a_lost_file_is_an_error_of_all_ranks(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
+    for outcome in run_ranks_expecting_errors(2, prepare_where_a_file_is_gone, folder):
+        assert outcome.error_type == "ReadError" and ".safetensors: cannot open" in (outcome.error_message or "")
+
+
+def fine_tune(folder: Path, output: Path) -> list[Any]:
+    """By the Trainer, whose arguments alone say that FSDP2 is going to shard the model."""
+    found: list[Any] = []
+    for streams in (True, False):
+        force_fsdp_on_cpu()
+        args = transformers.TrainingArguments(
+            output_dir=str(output),
+            fsdp=True,
+            fsdp_config={"version": 2},
+            accelerator_config={"use_configured_state": True},
+            max_steps=3,
+            per_device_train_batch_size=1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+        )
+        model = load("llama", folder, streams=streams)
+        lazy = count_lazy(model)
+        data = [{"input_ids": [5 + row, 6, 7], "labels": [5 + row, 6, 7]} for row in range(8)]
+        trainer = transformers.Trainer(model, args, train_dataset=data)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((losses, bool(lazy), count_lazy(model)))
+    return found
+
+
+def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for (losses, lazy, left), (stock, *_) in run_ranks(2, fine_tune, zoo_checkpoint("llama"), tmp_path):
+        assert losses == stock and len(set(losses)) == 3
+        assert lazy and not left
+
+
+def fine_tune_by_trl(folder: Path, output: Path) -> list[Any]:
+    """TRL calls ``from_pretrained`` itself, before it makes its Accelerator."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    found: list[Any] = []
+    for streams in (True, False):
+        force_fsdp_on_cpu()
+        args = SFTConfig(
+            output_dir=str(output),
+            fsdp=True,
+            fsdp_config={"version": 2},
+            bf16=False,
+            accelerator_config={"use_configured_state": True},
+            max_steps=3,
+            per_device_train_batch_size=1,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+            model_init_kwargs={"dtype": "float32"},
+        )
+        data = Dataset.from_dict({"text": ["a small model learns words"] * 8})
+        with hf_zero_stream.streaming() if streams else nullcontext():
+            trainer = SFTTrainer(model=str(folder), args=args, train_dataset=data)
+        lazy = count_lazy(trainer.model)
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        found.append((losses, bool(lazy), count_lazy(trainer.model)))
+    return found
+
+
+@pytest.mark.slow
+def test_trl(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "model")
+    make_tokenizer(folder)
+    for (losses, lazy, left), (stock, *_) in run_ranks(2, fine_tune_by_trl, folder, tmp_path / "out"):
+        assert losses == stock and len(set(losses)) == 3
+        assert lazy and not left

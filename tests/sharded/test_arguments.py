@@ -1,0 +1,178 @@
+"""What else is said in a `from_pretrained` that shards: as in plain loading, and errors as stock's."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from tests.loading.test_adapters import make_adapter
+from tests.loading.test_arguments import one_shard
+from tests.support.cluster import run_ranks
+from tests.support.nested_models import AroundOne, make_around_one, make_bert
+from tests.support.sharded import Case, even_model, sharded_differences, wrong_cases
+from tests.support.zoo import build_model
+
+
+CAUSAL = "AutoModelForCausalLM"
+Checkpoint = Callable[..., Path]
+
+FSDP, TP = {"fsdp_size": 2}, {"tp_size": 2}
+
+
+def make_lora(base: Path, folder: Path) -> Path:
+    """An adapter that has no module of its own."""
+    model = peft.get_peft_model(build_model("llama"), peft.LoraConfig(r=3, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.requires_grad:
+                param.normal_()
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_arguments(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder, model, bins = zoo_checkpoint("llama"), build_model("llama"), tmp_path / "bins"
+    model.save_pretrained(tmp_path / "variant", variant="fp9", max_shard_size="60KB")
+    shutil.copytree(folder, tmp_path / "deep" / "model")
+    renamed = one_shard(zoo_checkpoint("qwen3_moe"), tmp_path / "renamed", lambda key: key.replace("model.", "t."))
+    model.config.save_pretrained(bins)
+    torch.save(model.state_dict(), bins / "pytorch_model.bin")
+    cases: dict[str, Case] = {
+        "variant": (CAUSAL, tmp_path / "variant", {"variant": "fp9"}),
+        "subfolder": (CAUSAL, tmp_path, {"subfolder": "deep/model"}),
+        "key_mapping": (CAUSAL, renamed, {"key_mapping": {r"^t\.": "model."}}),
+        "state_dict": ("LlamaForCausalLM", None, {"config": model.config, "state_dict": model.state_dict()}),
+        "bin": (CAUSAL, bins, {}),
+        "mismatched": (CAUSAL, folder, {"vocab_size": 30, "ignore_mismatched_sizes": True}),
+        "dtype": (CAUSAL, folder, {"dtype": torch.bfloat16}),
+        "adapter": (CAUSAL, make_lora(folder, tmp_path / "adapter"), {}),
+    }
+    assert run_ranks(2, wrong_cases, cases, [FSDP, TP]) == [{}, {}]
+
+
+# ----------------------------------------------------------------------------------------- the arguments that shard
+
+
+def load_in_all_forms(folder: Path) -> dict[str, Any]:
+    """What of each form is neither as in stock nor as in plain loading."""
+    import hf_zero_stream
+
+    transformers.utils.logging.set_verbosity_error()
+    model_class = transformers.AutoModelForCausalLM
+    plain, found = model_class.from_pretrained(folder), {}
+    forms: dict[str, dict[str, Any]] = {
+        "tp_plan": {"tp_plan": "auto"},
+        "tp_size": {"tp_size": 2},
+        "both": {"tp_plan": "auto", "tp_size": 2},
+        "device_mesh": {"tp_plan": "auto", "device_mesh": init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))},
+        "dict": {"distributed_config": {"fsdp_size": 2}},
+        "tp_plan inside": {"distributed_config": DistributedConfig(tp_plan="auto")},
+        "own plan": {"distributed_config": DistributedConfig(tp_size=2, tp_plan={"lm_head": "colwise"})},
+        "experts": {"distributed_config": DistributedConfig(fsdp_size=2, ep_size=2)},
+    }
+    for name, kwargs in forms.items():
+        stock = model_class.from_pretrained(folder, **kwargs)
+        with hf_zero_stream.streaming():
+            model = model_class.from_pretrained(folder, **kwargs)
+        layouts = [
+            {name: str(getattr(param, "placements", "")) for name, param in each.named_parameters()}
+            for each in (stock, model)
+        ]
+        found[name] = sharded_differences(model, plain) + ([] if layouts[0] == layouts[1] else ["layout"])
+        if not hasattr(model, "streaming_report") or not any(isinstance(p, DTensor) for p in model.parameters()):
+            found[name].append("not streamed")
+    model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(folder, tp_size=2)
+    found["Streaming class"] = sharded_differences(model, plain)
+    return found
+
+
+def test_all_forms(cluster: None, tmp_path: Path) -> None:
+    even_model("qwen3_moe").save_pretrained(tmp_path)
+    for found in run_ranks(2, load_in_all_forms, tmp_path):
+        assert len(found) == 9 and not any(found.values()), found
+
+
+def unsharded(folder: Path) -> list[bool]:
+    """Whether these, which ask for nothing, shard."""
+    import hf_zero_stream
+
+    found = []
+    for kwargs in (
+        {"distributed_config": DistributedConfig(enable_expert_parallel=True)},
+        {"distributed_config": DistributedConfig(fsdp_size=1, tp_size=1)},
+        {"distributed_config": {}},
+        {"device_mesh": init_device_mesh("cpu", (2,))},
+    ):
+        with hf_zero_stream.streaming():
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, **kwargs)
+        found.append(any(isinstance(param, DTensor) for param in model.parameters()))
+    return found
+
+
+def test_arguments_that_ask_for_nothing(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    assert run_ranks(2, unsharded, zoo_checkpoint("llama")) == [[False] * 4] * 2
+
+
+def errors_of_both(folders: dict[str, Path]) -> dict[str, Any]:
+    """The type and the text of stock's error and of ours."""
+    import hf_zero_stream
+
+    auto, found = transformers.AutoModelForCausalLM, {}
+    bert = transformers.AutoModelForMaskedLM
+    calls: dict[str, Callable[[], Any]] = {
+        "too many ranks": lambda: auto.from_pretrained(folders["llama"], distributed_config={"fsdp_size": 3}),
+        "too few ranks": lambda: auto.from_pretrained(
+            folders["llama"], distributed_config=DistributedConfig(fsdp_size=2, tp_size=2)
+        ),
+        "no such size": lambda: auto.from_pretrained(folders["llama"], distributed_config={"tp_size": 0}),
+        "both": lambda: auto.from_pretrained(folders["llama"], tp_size=2, distributed_config={"tp_size": 2}),
+        "device_map": lambda: auto.from_pretrained(folders["llama"], tp_size=2, device_map="cpu"),
+        "no plan": lambda: bert.from_pretrained(folders["bert"], distributed_config={"tp_size": 2, "ep_size": 2}),
+        "no such plan": lambda: auto.from_pretrained(
+            folders["llama"], distributed_config={"tp_size": 2, "tp_plan": {"lm_head": "diagonal"}}
+        ),
+        "experts alone": lambda: auto.from_pretrained(
+            folders["moe"], distributed_config={"tp_size": 2, "enable_expert_parallel": True}
+        ),
+        "path": lambda: auto.from_pretrained("/nowhere/at/all", distributed_config={"fsdp_size": 2}),
+        "mismatched": lambda: auto.from_pretrained(folders["llama"], vocab_size=9, tp_size=2),
+        "modules_to_save": lambda: auto.from_pretrained(folders["adapter"], distributed_config={"fsdp_size": 2}),
+        "nested": lambda: AroundOne.from_pretrained(folders["nested"], distributed_config={"fsdp_size": 2}),
+    }
+    transformers.utils.logging.set_verbosity_error()
+    for name, call in calls.items():
+        pair = []
+        for block in (None, hf_zero_stream.streaming()):
+            dist.barrier()
+            try:
+                if block is None:
+                    call()
+                else:
+                    with block:
+                        call()
+                pair.append("no error")
+            except Exception as error:
+                pair.append(f"{type(error).__name__}: {error}")
+        found[name] = pair
+    return found
+
+
+def test_errors_are_stocks(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    nested = make_around_one(tmp_path / "nested", make_bert(tmp_path / "inner", 1), 3)
+    folders = {"llama": zoo_checkpoint("llama"), "bert": zoo_checkpoint("bert"), "nested": nested}
+    folders["moe"] = zoo_checkpoint("qwen3_moe")
+    folders["adapter"] = make_adapter("llama", folders["llama"], tmp_path / "adapter")
+    for found in run_ranks(2, errors_of_both, folders):
+        for name, (stock, ours) in found.items():
+            assert stock == ours, f"{name}\n{stock}\n{ours}"

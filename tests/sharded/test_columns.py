@@ -1,0 +1,127 @@
+"""Ranks of tensor parallelism read what they hold columns of together: the same values, and each byte once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+
+import hf_zero_stream
+from benchmarks.moe_checkpoint import make_moe_checkpoint
+from hf_zero_stream import StreamingConfig
+from hf_zero_stream.destinations import columns
+from hf_zero_stream.destinations.marks import local_of
+from tests.faults import test_one_faulty_rank
+from tests.faults.test_one_faulty_rank import fail_then_load, in_a_read, raising
+from tests.sharded.test_plan_sharded import plan_of
+from tests.support.cluster import run_ranks
+from tests.support.sharded import Sizes, compare_sharded, load_sharded
+from tests.support.zoo import ZOO
+
+
+Checkpoint = Callable[..., Path]
+
+TP = {"tp_size": 2}
+
+
+@contextmanager
+def small_exchanges() -> Iterator[list[Any]]:
+    """Exchange what tiny models have, in many steps; yields the exchanges that are made."""
+    calls: list[Any] = []
+    original = dist.all_to_all_single
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(columns, "WORTH_BYTES", 1)
+        patches.setattr(columns, "CHUNK_BYTES", 2048)
+        patches.setattr(dist, "all_to_all_single", counted)
+        yield calls
+
+
+def compare_exchanged(
+    name: str, folder: Path, of_sizes: list[Sizes], kwargs: dict[str, Any]
+) -> tuple[list[dict[str, Any]], int]:
+    with small_exchanges() as calls:
+        return compare_sharded(ZOO[name].auto_class, folder, of_sizes, **kwargs), len(calls)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "of_sizes", "kwargs"),
+    [
+        ("llama", 2, [TP], {}),
+        ("llama", 3, [{"tp_size": 3}], {"dtype": torch.bfloat16}),
+        ("qwen3_moe", 4, [{"tp_size": 4}, {"dp_replicate_size": 2, "tp_size": 2}], {}),
+        ("deepseek_v3", 4, [{"fsdp_size": 2, "tp_size": 2}, {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}], {}),
+    ],
+)
+def test_equals_plain_loading(
+    cluster: None,
+    zoo_checkpoint: Checkpoint,
+    name: str,
+    world_size: int,
+    of_sizes: list[Sizes],
+    kwargs: dict[str, Any],
+) -> None:
+    for found, exchanges in run_ranks(world_size, compare_exchanged, name, zoo_checkpoint(name), of_sizes, kwargs):
+        for of_size in found:
+            assert not of_size["differences"], of_size
+        assert exchanges > 2 * len(of_sizes)
+
+
+def reports_of(folder: Path, sizes: Sizes) -> list[Any]:
+    """This rank's, with exchanges, without, where values are compared, and where rank 0 reads for all."""
+    found, values = [], []
+    for settings in ({}, {"share_reads": False}, {"verify": "full"}, {"read_from": "rank0"}):
+        with hf_zero_stream.streaming(StreamingConfig(**settings)):
+            model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
+        found.append(model.streaming_report.ranks[dist.get_rank()])
+        values.append([local_of(param) for param in model.parameters()])
+    assert all(torch.equal(*pair) for each in values for pair in zip(each, values[1], strict=True))
+    return found
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 MB, whose columns are worth an exchange; those of the zoo are not."""
+    folder = tmp_path_factory.mktemp("mixture")
+    make_moe_checkpoint(folder, 3e7, num_layers=2, num_experts=64)
+    return folder
+
+
+def test_each_byte_is_read_once(cluster: None, mixture: Path) -> None:
+    for rank, (exchanged, alone, verified, relayed) in enumerate(run_ranks(2, reports_of, mixture, TP)):
+        assert exchanged.bytes_read <= 1.01 * exchanged.bytes_needed
+        assert alone.bytes_read > 1.2 * alone.bytes_needed
+        assert verified.bytes_read == alone.bytes_read and verified.verification.elements
+        assert relayed.bytes_needed == exchanged.bytes_needed
+        cost = plan_of(mixture, TP, rank).load.cost
+        assert (cost.bytes_read, cost.reads) == (exchanged.bytes_read, exchanged.reads)
+
+
+def load(folder: Path, *args: Any, **settings: Any) -> Any:
+    config = StreamingConfig(reader_threads=2, **settings)
+    with hf_zero_stream.streaming(config), small_exchanges():
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config={"tp_size": 2})
+
+
+def fail_between_exchanges(folder: Path, own: Path) -> dict[str, Any]:
+    test_one_faulty_rank.load = load  # type: ignore[assignment]
+    with small_exchanges() as calls:
+        load_sharded(transformers.AutoModelForCausalLM, folder, TP)
+    reads = 2 * len(calls)
+    return fail_then_load(folder, own, lambda _: in_a_read(own, raising(OSError(5, "Input/output error")), reads))
+
+
+def test_a_read_fails_between_exchanges(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    for result in run_ranks(2, fail_between_exchanges, zoo_checkpoint("llama"), tmp_path, timeout=90):
+        assert result["error"][0] == "ReadError" and "Input/output error" in result["error"][1], result
+        assert result["loaded"] == 2 and not result["patched"]

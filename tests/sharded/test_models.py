@@ -1,0 +1,194 @@
+"""Models and checkpoints of unusual kinds, loaded into shards, equal plain loading, as they do under ZeRO-3."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import conversion_mapping
+from transformers.core_model_loading import WeightConverter
+
+import hf_zero_stream
+from tests.loading.test_odd_parameters import CLASSES, MISSING, ThroughNumpy, name_of, save, without
+from tests.loading.test_remote_code import with_own_module_cache
+from tests.quantised.test_gguf import files as gguf_files  # noqa: F401
+from tests.sharded.test_load_into_sharded import with_both_ends
+from tests.support import odd_models
+from tests.support.cluster import run_ranks
+from tests.support.odd_models import Odd
+from tests.support.parity import ds_config
+from tests.support.quantised_checkpoints import SCHEMES, compressed_tensors, fp4_experts, fp8, mxfp4
+from tests.support.remote_code import make_remote_checkpoint
+from tests.support.sharded import Case, Sizes, compare_sharded, even_model, wrong_cases
+
+
+CAUSAL = "AutoModelForCausalLM"
+Checkpoint = Callable[..., Path]
+
+SCALARS = (odd_models.ParameterLists, odd_models.Scalars)
+"""``fully_shard`` refuses them, in stock too; and a model whose root has a parameter that is kept in fp32."""
+
+OF_FSDP = {"fsdp_size": 2, "fsdp_plan": {"first": "free_full_weight"}}
+OF_TP = {"tp_size": 2, "tp_plan": {"first": "colwise"}}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.sample(1)
+def test_odd_models(cluster: None, tmp_path: Path, dtype: torch.dtype) -> None:
+    """What is kept in fp32 is in fp32, as in plain loading."""
+    cases: dict[str, Case] = {}
+    for each in CLASSES:
+        cases[each.__name__] = (name_of(each), save(each, tmp_path / each.__name__, dtype), {"dtype": dtype})
+    refused = [*SCALARS, odd_models.KeepsFp32Strictly] if dtype != torch.float32 else SCALARS
+    sharded = {name: case for name, case in cases.items() if name not in [each.__name__ for each in refused]}
+    assert run_ranks(2, wrong_cases, sharded, [OF_FSDP]) == [{}, {}]
+    assert run_ranks(2, wrong_cases, cases, [OF_TP]) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_missing_ones_are_initialised_as_in_plain_loading(cluster: None, tmp_path: Path) -> None:
+    cases: dict[str, Case] = {}
+    for each, names in MISSING.items():
+        if each not in SCALARS:
+            name = f"tests.loading.test_odd_parameters:{each.__name__}Initialised"
+            cases[each.__name__] = (name, without(save(each, tmp_path / each.__name__), *names), {})
+    assert len(cases) > 5
+    assert run_ranks(2, wrong_cases, cases, [OF_FSDP, OF_TP]) == [{}, {}]
+    assert run_ranks(4, wrong_cases, cases, [{**OF_FSDP, "dp_replicate_size": 2}, OF_FSDP | OF_TP]) == [{}] * 4
+
+
+class Doubling(Odd):
+    """Its initialisation computes with loaded values, which it does not ask about."""
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.mul_(2)
+            module.bias.data.zero_()
+
+
+def test_initialisation_of_what_will_be_tied(cluster: None, tmp_path: Path) -> None:
+    """Funnel's initialisation looks at the sizes of all weights."""
+    sizes = {"d_model": 8, "n_head": 2, "d_head": 4, "d_inner": 16, "block_sizes": [1, 1], "vocab_size": 32}
+    transformers.FunnelForMaskedLM(transformers.FunnelConfig(**sizes)).save_pretrained(tmp_path)
+    cases: dict[str, Case] = {"funnel": ("AutoModelForMaskedLM", tmp_path, {})}
+    assert run_ranks(2, wrong_cases, cases, [{"fsdp_size": 2}]) == [{}] * 2
+
+
+def test_initialisation_of_loaded_values(cluster: None, tmp_path: Path) -> None:
+    """Where several ranks hold the same, one of them counts."""
+    folder = without(save(Doubling, tmp_path), "first.bias", "second.bias")
+    cases: dict[str, Case] = {"doubling": (f"{__name__}:Doubling", folder, {})}
+    of_sizes = [OF_FSDP | OF_TP, {**OF_FSDP, "dp_replicate_size": 2}]
+    assert run_ranks(4, wrong_cases, cases, of_sizes) == [{}] * 4
+
+
+def test_remote_code(cluster: None, tmp_path: Path) -> None:
+    """Its ``_init_weights`` writes to all of a module's parameters, loaded ones too; so does plain loading."""
+    plan = {"model.layers.*": "free_full_weight"}
+    cases: dict[str, Case] = {}
+    for names in ((), ("model.layers.1.up.bias",), ("model.scale",), ("lm_head.weight", "model.layers.0.norm.weight")):
+        folder = make_remote_checkpoint(tmp_path / "+".join(names or ["whole"]), names)
+        cases[str(names)] = (CAUSAL, folder, {"trust_remote_code": True})
+    of_sizes = [{"fsdp_size": 2, "fsdp_plan": plan}, {"tp_size": 2, "tp_plan": {"model.layers.*.up": "colwise"}}]
+    assert run_ranks(2, with_own_module_cache, tmp_path, wrong_cases, cases, of_sizes) == [{}, {}]
+
+
+# ------------------------------------------------------------------------------------------------------- quantised
+
+
+@pytest.mark.slow
+def test_dequantising(cluster: None, tmp_path: Path, gguf_files: Path) -> None:  # noqa: F811
+    formats: dict[str, tuple[Callable[..., Any], Any]] = {
+        "fp8": (fp8, transformers.FineGrainedFP8Config),
+        "fp4": (fp4_experts, transformers.FineGrainedFP8Config),
+        "mxfp4": (mxfp4, transformers.Mxfp4Config),
+    }
+    cases: dict[str, Case] = {}
+    for name, (make, config_class) in formats.items():
+        make(tmp_path / name)
+        kwargs = {"quantization_config": config_class(dequantize=True), "dtype": torch.bfloat16}
+        cases[name] = (CAUSAL, tmp_path / name, kwargs)
+    for name in SCHEMES:
+        compressed_tensors(tmp_path / name, name)
+        config = transformers.CompressedTensorsConfig(dequantize=True)
+        cases[name] = (CAUSAL, tmp_path / name, {"quantization_config": config, "dtype": torch.bfloat16})
+    for name in ("lfm2.gguf", "llama.gguf"):
+        config = transformers.GgufConfig(dequantize=True)
+        cases[name] = (CAUSAL, gguf_files, {"gguf_file": name, "quantization_config": config})
+    assert run_ranks(2, wrong_cases, cases, [{"fsdp_size": 2}]) == [{}, {}]
+    del cases["lfm2.gguf"]  # has no plan
+    assert run_ranks(2, wrong_cases, cases, [{"tp_size": 2}]) == [{}, {}]
+
+
+def load_with_op(folder: Path, of_sizes: list[Sizes]) -> dict[str, Any]:
+    mapping: list[Any] = [WeightConverter("first.weight", "first.weight", [ThroughNumpy()])]
+    conversion_mapping.register_checkpoint_conversion_mapping("Odd", mapping)
+    return wrong_cases({"through numpy": ("tests.support.odd_models:Odd", folder, {})}, of_sizes)
+
+
+def test_an_op_that_gives_values(cluster: None, tmp_path: Path) -> None:
+    assert run_ranks(2, load_with_op, save(Odd, tmp_path), [OF_FSDP, OF_TP]) == [{}, {}]
+
+
+# ---------------------------------------------------------------------------------------------------------------- ties
+
+
+def test_both_ends_of_a_tie(cluster: None, tmp_path: Path) -> None:
+    """Of equal values they are tied, of different ones not."""
+    cases: dict[str, Case] = {
+        name: (CAUSAL, with_both_ends(tmp_path / name, difference), {})
+        for name, difference in (("same", 0.0), ("different", 1.0))
+    }
+    assert run_ranks(2, wrong_cases, cases, [{"fsdp_size": 2}, {"tp_size": 2}]) == [{}, {}]
+
+
+def test_a_tie_that_the_model_made_itself(cluster: None, tmp_path: Path) -> None:
+    """FSDP2 would compute with one end in both places, so that is an error."""
+    folder = save(odd_models.TwoNames, tmp_path)
+    values = load_file(folder / "model.safetensors")
+    values["second_scale"] = values["scale"] + 1
+    save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
+    for found in run_ranks(2, wrong_cases, {"scale": (name_of(odd_models.TwoNames), folder, {})}, [OF_FSDP]):
+        (message,) = found.values()
+        assert message.startswith("UnsupportedError: The config ties scale and second_scale")
+
+
+# --------------------------------------------------------------------------------------------- settings of the stream
+
+
+def load_verified(folder: Path, of_sizes: list[Sizes], read_from: str) -> list[Any]:
+    """The digests at every sharding, and what is wrong."""
+    config = hf_zero_stream.StreamingConfig(verify="full", read_from=read_from, strict=True)
+    found = []
+    with hf_zero_stream.streaming(config):
+        for sizes in of_sizes:
+            (result,) = compare_sharded(CAUSAL, folder, [sizes])
+            found.append((result["digest"], result["differences"]))
+    return found
+
+
+def digest_of_one_rank(folder: Path) -> str:
+    config = hf_zero_stream.StreamingConfig(verify="full")
+    with hf_zero_stream.streaming(config):
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, ds_config=ds_config())
+    return str(model.streaming_report.digest)
+
+
+@pytest.mark.parametrize("read_from", ["all", "rank0"])
+@pytest.mark.sample(1)
+def test_digests(cluster: None, tmp_path: Path, read_from: str) -> None:
+    """That of one rank's load: replicas count once."""
+    even_model("qwen3_moe").save_pretrained(tmp_path, max_shard_size="60KB")
+    digest, *_ = run_ranks(1, digest_of_one_rank, tmp_path)
+    for world_size, of_sizes in (
+        (2, [{"fsdp_size": 2}, {"tp_size": 2}, {"fsdp_size": 2, "ep_size": 2}]),
+        (4, [{"dp_replicate_size": 2, "fsdp_size": 2}, {"fsdp_size": 2, "tp_size": 2}]),
+    ):
+        for found in run_ranks(world_size, load_verified, tmp_path, of_sizes, read_from):
+            assert found == [(digest, [])] * len(of_sizes)

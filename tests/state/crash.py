@@ -1,0 +1,161 @@
+"""Saves of training states that die, or whose disk fails, at every single step: ``python -m tests.state.crash``.
+
+As :mod:`.crash`, for ``save_state``, waited for and in the background: afterwards a resume must find the older state
+or the newer one, each with its weights, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import tempfile
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import set_seed
+
+from hf_zero_stream.checkpoint.formats import UNFINISHED
+from hf_zero_stream.saving.files import finish_interrupted
+from tests.saving.crash import FAULTS, at_each_step, strike
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors, warm_up
+from tests.support.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
+from tests.support.zoo import make_checkpoint
+
+
+NAME = "llama"
+SETTINGS = {"max_shard_size": "100KB"}
+WAYS = {"waited": False, "background": True}
+
+Tree = dict[str, bytes]
+
+
+def tree(folder: Path) -> Tree:
+    """Every file below a folder, by its path there, but for those of a save that is not complete."""
+    paths = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    return {str(path): (folder / path).read_bytes() for path in paths if not path.parts[0].startswith(UNFINISHED)}
+
+
+def check(folder: Path, old: Tree, new: Tree) -> str:
+    """What a trial has left: ``"old"``, ``"new"``, or ``"finished"`` if the next to use the folder had to finish it.
+
+    Raises:
+        AssertionError: something else.
+    """
+    before = tree(folder)
+    assert all(data in (old.get(name), new.get(name)) for name, data in before.items()), "a file that is not complete"
+    finished = finish_interrupted(folder)
+    after = tree(folder)
+    if after == new:
+        return "finished" if finished or before != new else "new"
+    unlike = [sorted(name for name in after.keys() | each if after.get(name) != each.get(name)) for each in (old, new)]
+    assert after == old, f"neither old nor new; differing from the one in {unlike[0]}, from the other in {unlike[1]}"
+    return "old"
+
+
+def save(trained: Any, folder: Path, asynchronous: bool, **arguments: Any) -> None:
+    import hf_zero_stream
+
+    set_seed(0)  # random numbers are part of a state
+    saved = hf_zero_stream.save_state(trained, folder, asynchronous=asynchronous, **arguments, **SETTINGS)
+    if isinstance(saved, hf_zero_stream.PendingSave):
+        saved.wait()
+
+
+def trials_of_one_rank(parent: Path, way: str, faults: list[str], stride: int = 1) -> Counter[str]:
+    """One rank, which fails in turn at each of its steps, or at each `stride`-th."""
+    model, optimizer, scheduler = plain_training(make_checkpoint(NAME, parent / "model", torch.float32), None)
+    arguments = {"optimizer": optimizer, "scheduler": scheduler, "asynchronous": WAYS[way]}
+    old_folder, new_folder = parent / "old", parent / "new"
+    train_plain(model, optimizer, scheduler, (0,))
+    save(model, old_folder, **arguments)
+    train_plain(model, optimizer, scheduler, (1,))
+    save(model, Path(shutil.copytree(old_folder, new_folder)), **arguments)
+    old, new = tree(old_folder), tree(new_folder)
+    assert (old["latest"], new["latest"]) == (b"global_step1", b"global_step2")
+    checking = partial(check, old=old, new=new)
+    return at_each_step(old_folder, partial(save, model, **arguments), checking, faults, stride)
+
+
+def train_and_save(checkpoint: Path, old: Path, new: Path) -> None:
+    """The older state, and the newer one in a copy of its folder."""
+    import torch.distributed as dist
+
+    import hf_zero_stream
+
+    engine = engine_of(checkpoint, state_config(3), all_in_one_group)
+    train(engine, (0,))
+    save(engine, old, asynchronous=False)
+    if dist.get_rank() == 0:
+        shutil.copytree(old, new)
+    hf_zero_stream.load_state(engine, old)
+    train(engine, (1,))
+    save(engine, new, asynchronous=False)
+
+
+def save_with_fault(
+    checkpoint: Path, old: Path, folder: Path, rank: int, step: int, fault: str, asynchronous: bool
+) -> None:
+    import torch.distributed as dist
+
+    import hf_zero_stream
+
+    engine = engine_of(checkpoint, state_config(3), all_in_one_group)
+    hf_zero_stream.load_state(engine, old)
+    train(engine, (1,))
+    if dist.get_rank() == rank:
+        strike(step, fault)
+    save(engine, folder, asynchronous)
+
+
+def make_states(parent: Path) -> Path:
+    """A model, and by two ranks an older and a newer state; returns the folder with all three."""
+    checkpoint = make_checkpoint(NAME, parent / "model", torch.float32)
+    run_ranks(2, train_and_save, checkpoint, parent / "old", parent / "new")
+    return parent
+
+
+def trial_of_two_ranks(states: Path, rank: int, step: int, fault: str, way: str) -> str:
+    """Two ranks, one of which fails; the other raises an error of ours, in seconds."""
+    old, new = tree(states / "old"), tree(states / "new")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(shutil.copytree(states / "old", Path(place) / "saved"))
+        arguments = (states / "model", states / "old", folder, rank, step, fault, WAYS[way])
+        outcomes = run_ranks_expecting_errors(2, save_with_fault, *arguments)
+        left = check(folder, old, new)
+        other = outcomes[1 - rank]
+        if outcomes[rank].error_type is None:
+            assert left == "new" and other.error_type is None, other.error_message
+            return f"{way}, the save had ended before"
+        assert other.error_type in ("SaveError", "PeerError"), other.error_message
+        return f"{way}, {fault}: {left}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=60, help="trials of two ranks, beside all steps of one")
+    parser.add_argument("--stride", type=int, default=1, help="of the steps of one rank, only each of these")
+    arguments = parser.parse_args()
+    generator = random.Random(0)
+    began = time.perf_counter()
+    for way in WAYS:
+        with tempfile.TemporaryDirectory() as folder:
+            found = trials_of_one_rank(Path(folder), way, list(FAULTS), arguments.stride)
+        print(f"one rank, {way}: {sum(found.values())} trials, {dict(found)}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        warm_up()
+        states = make_states(Path(folder))
+        counts: Counter[str] = Counter()
+        for number in range(arguments.trials):
+            rank, fault = generator.randrange(2), generator.choice(list(FAULTS))
+            counts[trial_of_two_ranks(states, rank, generator.randrange(80), fault, list(WAYS)[number % 2])] += 1
+    print(f"two ranks, random steps: {sum(counts.values())} trials, {dict(counts)}")
+    print(f"{time.perf_counter() - began:.0f} s; every folder held the older state or the newer one")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""accelerate inside ``streaming()``: all that ``save_state`` saves of a script comes back, as without us."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import hf_zero_stream
+from hf_zero_stream import StreamingConfig
+from tests.state.test_engines import decayed_or_not
+from tests.support.cluster import run_ranks
+from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
+from tests.support.parity import ds_config
+
+
+Checkpoint = Callable[..., Path]
+
+
+class Position:
+    """What a script registers for its checkpoints."""
+
+    batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+def accelerator_of(kind: str, project: Path) -> Any:
+    """One that names its checkpoints itself, and keeps two; `kind`: FSDP2, or the stage of ZeRO."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration
+
+    naming = ProjectConfiguration(project_dir=str(project), automatic_checkpoint_naming=True, total_limit=2)
+    if kind == "FSDP2":
+        announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
+        force_fsdp_on_cpu()
+        return Accelerator(project_config=naming)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    config = {**ds_config(torch.float32), "gradient_accumulation_steps": 1}
+    config["zero_optimization"]["stage"] = int(kind)
+    del config["optimizer"]
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return Accelerator(project_config=naming, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+
+
+def train(folder: Path, project: Path, kind: str, resumes: bool, config: StreamingConfig) -> dict[str, Any]:
+    """Six steps, with saves after the first four; or the last two, from the newest save."""
+    accelerator = accelerator_of(kind, project)
+    rows = torch.randint(5, 300, (36, 9), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(list(rows), batch_size=3, shuffle=True)  # type: ignore[arg-type]
+    hooked: list[tuple[Any, ...]] = []
+    steps = []
+    with hf_zero_stream.streaming(config):
+        torch.manual_seed(2)
+        model = load("llama", folder)
+        optimizer = torch.optim.AdamW(decayed_or_not(model, freezes=True), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        position = Position()
+        accelerator.register_for_checkpointing(position)
+        accelerator.register_save_state_pre_hook(lambda models, weights, to: hooked.append((len(models), weights)))
+        accelerator.register_load_state_pre_hook(lambda models, place: hooked.append((models, Path(place).name)))
+        if resumes:
+            accelerator.load_state()
+        batches = accelerator.skip_first_batches(loader, position.batches)
+        for _, ids in zip(range(position.batches, 6), batches, strict=False):
+            loss = model(input_ids=ids, labels=ids).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            position.batches += 1
+            steps.append((accelerator.gather(loss.detach()).tolist(), scheduler.get_last_lr(), ids.tolist()))
+            if not resumes and position.batches <= 4:
+                accelerator.save_state()
+    return {"steps": steps, "hooked": hooked}
+
+
+@pytest.mark.parametrize("kind", ["3", "1", "FSDP2"])
+def test_what_a_script_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
+    """Registered objects, hooks, names and numbers of checkpoints, two groups, frozen parameters, data, rates."""
+    found, kept = {}, {}
+    for name, config in (("ours", StreamingConfig()), ("stock", StreamingConfig(training_state=False))):
+        arguments = (zoo_checkpoint("llama"), tmp_path / name, kind)
+        first, again = (run_ranks(2, train, *arguments, resumes, config) for resumes in (False, True))
+        assert [rank["steps"][4:] for rank in first] == [rank["steps"] for rank in again], name
+        assert again[0]["hooked"] == [([], "checkpoint_3")]
+        found[name] = first + again
+        folders = sorted((tmp_path / name / "checkpoints").iterdir())
+        assert [folder.name for folder in folders] == ["checkpoint_2", "checkpoint_3"]
+        kept[name] = any(folders[1].glob("pytorch_model/*/training_state.json"))
+    assert found["ours"] == found["stock"] and kept == {"ours": True, "stock": False}
+
+
+def train_two(folder: Path, target: Path) -> dict[str, Any]:
+    """Two models that one accelerator has prepared, under FSDP2: two steps, and two more, twice."""
+    from accelerate import Accelerator
+
+    announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
+    force_fsdp_on_cpu()
+    accelerator = Accelerator()
+    trained = []
+    with hf_zero_stream.streaming():
+        for number in (1, 2):
+            model = load("llama", folder)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2 / number)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            trained.append(accelerator.prepare(model, optimizer, scheduler))
+
+        def steps(numbers: range) -> list[Any]:
+            found = []
+            for number in numbers:
+                ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(number))
+                for model, optimizer, scheduler in trained:
+                    loss = model(input_ids=ids, labels=ids).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                    found.append((loss.item(), scheduler.get_last_lr()))
+            return found
+
+        steps(range(2))
+        accelerator.save_state(str(target))
+        continued = steps(range(2, 4))
+        accelerator.load_state(str(target))
+        return {"continued": continued, "resumed": steps(range(2, 4))}
+
+
+@pytest.mark.slow
+def test_two_models(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Each has a folder of its own."""
+    for found in run_ranks(2, train_two, zoo_checkpoint("llama"), tmp_path):
+        assert found["resumed"] == found["continued"]
+    for name in ("pytorch_model", "pytorch_model_1"):
+        assert (tmp_path / name / "global_step2" / "training_state.json").exists()

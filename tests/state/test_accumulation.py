@@ -1,0 +1,96 @@
+"""Accumulation of gradients by accelerate: states are saved after any step, and not saved or loaded within one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero_stream
+from hf_zero_stream.state import engine_hooks
+from tests.state.test_refused import message_of
+from tests.support.cluster import run_ranks
+from tests.support.fsdp2 import announce, force_fsdp_on_cpu, load
+from tests.support.parity import ds_config
+
+
+Checkpoint = Callable[..., Path]
+
+
+def accelerator_of(zero: bool) -> Any:
+    """One that accumulates two batches."""
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DeepSpeedPlugin
+
+    if not zero:
+        announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
+        force_fsdp_on_cpu()
+        return Accelerator(gradient_accumulation_steps=2)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    PartialState(backend="gloo")
+    config = {**ds_config(torch.float32), "gradient_accumulation_steps": 2}
+    del config["optimizer"]
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return Accelerator(gradient_accumulation_steps=2, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+
+
+def accumulate(folder: Path, target: Path, zero: bool) -> dict[str, Any]:
+    said: list[str] = []
+    engine_hooks.logger.warning_once = said.append  # type: ignore[method-assign]
+    accelerator = accelerator_of(zero)
+    with hf_zero_stream.streaming():
+        model = load("llama", folder)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+        def train(batches: int) -> list[float]:
+            losses = []
+            for number in range(batches):
+                ids = torch.randint(5, 300, (2, 9), generator=torch.Generator().manual_seed(number))
+                with accelerator.accumulate(model):
+                    loss = model(input_ids=ids, labels=ids).loss
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        def norm() -> float:
+            param = next(model.parameters())
+            return float((param.ds_tensor if zero else param.to_local()).detach().norm())
+
+        train(2)
+        accelerator.save_state(str(target / "between"))
+        accelerator.save_state(str(target / "middle"))
+        expected = train(4)
+        train(1)
+        saved = norm()
+        accelerator.save_state(str(target / "middle"))
+        refused = message_of(lambda: accelerator.load_state(str(target / "between")))
+        train(1)
+        accelerator.load_state(str(target / "middle"))
+        loaded = norm()
+        accelerator.load_state(str(target / "between"))
+        return {
+            "expected": expected,
+            "resumed": train(4),
+            "refused": refused,
+            "said": said,
+            "middle": (saved, loaded),
+        }
+
+
+@pytest.mark.parametrize("zero", [True, False], ids=["ZeRO-3", "FSDP2"])
+def test_in_the_middle(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, zero: bool) -> None:
+    found = run_ranks(2, accumulate, zoo_checkpoint("llama"), tmp_path, zero)
+    for of_rank in found:
+        assert of_rank["resumed"] == of_rank["expected"]
+        assert of_rank["middle"][0] == of_rank["middle"][1], "not the state that was in the folder before"
+        assert of_rank["refused"].startswith("UnsupportedError: load_state: gradients are being accumulated")
+    whose = "DeepSpeed" if zero else "accelerate"
+    assert len(found[0]["said"]) == 1 and f"saved by {whose}, in its own format" in found[0]["said"][0]
+    assert list((tmp_path / "between").glob("pytorch_model/*/training_state.json"))
+    assert list((tmp_path / "middle").rglob("*_optim_states.pt" if zero else "optimizer_0/*.distcp"))

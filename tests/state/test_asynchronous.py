@@ -1,0 +1,235 @@
+"""``save_state(asynchronous=True)``: the files of a synchronous save, errors on all ranks, one save at a time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import hf_zero_stream
+from hf_zero_stream import StreamingConfig
+from hf_zero_stream.checkpoint.formats import UNFINISHED
+from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving import pending, preparation
+from hf_zero_stream.saving.host_copy import HostMemory
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.saving import saves_with
+from tests.support.training_state import all_in_one_group, engine_of, plain_training, state_config, train, train_plain
+from tests.zero.test_upstream_training import losses_of, make_trainer
+
+
+Checkpoint = Callable[..., Path]
+
+SHARDS = {"max_shard_size": "40KB"}
+CONFIGS = {
+    "stage 3": state_config(3),
+    "stage 2": state_config(2),
+    "offload": state_config(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}),
+}
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder, by its path there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def full_disk(rank: int) -> Iterator[None]:
+    """Inside, writes of `rank` fail."""
+
+    def pwritev(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    original = os.pwritev
+    if dist.get_rank() == rank:
+        os.pwritev = pwritev  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os.pwritev = original
+
+
+def save_both_ways(folder: Path, target: Path, configs: dict[str, Any]) -> dict[str, Any]:
+    """For each config, states of two steps, saved in both ways; those saved in the background train on meanwhile."""
+    planned: list[str] = []
+    plan_anew = preparation.Preparation._planned
+
+    def counted(*args: Any) -> Any:
+        planned.append(name)
+        return plan_anew(*args)
+
+    preparation.Preparation._planned = counted  # type: ignore[method-assign]
+    memories: dict[str, list[int]] = {}
+    for name, config in configs.items():
+        engine = engine_of(folder, config, all_in_one_group)
+        for steps in (range(2), range(2, 3)):
+            train(engine, steps)
+            hf_zero_stream.save_state(engine, target / name / "waited", data={"step": steps[-1]}, **SHARDS)
+            with saves_with(verify="full"):
+                saved = hf_zero_stream.save_state(
+                    engine, target / name / "background", data={"step": steps[-1]}, asynchronous=True, **SHARDS
+                )
+            assert isinstance(saved, hf_zero_stream.PendingSave)
+            train(engine, (7, 8))  # changes all values
+            report = saved.wait()
+            assert saved.done and report.verified and report.ranks[1].seconds["copy"] > 0
+            engine_bytes = sum(path.stat().st_size for path in (target / name / "background").rglob("*.safetensors"))
+            assert 0 < report.bytes_written <= engine_bytes
+            memory = HostMemory.of_model(engine.module, report.ranks[dist.get_rank()].bytes_written)
+            memories.setdefault(name, []).append(memory.blocks[0].data_ptr())
+            hf_zero_stream.load_state(engine, target / name / "waited")  # as before the two steps
+    return {"planned": planned, "memories": memories}
+
+
+def test_files_are_those_of_a_synchronous_save(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    found = run_ranks(2, save_both_ways, zoo_checkpoint("qwen3_moe"), tmp_path, CONFIGS, timeout=300)
+    for name in CONFIGS:
+        waited, background = tmp_path / name / "waited", tmp_path / name / "background"
+        assert sorted(path.name for path in waited.glob("global_step*")) == ["global_step2", "global_step3"]
+        assert tree(waited) == tree(background), name
+        assert not list(background.glob(f"{UNFINISHED}*"))
+    for of_rank in found:
+        assert of_rank["planned"] == [name for name in CONFIGS for _ in ("weights", "states")], "the plan is kept"
+        assert all(len(set(pointers)) == 1 for pointers in of_rank["memories"].values()), "the copies' memory, too"
+
+
+def save_with_errors(folder: Path, target: Path) -> list[float]:
+    engine = engine_of(folder, state_config(3), all_in_one_group)
+    train(engine, range(2))
+    save = {"folder": target, "asynchronous": True, **SHARDS}
+    hf_zero_stream.save_state(engine, **save)
+    train(engine, range(2, 4))
+    with full_disk(1):
+        saved = hf_zero_stream.save_state(engine, **save)  # after the one that is under way
+        with pytest.raises(SaveError, match="No space left"):
+            saved.wait()
+        hf_zero_stream.save_state(engine, **save)
+        with pytest.raises(SaveError, match="No space left"):  # at the next call: nobody has waited
+            hf_zero_stream.save_state(engine, **save)
+    assert (target / "latest").read_text() == "global_step2"
+    dist.barrier()
+    resumed = hf_zero_stream.load_state(engine, target)
+    assert resumed.tag == "global_step2"
+    losses = train(engine, (2, 3))
+    hf_zero_stream.save_state(engine, **save)
+    assert hf_zero_stream.load_state(engine, target).tag == "global_step4"  # it waits
+    hf_zero_stream.save_state(engine, tag="last", **save)  # as does the end of the process
+    return losses
+
+
+def test_errors_and_order(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    run_ranks(2, save_with_errors, zoo_checkpoint("llama"), tmp_path / "state")
+    assert (tmp_path / "state" / "latest").read_text() == "last"
+    assert sorted(path.name for path in (tmp_path / "state").iterdir() if path.is_dir()) == [
+        "global_step2",
+        "global_step4",
+        "last",
+    ]
+
+
+def die_in_the_background(folder: Path, target: Path, dying: int) -> None:
+    engine = engine_of(folder, state_config(3), all_in_one_group)
+    hf_zero_stream.save_state(engine, target, **SHARDS)
+    train(engine, range(1))
+
+    def end(*_: Any) -> int:
+        os._exit(1)
+
+    if dist.get_rank() == dying:
+        os.pwritev = end  # type: ignore[assignment]
+    hf_zero_stream.save_state(engine, target, asynchronous=True, **SHARDS).wait()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, dying: int) -> None:
+    outcomes = run_ranks_expecting_errors(2, die_in_the_background, zoo_checkpoint("llama"), tmp_path, dying)
+    assert outcomes[dying].error_type == "Died"
+    other = outcomes[1 - dying]
+    assert other.error_type == "PeerError" and f"rank {dying} has died" in str(other.error_message)
+    assert (tmp_path / "latest").read_text() == "global_step0"
+
+
+def save_without_engine(folder: Path, target: Path, sizes: dict[str, Any] | None) -> None:
+    training = plain_training(folder, sizes)
+    train_plain(*training, range(2))
+    model, optimizer, scheduler = training
+    arguments = {"optimizer": optimizer, "scheduler": scheduler, **SHARDS}
+    hf_zero_stream.save_state(model, target / "waited", **arguments)
+    hf_zero_stream.save_state(model, target / "background", asynchronous=True, **arguments)
+    with saves_with(write_from="rank0"):
+        at_once = hf_zero_stream.save_state(model, target / "one writer", asynchronous=True, **arguments)
+    assert isinstance(at_once, hf_zero_stream.PendingSave) and at_once.done and at_once.wait().bytes_written
+    model.config.use_cache = not model.config.use_cache  # what a kept plan has written before
+    hf_zero_stream.save_state(model, target / "other config", asynchronous=True, **arguments)
+    train_plain(*training, (7,))
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, None], ids=["fsdp", "one rank"])
+def test_without_an_engine(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, sizes: dict[str, Any] | None
+) -> None:
+    run_ranks(1 if sizes is None else 2, save_without_engine, zoo_checkpoint("llama"), tmp_path, sizes)
+    waited, background, other = (tree(tmp_path / name) for name in ("waited", "background", "other config"))
+    assert waited == background == tree(tmp_path / "one writer")
+    assert waited.keys() == other.keys()
+    assert {name for name in waited if waited[name] != other[name]} == {"config.json"}
+
+
+TRAINER: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+
+
+def train_by_trainer(folder: Path, output: Path, asynchronous: bool) -> dict[str, Any]:
+    """Three checkpoints, of which the best and the last stay."""
+    saved_by: set[str] = set()
+    run = pending.PendingSave._run
+
+    def noted(self: Any, work: Any) -> None:
+        saved_by.add(threading.current_thread().name)
+        run(self, work)
+
+    config = StreamingConfig(asynchronous_save=asynchronous, progress=False)
+    evaluates: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    with hf_zero_stream.streaming(config), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending.PendingSave, "_run", noted)
+        trainer = make_trainer(folder, output, True, max_steps=3, **TRAINER, **evaluates)
+        trainer.train()
+        best = Path(trainer.state.best_model_checkpoint).name
+        evaluated = trainer.evaluate()["eval_loss"]
+        kept = sorted(path.name for path in output.glob("checkpoint-*"))
+    return {"losses": losses_of(trainer), "best": best, "evaluated": evaluated, "kept": kept, "saved_by": saved_by}
+
+
+def resume_by_trainer(folder: Path, output: Path) -> list[float]:
+    from transformers import Trainer  # noqa: F401 - before the block, as scripts do
+
+    with hf_zero_stream.streaming(StreamingConfig(asynchronous_save=True)):
+        trainer = make_trainer(folder, output, True, max_steps=4, **TRAINER)
+        trainer.train(resume_from_checkpoint=True)
+    return losses_of(trainer)
+
+
+@pytest.mark.slow
+def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What stays, the best model, and what a resume finds are those of saves that the Trainer waits for."""
+    found = {}
+    for asynchronous in (False, True):
+        output = tmp_path / str(asynchronous)
+        for of_rank in run_ranks(2, train_by_trainer, zoo_checkpoint("llama"), output, asynchronous):
+            assert of_rank.pop("saved_by") == ({"hf_zero_stream-save"} if asynchronous else set())
+            assert of_rank["best"] in of_rank["kept"] and len(of_rank["kept"]) == 2
+            found[asynchronous] = of_rank
+    assert found[True] == found[False]
+    waited, background = (tree(tmp_path / str(asynchronous)) for asynchronous in (False, True))
+    compared = [name for name in waited if name.endswith(".safetensors") and "rng" not in name]
+    assert waited.keys() == background.keys() and len(compared) > 4
+    assert all(waited[name] == background[name] for name in compared)
+    dead = output / "checkpoint-9"  # as a save that has died leaves it
+    (dead / f"{UNFINISHED}dead").mkdir(parents=True)
+    assert run_ranks(2, resume_by_trainer, zoo_checkpoint("llama"), output)[0][:3] == found[True]["losses"]

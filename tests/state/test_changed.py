@@ -1,0 +1,440 @@
+"""A state and what goes on from it do not fit, or something in between has changed: nothing is lost in silence."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch.optim import lr_scheduler
+
+import hf_zero_stream
+from hf_zero_stream.checkpoint.formats import UNFINISHED
+from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
+from hf_zero_stream.state import load as loading
+from hf_zero_stream.state import refusals
+from hf_zero_stream.state.record import StateRecord
+from tests.support.cluster import run_ranks
+from tests.support.training_state import all_in_one_group, engine_of, state_config, train
+from tests.support.zoo import VOCAB
+
+
+Checkpoint = Callable[..., Path]
+
+
+def made(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, torch.optim.Optimizer]:
+    """A model and its AdamW."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train_here(model: Any, optimizer: Any, steps: Sequence[int], all_since: int = 0) -> list[float]:
+    """Losses of steps; before step `all_since` only the embeddings have gradients."""
+    losses = []
+    for step in steps:
+        tokens = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step))
+        if step < all_since:
+            loss = model.get_input_embeddings()(tokens).square().mean()
+        else:
+            loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save(model: Any, folder: Path, optimizer: Any, **kwargs: Any) -> None:
+    hf_zero_stream.save_state(model, folder, optimizer=optimizer, **kwargs)
+
+
+def load(model: Any, folder: Path, optimizer: Any, **kwargs: Any) -> Any:
+    return hf_zero_stream.load_state(model, folder, optimizer=optimizer, **kwargs)
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is warned of."""
+    found: list[str] = []
+    for module in (loading, refusals):
+        monkeypatch.setattr(module.logger, "warning", found.append)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- weights and states
+
+
+def test_weights_of_another_step(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Of an older state, whose weights a newer one has replaced; and of weights that were saved alone."""
+    model, optimizer = made(zoo_checkpoint("llama"))
+    train_here(model, optimizer, range(2))
+    save(model, tmp_path, optimizer)
+    train_here(model, optimizer, range(2, 4))
+    save(model, tmp_path, optimizer)
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    with pytest.raises(CheckpointError, match="its weights are not those that were saved with the state global_step2"):
+        load(model, tmp_path, optimizer, tag="global_step2")
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    train_here(model, optimizer, [4])
+    load(model, tmp_path, optimizer)
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    train_here(model, optimizer, [4])
+    hf_zero_stream.save_pretrained(model, tmp_path)
+    with pytest.raises(CheckpointError, match="and that has none of its own"):
+        load(model, tmp_path, optimizer)
+
+
+def test_weights_in_other_shards_are_the_same(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model, optimizer = made(zoo_checkpoint("llama"))
+    train_here(model, optimizer, range(2))
+    save(model, tmp_path, optimizer)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    (tmp_path / "model.safetensors").unlink()
+    load(model, tmp_path, optimizer)
+
+
+def save_by_engine(folder: Path, target: Path) -> list[Any]:
+    """Saves at steps 2 and 4 into one folder, and what is loaded of the older one without its optimizer."""
+    engine = engine_of(folder, state_config(3), all_in_one_group)
+    found = []
+    with hf_zero_stream.streaming():
+        for steps in (range(2), range(2, 4)):
+            train(engine, steps)
+            engine.save_checkpoint(str(target / "all"), client_state={"steps": steps[-1] + 1})
+            engine.save_checkpoint(str(target / "best"), tag="best")
+            found.append(losses_without_steps(engine))
+        for kwargs in ({"load_optimizer_states": False}, {"load_module_only": True}):
+            engine = engine_of(folder, state_config(3), all_in_one_group)
+            for tag in ("global_step2", "global_step4"):
+                _, client_state = engine.load_checkpoint(str(target / "all"), tag=tag, **kwargs)
+                found.append(losses_without_steps(engine))
+                found.append((client_state, engine.global_steps, engine.lr_scheduler.last_batch_iteration))
+    return found
+
+
+def losses_without_steps(engine: Any) -> float:
+    engine.eval()
+    with torch.no_grad():
+        tokens = torch.arange(5, 15).view(1, -1)
+        return float(engine(input_ids=tokens, labels=tokens).loss)
+
+
+def test_engine_without_its_optimizer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """As DeepSpeed: the weights of the tag that is named, counters and the scheduler, what the client gave."""
+    for found in run_ranks(2, save_by_engine, zoo_checkpoint("llama"), tmp_path):
+        older, newer, *loaded = found
+        assert older != newer and loaded[::2] == [older, newer] * 2
+        assert loaded[1::2] == [
+            ({"steps": 2}, 2, 1),
+            ({"steps": 4}, 4, 3),
+            ({"steps": 2}, 0, -1),
+            ({"steps": 4}, 0, -1),
+        ]
+    assert sorted(path.name for path in (tmp_path / "all").glob("global_step*")) == ["global_step2", "global_step4"]
+    assert [path.name for path in (tmp_path / "best").glob("*/global_step*")] == ["global_step4"], "replaced"
+
+
+def test_older_states_go_when_the_new_one_is_complete(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model, optimizer = made(zoo_checkpoint("llama"))
+    for number in range(3):
+        train_here(model, optimizer, [number])
+        save(model, tmp_path, optimizer, tag="last", keep_older=False, asynchronous=number == 2)
+    hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer)  # waits
+    assert (tmp_path / "latest").read_text() == "last"
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["last"]
+
+
+def test_a_list_of_renames_reaches_nothing_elsewhere(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """A folder from anywhere may have what looks like an interrupted save."""
+    model, optimizer = made(zoo_checkpoint("llama"))
+    save(model, tmp_path / "state", optimizer)
+    kept = tmp_path / "kept"
+    kept.write_text("mine")
+    left = tmp_path / "state" / f"{UNFINISHED}0"
+    left.mkdir()
+    for order in (
+        {"renames": [], "removes": ["../kept"]},
+        {"renames": ["../../kept"], "removes": []},
+        {"renames": [], "removes": [str(kept)]},
+        {"renames": [], "removes_first": ["..", 3], "removes": []},
+        [],
+    ):
+        (left / "renames.json").write_text(json.dumps(order))
+        with pytest.raises(SaveError, match="expected (names of files|the list of an interrupted save)"):
+            load(model, tmp_path / "state", optimizer)
+        assert kept.read_text() == "mine"
+
+
+# ------------------------------------------------------------------------------------------- parameters and optimizers
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+    "AdamW, fused": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, maximize=True, fused=True),
+    "Adam": lambda params: torch.optim.Adam(params, lr=torch.tensor(1e-2), foreach=False),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.3),
+    "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+    "ASGD": lambda params: torch.optim.ASGD(params, lr=1e-2, t0=2),
+    "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_that_had_no_gradient_yet(zoo_checkpoint: Checkpoint, tmp_path: Path, name: str) -> None:
+    """They begin as in a training that never stopped: the first momentum of SGD is the gradient, undampened."""
+    losses = []
+    for is_again in (False, True):
+        model, _ = made(zoo_checkpoint("llama"))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if is_again:
+            train_here(model, optimizer, [9])  # what the optimizer has by now must go
+            load(model, tmp_path, optimizer)
+        else:
+            train_here(model, optimizer, range(2), all_since=2)
+            save(model, tmp_path, optimizer)
+        losses.append(train_here(model, optimizer, range(2, 6), all_since=3))
+    assert losses[0] == losses[1]
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Has the options that DeepSpeed's has: no `amsgrad`."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0})
+
+
+class DeepSpeedCPUAdam(FusedAdam):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.param_groups[0]["amsgrad"] = False
+
+
+def test_a_third_moment_is_not_lost(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """Between Adams of several makers, of which not all have amsgrad."""
+    model, _ = made(zoo_checkpoint("llama"))
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    train_here(model, optimizer, [0])
+    save(model, tmp_path / "with", optimizer)
+    save(model, tmp_path / "without", FusedAdam(model.parameters()))
+    before = [param.clone() for param in model.parameters()]
+    for kind in (FusedAdam, DeepSpeedCPUAdam):
+        with pytest.raises(
+            ConfigError, match=f"the saved one keeps .* max_exp_avg_sq .*, and {kind.__name__} has non"
+        ):
+            load(model, tmp_path / "with", kind(model.parameters()))
+    with pytest.raises(ConfigError, match="AdamW keeps .* max_exp_avg_sq .*, and the saved one has none"):
+        load(model, tmp_path / "without", optimizer)
+    assert all(map(torch.equal, model.parameters(), before))
+    plain = torch.optim.Adam(model.parameters())
+    load(model, tmp_path / "with", plain)
+    kept = plain.state[model.lm_head.weight]["max_exp_avg_sq"]
+    assert torch.equal(kept, optimizer.state[model.lm_head.weight]["max_exp_avg_sq"]) and kept.any()
+
+
+def test_adam_does_not_turn_adamw_into_itself(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """As in torch's own ``load_state_dict``."""
+    model, _ = made(zoo_checkpoint("llama"))
+    save(model, tmp_path, torch.optim.Adam(model.parameters(), weight_decay=0.3))
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    load(model, tmp_path, optimizer)
+    assert optimizer.param_groups[0]["weight_decay"] == 0.3 and optimizer.param_groups[0]["decoupled_weight_decay"]
+
+
+def test_back_to_the_beginning(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model, optimizer = made(zoo_checkpoint("llama"))
+    save(model, tmp_path, optimizer)
+    losses = train_here(model, optimizer, range(3))
+    load(model, tmp_path, optimizer)
+    assert train_here(model, optimizer, range(3)) == losses
+
+
+@pytest.mark.parametrize("thaws", ["before", "after"])
+def test_frozen_for_a_while(zoo_checkpoint: Checkpoint, tmp_path: Path, thaws: str) -> None:
+    """A parameter that is frozen when the state is saved keeps the moments of the steps before."""
+    model, optimizer = made(zoo_checkpoint("llama"))
+    train_here(model, optimizer, range(2))
+    model.lm_head.weight.requires_grad_(False)
+    train_here(model, optimizer, [2])
+    save(model, tmp_path, optimizer)
+    model.lm_head.weight.requires_grad_(True)
+    losses = train_here(model, optimizer, (3, 4))
+    model, optimizer = made(zoo_checkpoint("llama"))
+    model.lm_head.weight.requires_grad_(thaws == "before")
+    load(model, tmp_path, optimizer)
+    model.lm_head.weight.requires_grad_(True)
+    assert train_here(model, optimizer, (3, 4)) == losses
+
+
+def test_another_order_of_parameters(zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model, optimizer = made(zoo_checkpoint("llama"))
+    train_here(model, optimizer, range(2))
+    save(model, tmp_path, optimizer)
+    losses = train_here(model, optimizer, (2, 3))
+    model, _ = made(zoo_checkpoint("llama"))
+    optimizer = torch.optim.AdamW([*model.parameters()][::-1], lr=1e-2)
+    load(model, tmp_path, optimizer)
+    assert train_here(model, optimizer, (2, 3)) == losses
+
+
+def test_rounding_is_said(zoo_checkpoint: Checkpoint, tmp_path: Path, said: list[str]) -> None:
+    model, optimizer = made(zoo_checkpoint("llama"))
+    train_here(model, optimizer, range(2))
+    save(model, tmp_path, optimizer)
+    load(*(given := made(zoo_checkpoint("llama"), torch.bfloat16))[:1], tmp_path, given[1])
+    assert len(said) == 1 and "are rounded to bfloat16" in said[0]
+
+
+def test_schedulers_and_scalers_that_are_missing_are_named(
+    zoo_checkpoint: Checkpoint, tmp_path: Path, said: list[str]
+) -> None:
+    model, optimizer = made(zoo_checkpoint("llama"))
+    scheduler = lr_scheduler.StepLR(optimizer, 2)
+    off, on = torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu")
+    save(model, tmp_path / "with", optimizer, scheduler=scheduler, scaler=on)
+    save(model, tmp_path / "without", optimizer, scaler=off)
+    load(model, tmp_path / "with", optimizer, scheduler=scheduler, scaler=on)
+    load(model, tmp_path / "without", optimizer, scaler=off)
+    assert said == []
+    load(model, tmp_path / "with", optimizer, scaler=off)
+    load(model, tmp_path / "without", optimizer, scheduler=scheduler, scaler=on)
+    expected = ("no scheduler was given to load it into", "no scheduler was saved", "no such loss scaler was saved")
+    assert len(said) == 3 and all(text in found for text, found in zip(expected, said, strict=True))
+    load(model, tmp_path / "with", optimizer, with_scheduler=False)
+    assert len(said) == 3
+
+
+# --------------------------------------------------------------------------------------------------------- the record
+
+RECORDS: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "deep": (lambda it: "[" * 100_000, "expected a JSON object"),
+    "deep inside": (lambda it: '{"data":' + "[" * 100_000 + "]" * 100_000 + "}", "maximum recursion depth"),
+    "no object": (lambda it: "[]", "expected a JSON object"),
+    "a field twice": (lambda it: '{"version": 1, "version": 1}', "occurs twice"),
+    "groups": (lambda it: it.update(groups="abc"), "entries are not those of a training state"),
+    "options": (lambda it: it["groups"][0].update(options=3), r"groups\[0\].options"),
+    "a rate": (
+        lambda it: it["groups"][0]["options"].update(lr="fast"),
+        "lr: expected something like 0.01",
+    ),
+    "betas": (lambda it: it["groups"][0]["options"].update(betas=[1]), "betas: expected something like"),
+    "parameters": (lambda it: it["groups"][0].update(parameters="abc"), r"groups\[0\].parameters"),
+    "numbers": (lambda it: it["groups"][0].update(numbers=[]), r"groups\[0\].numbers"),
+    "too few numbers": (lambda it: it["groups"][0]["numbers"].update(step=[1]), r"groups\[0\].numbers"),
+    "no number": (lambda it: it["groups"][0]["numbers"].update(step="x"), r"groups\[0\].numbers"),
+    "not a number": (lambda it: it["groups"][0]["numbers"].update(step=float("nan")), r"groups\[0\].numbers"),
+    "a huge number": (lambda it: it["groups"][0]["numbers"].update(step=10**400), r"groups\[0\].numbers"),
+    "shapes": (lambda it: it["groups"][0].update(shapes=[5]), r"groups\[0\].shapes"),
+    "lacking": (lambda it: it["groups"][0].update(lacking={"a": [3]}), r"groups\[0\].lacking"),
+    "counters": (lambda it: it.update(counters={"global_steps": "x"}), "counters: expected what save_state writes"),
+    "a scheduler": (lambda it: it.update(scheduler={"class": "StepLR", "state": 3}), "scheduler: expected"),
+    "a scaler": (lambda it: it.update(scaler=3), "scaler: expected"),
+    "a path": (lambda it: it.update(keys=["../../x"]), "keys: expected"),
+    "a state twice": (lambda it: it.update(keys=it["keys"] * 2), "each once"),
+    "ranks": (lambda it: it.update(world_size="2"), "world_size: expected"),
+    "a batch": (lambda it: it.update(batch_size="2"), "batch_size: expected"),
+    "pairs": (lambda it: it.update(data={"(key, value)": 3}), "expected dicts as save_state writes them"),
+    "a tuple": (lambda it: it.update(data={"(tuple)": 3}), "expected dicts as save_state writes them"),
+    "a tensor": (lambda it: it.update(data={"(dtype, shape, base64)": 3}), "expected dicts as save_state writes them"),
+    "keys that are lists": (lambda it: it.update(data={"(key, value)": [[[1], 2]]}), "expected dicts as save_state"),
+    "more": (lambda it: it.update(more=1), "unexpected keyword argument 'more'"),
+}
+
+
+@pytest.fixture(scope="module")
+def small_state(zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    """A model, its optimizer, and the folder of their state."""
+    model, optimizer = made(zoo_checkpoint("llama"))
+    train_here(model, optimizer, [0])
+    folder = tmp_path_factory.mktemp("state")
+    save(model, folder, optimizer, max_shard_size="20KB")
+    return model, optimizer, folder
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_from_anywhere(small_state: tuple[Any, Any, Path], name: str) -> None:
+    """Whatever a record says, it is refused by an error of ours, before anything is read."""
+    model, optimizer, folder = small_state
+    path = folder / "global_step1" / "training_state.json"
+    text, (change, expected) = path.read_text(), RECORDS[name]
+    record = json.loads(text)
+    changed = change(record)
+    path.write_text(changed if isinstance(changed, str) else json.dumps(record))
+    before = [param.clone() for param in model.parameters()]
+    try:
+        with pytest.raises(CheckpointError, match=expected):
+            load(model, folder, optimizer)
+    finally:
+        path.write_text(text)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@pytest.mark.parametrize("latest", ["", ".", "..", "a/b", "../state", "a\0b", "x" * 5000, "global_step9"])
+def test_latest_from_anywhere(small_state: tuple[Any, Any, Path], latest: str) -> None:
+    model, optimizer, folder = small_state
+    (folder / "latest").write_text(latest)
+    try:
+        with pytest.raises(CheckpointError, match="expected the (name of a folder|record of a state)"):
+            load(model, folder, optimizer)
+    finally:
+        (folder / "latest").write_text("global_step1")
+
+
+FILES: dict[str, Callable[[Path], object]] = {
+    "rng.safetensors": Path.unlink,
+    "model.safetensors.index.exp_avg.json": lambda path: path.write_text("[" * 100_000),
+    "model.exp_avg-00001-of-*.safetensors": lambda path: path.write_bytes(path.read_bytes()[:-1]),
+    "model.exp_avg_sq-00002-of-*.safetensors": Path.unlink,
+}
+
+
+@pytest.mark.parametrize("pattern", FILES)
+def test_damaged_files(small_state: tuple[Any, Any, Path], pattern: str) -> None:
+    model, optimizer, folder = small_state
+    (path,) = (folder / "global_step1").glob(pattern)
+    content = path.read_bytes()
+    FILES[pattern](path)
+    try:
+        with pytest.raises(CheckpointError, match=path.name):
+            load(model, folder, optimizer)
+    finally:
+        path.write_bytes(content)
+
+
+def test_data_comes_back(small_state: tuple[Any, Any, Path], tmp_path: Path) -> None:
+    model, optimizer, _ = small_state
+    data = {"a": [1, 2.5], 3: {True: None}, "(key, value)": {"(key, value)": [1]}, "inf": float("inf"), "é": "\u20ac"}
+    data |= {"pair": (1, ("a", [2])), "like one": {"(tuple)": [1]}, 4: ()}
+    save(model, tmp_path, optimizer, data=data)
+    assert load(model, tmp_path, optimizer).data == data
+    for refused in ("\ud800", torch.nn.Parameter(torch.ones(1))):
+        with pytest.raises(UnsupportedError, match="data: expected numbers, strings"):
+            save(model, tmp_path, optimizer, data=[refused])
+
+
+def test_data_of_ranks(small_state: tuple[Any, Any, Path], tmp_path: Path, said: list[str]) -> None:
+    """They are those of the rank; one that was not there gets rank 0's, and fewer ranks are told."""
+    model, optimizer, _ = small_state
+    save(model, tmp_path, optimizer)
+    path = next(tmp_path.glob("*/training_state.json"))
+    record = replace(StateRecord.read(path), world_size=2).with_data_of([{"(tuple)": [7]}, "mine"])
+    assert [record.data_for(rank) for rank in range(3)] == [(7,), "mine", (7,)]
+    path.write_text(record.to_json())
+    assert load(model, tmp_path, optimizer).data == (7,)
+    assert any("2 ranks saved different data, and there are 1 now" in text for text in said), said
+    assert record.with_data_of([1, 1]).data_of_ranks is None
+
+
+def test_normal_numbers_go_on(small_state: tuple[Any, Any, Path], tmp_path: Path) -> None:
+    """Python and NumPy make two of them at once, and keep the second one."""
+    model, optimizer, _ = small_state
+    random.gauss(0, 1), np.random.randn(), torch.randn(1)
+    save(model, tmp_path, optimizer)
+    expected = random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist()
+    load(model, tmp_path, optimizer)
+    assert (random.gauss(0, 1), np.random.randn(), torch.randn(3).tolist()) == expected

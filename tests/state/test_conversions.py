@@ -1,0 +1,167 @@
+"""States of models whose conversions compute: what weights would bring back otherwise lies in the state itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Transpose, WeightConverter
+
+import hf_zero_stream
+from hf_zero_stream.convert import convert
+from hf_zero_stream.errors import UnsupportedError
+from hf_zero_stream.state.record import FILE, StateRecord
+from tests.saving.test_conversions import OddConfig, OddModel, Scaled, Sorted
+from tests.support.changed_models import different, whole_values, zero_config
+from tests.support.cluster import run_ranks
+
+
+class TrainedModel(OddModel):
+    def __init__(self, config: OddConfig) -> None:
+        super().__init__(config)
+        self.register_buffer("table", torch.zeros(5))
+        self.post_init()
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        layers = (self.scaled, self.sorted, self.turned, self.plain)
+        return sum(layer(numbers[:, : layer.in_features]).square().mean() for layer in layers)
+
+
+CONVERSIONS = [
+    WeightConverter("scaled.file_weight", "scaled.weight", operations=[Scaled(1 / 3)]),  # rounded on the way
+    WeightConverter("sorted.file_weight", "sorted.weight", operations=[Sorted()]),  # and this is lost
+    WeightConverter("file_table", "table", operations=[Scaled(1 / 3)]),
+    WeightConverter("turned.file_weight", "turned.weight", operations=[Transpose(0, 1)]),
+]
+CHANGED = ["scaled.weight", "sorted.weight", "table"]
+
+
+class Training:
+    def __init__(self, folder: Path, home: str) -> None:
+        register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+        config = {"ds_config": zero_config(home)} if home.startswith("zero") else {}
+        model = TrainedModel.from_pretrained(folder, **config)
+        model.scaled.requires_grad_(False)
+        if home == "fsdp2":
+            fully_shard(model)
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.1)
+        self.model, self.trains, self.optimizer = model, model, {"optimizer": optimizer}
+        if config:
+            import deepspeed
+
+            self.trains, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config["ds_config"])
+            self.optimizer = {}
+
+    def step(self) -> None:
+        torch.manual_seed(4)
+        loss = self.trains(torch.randn(3, 64))
+        if self.optimizer:
+            loss.backward()
+            self.optimizer["optimizer"].step()
+            self.optimizer["optimizer"].zero_grad()
+        else:
+            self.trains.backward(loss)
+            self.trains.step()
+        self.model.table.add_(0.1)
+
+
+def save(folder: Path, target: Path, home: str) -> dict[str, torch.Tensor]:
+    with hf_zero_stream.streaming():
+        training = Training(folder, home)
+        training.step()
+        hf_zero_stream.save_state(training.trains, target, **training.optimizer)
+        values = whole_values(training.model)
+        if home.startswith("zero") and dist.get_rank() == 0:
+            by_tools = get_fp32_state_dict_from_zero_checkpoint(str(target))
+            assert different(dict(by_tools), {name: value.float() for name, value in values.items()}) == []
+    return values
+
+
+def resume(folder: Path, source: Path, home: str) -> dict[str, torch.Tensor]:
+    with hf_zero_stream.streaming():
+        training = Training(folder, home)
+        hf_zero_stream.load_state(training.trains, source, **training.optimizer)
+        return whole_values(training.model)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("home", ["fsdp2", "replicas", "zero3", "zero2"])
+def test_values_come_back_as_they_are(cluster: None, tmp_path: Path, home: str) -> None:
+    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+    torch.manual_seed(3)
+    TrainedModel(OddConfig()).save_pretrained(tmp_path / "odd")
+    (saved, _) = run_ranks(2, save, tmp_path / "odd", tmp_path / "state", home)
+    assert different(saved, run_ranks(2, resume, tmp_path / "odd", tmp_path / "state", home)[1]) == []
+    assert different(saved, run_ranks(3, resume, tmp_path / "odd", tmp_path / "state", home)[2]) == []
+    place = tmp_path / "state" / "global_step1"
+    assert StateRecord.read(place / FILE).exact == CHANGED
+    assert sorted(load_file(place / "model.exact.safetensors")) == CHANGED
+    if home.startswith("zero"):
+        assert converted(place, tmp_path / "converted", saved) == []
+    else:  # without masters, what is trained is in the weights alone, and one conversion turns it there
+        with pytest.raises(UnsupportedError, match=r"turned\.weight.*in another layout"):
+            convert(place, tmp_path / "converted")
+
+
+def converted(place: Path, target: Path, expected: dict[str, torch.Tensor]) -> list[str]:
+    """The names of what `convert` makes another value of than `expected` in the state in `place`."""
+    convert(place, target, progress=False)
+    return different(load_file(target / "model.safetensors"), {name: it.float() for name, it in expected.items()})
+
+
+def test_a_state_without_zero_is_converted_with_what_is_not_trained(tmp_path: Path) -> None:
+    register_checkpoint_conversion_mapping("odd_to_save", [], overwrite=True)
+    model = OddModel(OddConfig())
+    model.scaled.requires_grad_(False)
+    model.register_buffer("table", torch.arange(5.0))
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
+    hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer, tag="first")
+    assert converted(tmp_path / "state" / "first", tmp_path / "converted", whole_values(model)) == []
+
+
+def test_a_conversion_that_depends_on_values(tmp_path: Path) -> None:
+    class OfValues(Scaled):
+        def convert(self, input_dict: Any, source_patterns: Any, target_patterns: Any, **kwargs: Any) -> Any:
+            (values,) = input_dict.values()
+            tensor = values[0] if isinstance(values, list) else values
+            return {target_patterns[0]: tensor * (3.0 if tensor.abs().max().item() > 0 else 5.0)}
+
+    conversion = WeightConverter("scaled.file_weight", "scaled.weight", operations=[OfValues()])
+    register_checkpoint_conversion_mapping("odd_to_save", [conversion], overwrite=True)
+    model = TrainedModel(OddConfig())
+    optimizer = torch.optim.SGD(model.parameters())
+    hf_zero_stream.save_state(model, tmp_path, optimizer=optimizer, tag="first")
+    assert StateRecord.read(tmp_path / "first" / FILE).exact == ["scaled.weight"]
+    expected = whole_values(model)
+    with torch.no_grad():
+        model.scaled.weight.zero_()
+    hf_zero_stream.load_state(model, tmp_path, optimizer=optimizer)
+    assert different(whole_values(model), expected) == []
+
+
+@pytest.mark.parametrize("where", ["frozen", "buffer", "trained"])
+def test_a_conversion_that_is_not_undone(tmp_path: Path, where: str) -> None:
+    """Its values would come back as others: refused, but for what has masters beside the weights."""
+
+    class OneWay(Scaled):
+        @property
+        def reverse_op(self) -> Transpose:
+            return Transpose(0, 0)
+
+    name = "table" if where == "buffer" else "plain.weight"
+    conversion = WeightConverter(f"file_{name}", name, operations=[OneWay(1 / 3)])
+    register_checkpoint_conversion_mapping("odd_to_save", [conversion], overwrite=True)
+    model = TrainedModel(OddConfig())
+    if where == "frozen":
+        model.plain.requires_grad_(False)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad])
+    with pytest.raises(UnsupportedError, match=rf"compute {name} when it is loaded, and do not undo that"):
+        hf_zero_stream.save_state(model, tmp_path, optimizer=optimizer, tag="first")
+    assert [*tmp_path.iterdir()] == []

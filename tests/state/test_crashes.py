@@ -1,0 +1,103 @@
+"""A sample of ``python -m tests.state.crash``: saves of training states that die, or whose disk fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_zero_stream
+from hf_zero_stream.errors import SaveError
+from hf_zero_stream.saving.files import Publication, finish_interrupted
+from tests.state.crash import make_states, tree, trial_of_two_ranks, trials_of_one_rank
+from tests.support.training_state import plain_training
+from tests.support.zoo import make_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("way", "fault", "stride"),
+    [("waited", "killed", 5), ("background", "killed", 5), ("background", "no space", 11)],
+)
+def test_one_rank(tmp_path: Path, way: str, fault: str, stride: int) -> None:
+    found = trials_of_one_rank(tmp_path, way, [fault], stride)
+    assert found.keys() >= {f"{fault}: old", f"{fault}: new"}
+
+
+def test_weights_that_cannot_be_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state without a fingerprint would go on with any weights."""
+    checkpoint = make_checkpoint("llama", tmp_path / "model", torch.float32)
+    model, optimizer, _ = plain_training(checkpoint, None)
+    hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer)
+    before, original = tree(tmp_path / "state"), os.open
+
+    def failing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_ACCMODE == os.O_RDONLY and os.fspath(path).endswith("model.safetensors"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", failing)
+    with pytest.raises(
+        SaveError, match="state/global_step0.*: cannot finish this training state: .*model.safetensors"
+    ):
+        hf_zero_stream.save_state(model, tmp_path / "state", optimizer=optimizer)
+    assert tree(tmp_path / "state") == before
+
+
+@pytest.mark.parametrize("call", ["replace", "unlink", "fsync", "rmdir"])
+def test_each_step_of_the_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """Shards, an index and a file after it, over an older checkpoint: a step fails, and the next process goes on."""
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "index.json", "latest"]
+    original, step, ended = getattr(os, call), 0, False
+    while not ended:
+        folder, calls = tmp_path / str(step), 0
+        folder.mkdir()
+        for name in [*names, "model-00001-of-00003.safetensors"]:
+            (folder / name).write_text("old")
+        publication = Publication.begin(folder)
+        (publication.temporary / "state").mkdir()
+        for name in [*names, "state/moments"]:
+            (publication.temporary / name).write_text("new")
+
+        def failing(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == step + 1:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return original(*arguments, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            try:
+                publication.commit("model.safetensors", "index.json", "latest")
+            except SaveError:
+                publication.abandon()
+        ended = calls <= step
+        finish_interrupted(folder)
+        found = {path: data.decode() for path, data in tree(folder).items()}
+        new = {**dict.fromkeys(names, "new"), "state/moments": "new"}
+        old = {**dict.fromkeys(names, "old"), "model-00001-of-00003.safetensors": "old"}
+        assert found == new or (found == old and not ended), (step, found)
+        step += 1
+    assert step > 1
+
+
+@pytest.fixture(scope="module")
+def states(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_states(tmp_path_factory.mktemp("states"))
+
+
+@pytest.mark.parametrize(
+    ("way", "rank", "step", "fault"),
+    [
+        ("waited", 1, 5, "killed"),
+        ("background", 0, 40, "killed"),
+        ("background", 1, 5, "killed"),
+        ("background", 1, 9, "i/o error"),
+    ],
+)
+def test_one_of_two_ranks(states: Path, way: str, rank: int, step: int, fault: str) -> None:
+    assert trial_of_two_ranks(states, rank, step, fault, way).startswith(f"{way}, {fault}")

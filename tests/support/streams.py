@@ -1,0 +1,246 @@
+"""What ranks run to stream a model's weights, and to compare them with what a save of the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+
+from tests.support.live_sharded import Way
+from tests.support.loading import load_with
+from tests.support.packed_training import load as load_packed
+from tests.support.parity import ds_config, three_losses
+from tests.support.zoo import ZOO
+
+
+def taken(stream: Any) -> dict[str, torch.Tensor]:
+    """What this rank gets in one pass; each bucket is looked at as a receiver of the packed bytes would."""
+    found: dict[str, torch.Tensor] = {}
+    for bucket in stream:
+        total = sum(tensor.nbytes for _, tensor in bucket)
+        assert total <= bucket.packed.nbytes < total + 16 * len(bucket) + 1
+        for name, tensor in bucket:
+            assert tensor.untyped_storage().data_ptr() == bucket.packed.untyped_storage().data_ptr()
+            assert name not in found
+            found[name] = tensor.clone()
+    return found
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    return {name: tensor for path in folder.rglob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of which only one of two has a tensor, or with other bits, dtype or shape."""
+    wrong = set(found.keys() ^ expected.keys())
+    for name in found.keys() & expected.keys():
+        mine, theirs = found[name], expected[name]
+        same = mine.dtype == theirs.dtype and mine.shape == theirs.shape
+        if not same or not torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
+            wrong.add(name)
+    return sorted(wrong)
+
+
+def compared(model: Any, folder: Path, to: str, **options: Any) -> dict[str, Any]:
+    """Save `model`, stream it, and say what differs on this rank, and what the metadata say wrongly (all ranks)."""
+    import hf_zero_stream
+
+    dtype = options.get("dtype")
+    hf_zero_stream.save_pretrained(model, folder, dtype=dtype)
+    stream = hf_zero_stream.weight_stream(model, to, **options)
+    found = taken(stream)
+    expected = saved(folder)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = {each.name for each in stream.metadata if rank in each.owners}
+    described = {each.name: (each.dtype, each.shape) for each in stream.metadata}
+    return {
+        "differing": differing(found, {name: expected[name] for name in expected if name in mine}),
+        "metadata": described == {name: (each.dtype, tuple(each.shape)) for name, each in expected.items()},
+        "owned": sorted(mine),
+        "names": sorted(expected),
+        "bytes": sum(tensor.nbytes for tensor in found.values()),
+    }
+
+
+def stream_zero(checkpoints: dict[str, Path], folder: Path, to: str, options: dict[str, Any]) -> list[Any]:
+    """Of each model of the zoo, loaded under ZeRO-3."""
+    found = []
+    for name, checkpoint in checkpoints.items():
+        model = load_with("streamed", ZOO[name].auto_class, checkpoint, ds_config(), {})
+        found.append(compared(model, folder / f"{name} {to}", to, **options))
+    return found
+
+
+def stream_odd(folder: Path, to: str) -> list[Any]:
+    """Of a model with conversions that reorder elements, compute with them, and need all of them."""
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+    import hf_zero_stream
+    from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
+
+    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+    if dist.get_rank() == 0:
+        OddModel(OddConfig()).save_pretrained(folder / "odd")
+    dist.barrier()
+    with hf_zero_stream.streaming():
+        model = OddModel.from_pretrained(folder / "odd", ds_config=ds_config())
+    return [compared(model, folder / "saved", to, bucket_bytes=1000)]
+
+
+def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Of an engine after three steps, twice, and after three more; gathers are counted."""
+    import deepspeed
+
+    import hf_zero_stream
+
+    model = load_with("streamed", "AutoModelForCausalLM", checkpoint, config, {})
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    stream = hf_zero_stream.weight_stream(engine, **options)
+    plan = stream._plan
+    found = []
+    for number in range(2):
+        three_losses(engine, ZOO["qwen3_moe"].inputs)
+        where = folder / str(number)
+        hf_zero_stream.save_pretrained(engine, where, dtype=options.get("dtype"))
+        with counted_gathers() as gathers:
+            tensors = taken(stream)
+        expected = saved(where) if tensors else {}
+        found.append(differing(tensors, expected))
+        assert not gathers and stream.version == number + 1
+    assert stream._plan is plan, "the plan was made anew"
+    return {"differing": found, "tensors": len(tensors)}
+
+
+class counted_gathers:  # noqa: N801 - used as a function
+    """Inside, the calls of DeepSpeed's and torch's that gather parameters are noted."""
+
+    def __enter__(self) -> list[str]:
+        from unittest.mock import patch
+
+        import deepspeed
+        from torch.distributed.tensor import DTensor
+
+        noted: list[str] = []
+        gathered, full = deepspeed.zero.GatheredParameters.__enter__, DTensor.full_tensor
+
+        def enter(self: Any) -> Any:
+            if self.enabled and self.params:
+                noted.append("GatheredParameters")
+            return gathered(self)
+
+        def full_tensor(self: Any, *args: Any, **kwargs: Any) -> Any:
+            noted.append("full_tensor")
+            return full(self, *args, **kwargs)
+
+        self._patches = [
+            patch.object(deepspeed.zero.GatheredParameters, "__enter__", enter),
+            patch.object(DTensor, "full_tensor", full_tensor),
+        ]
+        for each in self._patches:
+            each.start()
+        return noted
+
+    def __exit__(self, *_: Any) -> None:
+        for each in self._patches:
+            each.stop()
+
+
+def stream_live(checkpoint: Path, folder: Path, ways: list[Way], to: str) -> dict[str, Any]:
+    """Of models of DTensors."""
+    return {way.__name__: compared(way(checkpoint), folder / way.__name__, to) for way in ways}
+
+
+def stream_packed(checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Of a model whose weights stay quantised."""
+    return compared(load_packed(checkpoint, ds_config(torch.bfloat16)), folder / "saved", "rank0")
+
+
+Adapt = Callable[[Any], Any]
+"""Puts adapters on a model."""
+
+
+def lora(model: Any) -> Any:
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
+    return peft.get_peft_model(model, config)
+
+
+def dora(model: Any) -> Any:
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, use_dora=True, target_modules=["q_proj"]))
+
+
+def lora_of_experts(model: Any) -> Any:
+    """Of parameters that the hub has in another layout."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=["q_proj"], target_parameters=names))
+
+
+def randomised(model: Any) -> Any:
+    """With random values in all that is trained; the same on all ranks."""
+    import deepspeed
+
+    trained = [param for param in model.parameters() if param.requires_grad]
+    with deepspeed.zero.GatheredParameters([each for each in trained if hasattr(each, "ds_id")], modifier_rank=0):
+        torch.manual_seed(11)
+        with torch.no_grad():
+            for param in trained:
+                param.normal_(std=0.1)
+    return model
+
+
+def under_zero_3(checkpoint: Path, adapt: Adapt, dtype: torch.dtype) -> Any:
+    model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(dtype), {"dtype": dtype})
+    return randomised(adapt(model))
+
+
+def under_fsdp2(checkpoint: Path, adapt: Adapt, dtype: torch.dtype) -> Any:
+    model = randomised(adapt(build_for(checkpoint, dtype)))
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def build_for(checkpoint: Path, dtype: torch.dtype) -> Any:
+    return load_with("plain", "AutoModelForCausalLM", checkpoint, {}, {"dtype": dtype})
+
+
+def stream_adapted(
+    checkpoint: Path, folder: Path, home: Callable[..., Any], adapt: Adapt, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Merged, and the adapters alone; what differs from a plain model with the same adapters (all ranks)."""
+    import hf_zero_stream
+
+    plain = adapt(build_for(checkpoint, dtype))  # first: a streamed model keeps ZeRO-3 on
+    model = home(checkpoint, adapt, dtype)
+    streams = {
+        name: hf_zero_stream.weight_stream(model, bucket_bytes=20_000, **options)
+        for name, options in {"merged": {}, "model's": {"layout": "model"}, "adapters": {"only": "trainable"}}.items()
+    }
+    found = {name: taken(stream) for name, stream in streams.items()}
+    again = taken(streams["merged"])
+    if home is under_zero_3:
+        with hf_zero_stream.streaming():
+            model.save_pretrained(folder / "adapters")
+        dist.barrier()
+    if dist.get_rank() > 0:
+        return {name: sorted(tensors) for name, tensors in found.items()}
+    adapters = saved(folder / "adapters") if home is under_zero_3 else found["adapters"]  # PEFT saves no DTensors
+    peft.set_peft_model_state_dict(plain, adapters)
+    before = saved(checkpoint)
+    merged = plain.merge_and_unload()
+    merged.save_pretrained(folder / "merged")
+    expected = saved(folder / "merged")
+    parameters = {name: param.detach() for name, param in merged.named_parameters()}
+    return {
+        "merged": differing(found["merged"], expected),
+        "again": differing(again, expected),
+        "model's": differing(found["model's"], parameters),
+        "adapters": differing(found["adapters"], adapters),
+        "changed": differing(expected, {name: tensor.to(dtype) for name, tensor in before.items()}) != [],
+    }
