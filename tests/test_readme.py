@@ -131,7 +131,7 @@ def test_ci_runs_the_tests() -> None:
 
 
 def test_counts_of_models_are_those_of_the_sweep() -> None:
-    """The tool's own lines are at the head of the tables that it wrote."""
+    """The tool's own lines are in the page beside the table that it wrote."""
     table = (ROOT / "docs" / "models.md").read_text()
     built, not_built = map(int, re.search(r"(\d+) model types can be built; (\d+) cannot", table).groups())  # type: ignore[union-attr]
     assert f"{built} of {built + not_built} model types" in PAGES["support"]
