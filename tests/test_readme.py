@@ -69,7 +69,7 @@ def test_readme_is_short() -> None:
 
 
 def test_every_error_has_cause_and_cure() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    page = (ROOT / "docs" / "errors.md").read_text()
     sections = dict(re.findall(r"^## (\w+Error)\b(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     classes = {name: kind for name in errors.__all__ if isinstance(kind := getattr(errors, name), type)}
     assert set(sections) == set(classes)
@@ -90,8 +90,8 @@ def texts_of(path: Path) -> set[str]:
     return found
 
 
-def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+def test_messages_on_the_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(quoted) > 30
     written = "\n".join(set().union(*map(texts_of, (ROOT / "hf_zero_stream").rglob("*.py"))))
