@@ -188,7 +188,8 @@ def test_code_runs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path:
 
 
 def test_settings_table() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGES["settings"], re.MULTILINE)
+    settings, _, _ = PAGES["settings"].partition("\n## Arguments of ")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", settings, re.MULTILINE)
     units = {"KiB": 2**10, "MiB": 2**20}
     shown: dict[str, Any] = {}
     for name, value in rows:
