@@ -40,7 +40,7 @@ help:
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.csv (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
-	@echo "make quality  lint, format check, types, which room may import which"
+	@echo "make quality  lint, format check, types, which subpackage may import which"
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run hf-zero-stream demo: stock and streaming side by side"
 	@echo "make docs     build the documentation as a site, in build/site; broken links fail"
