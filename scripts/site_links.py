@@ -2,7 +2,7 @@
 
 In a checkout ``../examples/demo.py`` leads to the file. The site gets a copy of it in ``source/``; a link to a folder
 becomes text. The footer names the version. Paths of tests in tables may break between file and function. The page of
-model types shows the table that is beside it as a file.
+model types shows the table that is beside it as a file. Docstrings show no roles of Sphinx.
 """
 
 import csv
@@ -20,6 +20,7 @@ LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 
 
 CODE = re.compile(r"<code>([^<]+)</code>")
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?=<code>)")
 
 
 def on_config(config: Any) -> Any:
@@ -30,7 +31,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Let long names in code break after "::" and "/", where nothing is added to what is copied."""
+    """Let long names in code break after "::" and "/", where nothing is added to what is copied; drop roles."""
+    html = ROLE.sub("", html)
     return CODE.sub(lambda match: "<code>" + re.sub(r"(::|/(?=\w))", r"\1<wbr>", match[1]) + "</code>", html)
 
 

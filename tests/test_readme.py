@@ -157,6 +157,15 @@ def test_names_exist() -> None:
         assert getattr(hf_zero_stream, name) is not None
 
 
+def test_the_reference_has_all_that_is_exported() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    directives = set(re.findall(r"^::: \S+\.(\w+)$", page, re.MULTILINE)) | {"__version__"}
+    classes = set(re.findall(r"`(StreamingAuto\w+)`", page))
+    assert directives | classes >= set(dir(hf_zero_stream))
+    listed = set(re.findall(r"^ +- (\w+)$", page, re.MULTILINE))
+    assert listed == {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
+
+
 def run_blocks(sources: list[str], ds_config: dict[str, Any]) -> list[int]:
     """Execute code on a rank, with ZeRO-3 found as under a launcher; the blocks that gave a streamed model."""
     from transformers.integrations import HfDeepSpeedConfig
