@@ -20,7 +20,7 @@ COMPAT_TESTS += --deselect tests/core/test_plan.py::test_a_plan_is_data
 FUZZ_RUNS ?= 1000000
 FUZZ_TARGETS ?= file header built index names torch pickle zero distcp server store
 SWEEP_ARGS ?= --destinations zero3x2,zero3x3/5,fsdp2,fsdp3,tp2,fsdp2-ep2,fsdp2-tp2,fsdp2-tp2-ep2,replicate2-fsdp2/5 \
-	--dtypes fp32,bf16,fp32-bf16 --stock --jobs 2 --markdown docs/models.md
+	--dtypes fp32,bf16,fp32-bf16 --stock --jobs 2 --csv docs/models.csv
 
 # The extensions that DeepSpeed compiles at first use belong to this environment, and ninja lives there too.
 export PATH := $(abspath $(BIN)):$(PATH)
@@ -38,9 +38,9 @@ help:
 	@echo "make drift    look at the table of what is bent in other versions, and try sets of versions (DRIFT_ARGS=contracts)"
 	@echo "make nightly  run make test-all, make peers, make drift and make stranger"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
-	@echo "make sweep    load every model type of transformers and write docs/models.md (SWEEP_ARGS='--types bert,t5')"
+	@echo "make sweep    load every model type of transformers and write docs/models.csv (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
-	@echo "make quality  lint, format check, types, which room may import which"
+	@echo "make quality  lint, format check, types, which subpackage may import which"
 	@echo "make style    fix what ruff can fix"
 	@echo "make demo     run hf-zero-stream demo: stock and streaming side by side"
 	@echo "make docs     build the documentation as a site, in build/site; broken links fail"

@@ -65,7 +65,7 @@ STRICTER = {
     "more than 64 dimensions": r"shape: at most \d+ dimensions are allowed",
     "a name of more than 1024 characters": r"name: at most \d+ characters are allowed",
 }
-"""What the safetensors library accepts and we do not -> our error. docs/untrusted.md says why."""
+"""What the safetensors library accepts and we do not -> our error. docs/sources.md says why."""
 
 _STRICTER = re.compile("|".join(f"(?:{pattern})" for pattern in STRICTER.values()), re.DOTALL)
 

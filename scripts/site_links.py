@@ -1,9 +1,11 @@
 """Hooks of MkDocs, for what works in a checkout and not on a site.
 
 In a checkout ``../examples/demo.py`` leads to the file. The site gets a copy of it in ``source/``; a link to a folder
-becomes text. The footer names the version. Paths of tests in tables may break between file and function.
+becomes text. The footer names the version. Paths of tests in tables may break between file and function. The page of
+model types shows the table that is beside it as a file. Docstrings show no roles of Sphinx.
 """
 
+import csv
 import posixpath
 import re
 import tomllib
@@ -18,6 +20,7 @@ LINK = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 
 
 CODE = re.compile(r"<code>([^<]+)</code>")
+ROLE = re.compile(r":(?:attr|class|data|func|meth|mod):(?=<code>)")
 
 
 def on_config(config: Any) -> Any:
@@ -28,7 +31,8 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Let long names in code break after "::" and "/", where nothing is added to what is copied."""
+    """Let long names in code break after "::" and "/", where nothing is added to what is copied; drop roles."""
+    html = ROLE.sub("", html)
     return CODE.sub(lambda match: "<code>" + re.sub(r"(::|/(?=\w))", r"\1<wbr>", match[1]) + "</code>", html)
 
 
@@ -41,8 +45,34 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def model_types() -> str:
+    """docs/models.csv in Markdown: what all runs of a family found, in one cell of each type."""
+    with (ROOT / "docs" / "models.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    found = [row for row in rows if not row["cannot be built"]]
+    families: dict[str, list[str]] = {}
+    for column in [name for name in found[0] if re.search(r"(zero3x|fsdp|tp|ep)\d", name)]:
+        kind = next(kind for kind in ("ep", "tp", "fsdp", "zero3x") if re.search(rf"{kind}\d", column))
+        title = {"zero3x": "ZeRO-3", "fsdp": "FSDP2", "tp": "TP", "ep": "EP"}[kind]
+        families.setdefault(f"stock: {title}" if column.startswith("stock ") else title, []).append(column)
+    heads = ["type", "class", "conversions", *families]
+    lines = [heads, ["---"] * len(heads)]
+    for row in found:
+        cells = ["; ".join(dict.fromkeys(filter(None, map(row.get, columns)))) for columns in families.values()]
+        lines.append([f"`{row['type']}`", row["class"], row["conversion ops"], *map(_escaped, cells)])
+    cannot = [["type", "cannot be built"], ["---"] * 2]
+    cannot += [[f"`{row['type']}`", _escaped(why)] for row in rows if (why := row["cannot be built"])]
+    return "\n\n".join("\n".join(f"| {' | '.join(cells)} |" for cells in each) for each in (lines, cannot))
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\*_`\[\]])", r"\\\1", text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;"))
+
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Lead links to copies; links to what is not there stay, and strict mode refuses them."""
+    if "<!-- models.csv -->" in markdown:
+        markdown = markdown.replace("<!-- models.csv -->", f"## All types\n\n{model_types()}")
 
     def replaced(match: re.Match[str]) -> str:
         text, name, _ = match.groups()

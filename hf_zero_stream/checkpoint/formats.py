@@ -3,7 +3,7 @@
 ``model.safetensors.index.json`` says which shard holds which tensor. It is a JSON object with the fields
 ``weight_map`` (a tensor's name -> a shard's name, relative to the checkpoint's folder) and ``metadata`` (an object).
 It is untrusted: transformers opens the files that it names, as we do, so that these must be files of the checkpoint.
-docs/untrusted.md has the rules.
+docs/sources.md has the rules.
 """
 
 from __future__ import annotations

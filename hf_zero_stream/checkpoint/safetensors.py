@@ -5,7 +5,7 @@ object that maps each tensor's name to ``{"dtype", "shape", "data_offsets": [beg
 the end of the header, then the data, which the tensors cover with no hole and no overlap.
 
 A header is untrusted: all of it is checked before use. Nothing is accepted that the safetensors library refuses;
-docs/untrusted.md lists what it accepts and we do not.
+docs/sources.md lists what it accepts and we do not.
 """
 
 from __future__ import annotations

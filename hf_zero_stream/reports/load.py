@@ -115,7 +115,7 @@ class LoadReport(Report):
     def digest(self) -> str:
         """A number for all values that were loaded, the same at any number of ranks; 16 hexadecimal digits.
 
-        "" unless everything was verified (`StreamingConfig.verify` is "full"). See :mod:`.engine.verification`.
+        "" unless everything was verified (`StreamingConfig.verify` is "full").
         """
         digests = [rank.verification.digest for rank in self.ranks]
         return f"{sum(int(digest, 16) for digest in digests) % 2**64:016x}" if all(digests) else ""

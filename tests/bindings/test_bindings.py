@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -15,6 +16,7 @@ from hf_zero_stream.bindings.install import Installation, Moment, Row, Weight
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import PACKAGE, VersionError
+from tests.cluster import ROOT
 
 
 ROWS = [pytest.param(row, id=f"{moment.name}-{row.of}") for moment, rows in TABLE.items() for row in rows]
@@ -29,6 +31,13 @@ def test_it_is_there_and_leads_to_a_function(row: Row) -> None:
     if row.leads_to:
         module, _, name = row.leads_to.partition(":")
         assert callable(getattr(importlib.import_module(f"{PACKAGE}.{module}"), name))
+
+
+def test_the_page_names_each_row_in_its_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    for moment, rows in TABLE.items():
+        (cell,) = [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {moment.value}")]
+        assert re.findall(r"`([^`]+)`", cell) == list(dict.fromkeys(row.of.partition(":")[2] for row in rows))
 
 
 @pytest.fixture

@@ -215,7 +215,7 @@ if "RANK" in os.environ:
 """
 """A user's own `sitecustomize`. `trl` cannot be told of gloo: it asks for the process group in its own process too."""
 
-PAGE = (ROOT / "docs" / "recipes.md").read_text()
+PAGE = (ROOT / "docs" / "use.md").read_text()
 ON_A_CPU = re.findall(r"^hf-zero-stream run (accelerate .* -m trl.*)$", PAGE, re.MULTILINE)
 BY_TRL = f"trl sft --accelerate_config {ON_CPU} --config examples/trl/sft.yaml --main_process_port 0 "
 

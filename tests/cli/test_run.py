@@ -223,4 +223,4 @@ def test_its_launchers_are_documented() -> None:
 
     forms = re.findall(r"^    (\w.*hf_zero_stream\.run .*)$", hf_zero_stream.run.__doc__ or "", re.MULTILINE)
     assert len(forms) == 4
-    assert all(form in (ROOT / "docs" / "recipes.md").read_text() for form in forms)
+    assert all(form in (ROOT / "docs" / "use.md").read_text() for form in forms)

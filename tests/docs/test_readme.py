@@ -69,7 +69,7 @@ def test_readme_is_short() -> None:
 
 
 def test_every_error_has_cause_and_cure() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    page = (ROOT / "docs" / "errors.md").read_text()
     sections = dict(re.findall(r"^## (\w+Error)\b(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     classes = {name: kind for name in errors.__all__ if isinstance(kind := getattr(errors, name), type)}
     assert set(sections) == set(classes)
@@ -90,8 +90,8 @@ def texts_of(path: Path) -> set[str]:
     return found
 
 
-def test_messages_in_troubleshooting_are_those_of_the_code() -> None:
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+def test_messages_on_the_page_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
     quoted = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
     assert len(quoted) > 30
     written = "\n".join(set().union(*map(texts_of, (ROOT / "hf_zero_stream").rglob("*.py"))))
@@ -131,7 +131,7 @@ def test_ci_runs_the_tests() -> None:
 
 
 def test_counts_of_models_are_those_of_the_sweep() -> None:
-    """The tool's own lines are at the head of the tables that it wrote."""
+    """The tool's own lines are in the page beside the table that it wrote."""
     table = (ROOT / "docs" / "models.md").read_text()
     built, not_built = map(int, re.search(r"(\d+) model types can be built; (\d+) cannot", table).groups())  # type: ignore[union-attr]
     assert f"{built} of {built + not_built} model types" in PAGES["support"]
@@ -155,6 +155,15 @@ def test_names_exist() -> None:
     assert "StreamingAutoModelForCausalLM" in used and "plan" in used
     for name in used:
         assert getattr(hf_zero_stream, name) is not None
+
+
+def test_the_reference_has_all_that_is_exported() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    directives = set(re.findall(r"^::: \S+\.(\w+)$", page, re.MULTILINE)) | {"__version__"}
+    classes = set(re.findall(r"`(StreamingAuto\w+)`", page))
+    assert directives | classes >= set(dir(hf_zero_stream))
+    listed = set(re.findall(r"^ +- (\w+)$", page, re.MULTILINE))
+    assert listed == {name for name in errors.__all__ if isinstance(getattr(errors, name), type)}
 
 
 def run_blocks(sources: list[str], ds_config: dict[str, Any]) -> list[int]:
@@ -188,7 +197,8 @@ def test_code_runs(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path:
 
 
 def test_settings_table() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", PAGES["settings"], re.MULTILINE)
+    settings, _, _ = PAGES["settings"].partition("\n## Arguments of ")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]+) \|", settings, re.MULTILINE)
     units = {"KiB": 2**10, "MiB": 2**20}
     shown: dict[str, Any] = {}
     for name, value in rows:

@@ -4,5 +4,5 @@
     python -m tests.drift stacks                 # in an environment of its own for each set of versions
     python -m tests.drift stacks --only newest   # of some of them
 
-Both write their part of docs/stability.md. Nothing is downloaded or installed twice: see `.drift/`.
+Both write their part of docs/support.md. Nothing is downloaded or installed twice: see `.drift/`.
 """

@@ -16,7 +16,7 @@ from tests.support.cluster import ROOT
 ALLOWED = ("right", "not in this version", "VersionError", "UnsupportedError")
 """How the outcomes of a smoke run may begin."""
 
-PAGE = ROOT / "docs" / "stability.md"
+PAGE = ROOT / "docs" / "support.md"
 
 
 def write(part: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Arguments of `from_pretrained` that say which files are read; docs/arguments.md lists them all."""
+"""Arguments of `from_pretrained` that say which files are read; docs/settings.md lists them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Models with odd parameters, buffers and initialisation code come out as in plain loading, bit for bit."""
+"""Models with odd parameters, buffers and initialisation code come out as in plain loading, bit for bit.
+
+Sub-models built inside `__init__`, ties across modules, one module under two names, parameter lists; buffers in the
+checkpoint and computed ones, extra state, tensors created on an explicit device; integer, complex, zero-sized,
+0-dimensional and frozen parameters; unguarded initialisation code, and conversions that the user registered.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A trial saves over an older checkpoint of the same names. One rank is killed, or gets an error from the system, before
 its n-th call that changes files. Afterwards the folder must hold the old checkpoint, byte for byte, or the new one;
-or the new one once the next to use the folder has finished it.
+or the new one once the next to use the folder has finished it. After 237 trials, the folder held the old checkpoint
+166 times, the new one 28 times, the new one once it was finished 36 times; 7 times the save had ended before.
 """
 
 from __future__ import annotations

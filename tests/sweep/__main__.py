@@ -2,7 +2,7 @@
 
 Examples:
     python -m tests.sweep --types qwen3_moe,clip,t5
-    python -m tests.sweep --destinations zero3x2,zero3x3/5 --dtypes fp32,bf16 --stock --markdown docs/models.md
+    python -m tests.sweep --destinations zero3x2,zero3x3/5 --dtypes fp32,bf16 --stock --csv docs/models.csv
     python -m tests.sweep --destinations fsdp2,tp2,replicate2-fsdp2,fsdp2-tp2-ep2 --types mixtral --json sweep.json
 """
 
@@ -38,7 +38,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch", type=int, default=20, help="models that share the start of their ranks")
     parser.add_argument("--folder", type=Path, help="keep the tiny checkpoints there, and use those already there")
     parser.add_argument("--json", type=Path, help="write everything that was found to this file")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file; what else is in it stays")
+    parser.add_argument(
+        "--csv", type=Path, help="write the table to this file, and its summary into the page (.md) beside it, if any"
+    )
     return parser
 
 
@@ -52,7 +54,7 @@ def main() -> int:
     from tests.sweep.destinations import Destination
     from tests.sweep.report import counts, failures
     from tests.sweep.run import sweep
-    from tests.sweep.tables import markdown
+    from tests.sweep.tables import page, table
     from tests.sweep.tiny import all_types
 
     with tempfile.TemporaryDirectory(prefix="sweep-") as temporary:
@@ -68,14 +70,17 @@ def main() -> int:
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(result.to_dict(), indent=1) + "\n")
-    if arguments.markdown:
+    if arguments.csv:
         versions = (
             f"transformers {transformers.__version__}, DeepSpeed {deepspeed.__version__}, "
             f"torch {torch.__version__.partition('+')[0]}"
         )
-        before = arguments.markdown.read_text() if arguments.markdown.exists() else ""
-        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
-        arguments.markdown.write_text(markdown(result, versions, before))
+        text = table(result, arguments.csv.read_text() if arguments.csv.exists() else "")
+        arguments.csv.parent.mkdir(parents=True, exist_ok=True)
+        arguments.csv.write_text(text)
+        beside = arguments.csv.with_suffix(".md")
+        if beside.exists():
+            beside.write_text(page(result, versions, text, beside.read_text()))
     bad = failures(result)
     print("\n".join(bad), end="\n" if bad else "")
     print(counts(result))

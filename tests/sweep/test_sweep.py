@@ -12,7 +12,7 @@ import pytest
 from tests.sweep.destinations import Destination
 from tests.sweep.report import failures
 from tests.sweep.run import Sweep, make, sweep
-from tests.sweep.tables import markdown
+from tests.sweep.tables import Table, page, table
 from tests.sweep.tiny import all_types, candidate_classes
 
 
@@ -93,14 +93,22 @@ def test_shards_and_what_stock_does(cluster: None, checkpoints: Path) -> None:
         ("ours", "tp2", "fp32"): {"mixtral": "equal"},
         ("stock", "tp2", "fp32"): {"mixtral": "equal"},
     }
-    first = markdown(result, "made up 1.0")
-    assert "wrong values: k_proj, q_proj, v_proj (6 tensors)" in first
+    first = table(result)
+    rows = Table.parse(first).rows
+    assert rows["nomic_bert"]["stock fsdp2 fp32"] == "wrong values: k_proj, q_proj, v_proj (6 tensors)"
+    first_page = page(result, "made up 1.0", first, "# Types\n")
     # A later sweep of other models and destinations leaves all of that there.
     later = Sweep(cases={"bert": {"id": "bert", "class": "B", "parameters": 1}})
     later.rows["ours", "zero3x2", "fp32"] = {"bert": {"differences": []}}
-    both = markdown(later, "made up 2.0", first)
-    kept = {line for line in first.splitlines() if line.startswith(("| `", "| stock", "Made with"))}
-    assert len(kept) == 6 and kept < set(both.splitlines()) and "| `bert` | B | 1 |  | equal |" in both
+    both = table(later, first)
+    kept = Table.parse(both).rows
+    assert {name: {column: text for column, text in row.items() if text} for name, row in kept.items()} == {
+        "bert": {"type": "bert", "class": "B", "parameters": "1", "zero3x2 fp32": "equal"},
+        **{name: {column: text for column, text in row.items() if text} for name, row in rows.items()},
+    }
+    both_page = page(later, "made up 2.0", both, first_page)
+    assert set(first_page.splitlines()) - {"3 model types can be built; 0 cannot."} < set(both_page.splitlines())
+    assert {"| FSDP2 | made up 1.0 |", "| ZeRO-3 partitions | made up 2.0 |"} < set(both_page.splitlines())
 
 
 def test_what_initialisation_code_gives_and_freezes(cluster: None, checkpoints: Path) -> None:

@@ -1,5 +1,5 @@
 """Partitions in host memory, with hpZ, frozen, and of mixed dtypes: values are plain loading's, losses stock's, to the
-last bit. The table of all homes is docs/homes.md.
+last bit. The table of all homes is docs/support.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The DeepSpeed configs in examples/deepspeed run, and docs/homes.md names tests and configs that exist."""
+"""The DeepSpeed configs in examples/deepspeed run; each destination in docs/support.md has tests."""
 
 from __future__ import annotations
 
@@ -12,9 +12,37 @@ from tests.support.cluster import ROOT
 from tests.support.commands import losses, run_command
 
 
-TABLE = ROOT / "docs" / "homes.md"
+PAGE = ROOT / "docs" / "support.md"
 MAKE = "python -m benchmarks.moe_checkpoint tiny-moe --gigabytes 0.01 --layers 2 --experts 8"
 TRAIN = "torchrun --nproc_per_node 2 examples/finetune_trainer.py --model tiny-moe --steps 3"
+SHOWN_BY = {
+    "device": "test_equals_plain_loading test_losses_equal_stock test_losses_equal_stock_at_other_world_sizes",
+    "CPU offload": "test_offload_to_pinned_memory test_pinned_memory_is_filled_in_place test_missing_keys",
+    "NVMe": "test_losses_equal_stock test_values_equal_plain_loading test_host_memory_is_bounded_by_the_buffers",
+    "ZeRO++ hpZ": "test_hpz test_missing_keys",
+    "ZeRO++ qwZ": "test_no_quantizer_on_a_cpu test_quantised_on_the_wire test_quantised_weights_need_a_gpu",
+    "frozen weights in int8": (
+        "test_no_quantizer_on_a_cpu test_quantising_frozen_weights test_partitioning_what_is_frozen"
+    ),
+    "frozen parameters, LoRA": "test_frozen test_frozen_partitions_stay test_training_a_new_adapter",
+    "mixed dtypes": "test_torch_autocast test_frozen test_teacher_and_student",
+    "several models, one after another": "test_teacher_and_student test_teacher_and_student_with_hpz",
+    "a streamed model inside the user's own": "test_own_model_around_a_streamed_one",
+    "a streamed part, built under `with zero.Init(...)`": "test_own_model_built_under_init",
+    "sequence parallelism (Ulysses)": "test_sequence_parallel",
+    "other ranks for single parameters": "test_group_of_a_parameter",
+    "expert parallelism (AutoEP)": (
+        "test_losses_equal_those_without_expert_parallelism test_each_rank_reads_its_own_experts_only "
+        "test_no_fused_expert_tensor_is_allocated test_checkpoints_of_the_engine_are_saved_and_loaded "
+        "test_with_offload test_saved_as_the_model_that_it_was"
+    ),
+    "transformers' own expert parallelism": "test_transformers_own_means_nothing_under_zero3",
+    "stages 0 to 2, data parallelism": "test_losses_equal_stock test_values_equal_plain_loading",
+    "a model that exists: `load_into`": (
+        "test_partitions_hold_the_new_values test_in_every_home test_a_training_engine_gets_masters_and_weights"
+    ),
+}
+"""Destination -> the tests that show what the page says of it."""
 
 
 @pytest.fixture(scope="module")
@@ -61,21 +89,24 @@ def test_quantised_weights_need_a_gpu(folder: Path) -> None:
 
 
 def rows() -> list[list[str]]:
-    homes, _, _ = TABLE.read_text().partition("\n## ")
-    lines = [line for line in homes.splitlines() if line.startswith("| ")]
-    return [line.split("|")[1:-1] for line in lines]
+    _, _, page = PAGE.read_text().partition("\n## Destinations under DeepSpeed\n")
+    lines = [line for line in page.partition("\n## ")[0].splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[1:]]
 
 
-def test_table_names_what_exists() -> None:
-    assert {len(row) for row in rows()} == {6}
-    text = TABLE.read_text()
-    for path, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text):
-        tree = ast.parse((ROOT / path).read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{path}::{name}"
-    for path in re.findall(r"`(examples/[\w./]+)`", text):
-        assert (ROOT / path).is_file(), path
+def test_each_destination_has_tests() -> None:
+    assert {len(row) for row in rows()} == {4}
+    assert {row[0] for row in rows() if not row[2].startswith("*refused*")} == set(SHOWN_BY)
+    defined = {
+        node.name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    for tests in SHOWN_BY.values():
+        assert tests and set(tests.split()) <= defined, tests
 
 
 def test_each_config_has_a_row() -> None:
     configs = {path.name for path in (ROOT / "examples" / "deepspeed").glob("*.json")}
-    assert configs <= set(re.findall(r"`examples/deepspeed/([\w.]+)`", TABLE.read_text()))
+    assert configs == set(re.findall(r"`([\w.]+\.json)`", "\n".join(row[3] for row in rows())))

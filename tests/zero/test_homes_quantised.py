@@ -1,5 +1,5 @@
 """ZeRO++'s quantised weights. DeepSpeed has the kernels for GPUs alone: without them a load is refused; with others,
-in torch, beneath everything else that is DeepSpeed's, streamed models train as stock's. See docs/homes.md.
+in torch, beneath everything else that is DeepSpeed's, streamed models train as stock's. See docs/support.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Several models, or parts of models, that are partitioned together: a second load beside a first, a streamed model
-inside the user's own, groups of ranks. Losses are stock's to the last bit; the table is docs/homes.md.
+inside the user's own, groups of ranks. Losses are stock's to the last bit; the table is docs/support.md.
 """
 
 from __future__ import annotations
