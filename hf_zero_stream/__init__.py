@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from .stream.sender import weight_sender as weight_sender
     from .stream.weights import WeightStream as WeightStream
     from .stream.weights import weight_stream as weight_stream
+    from .tensors import load_tensors as load_tensors
+    from .tensors import save_tensors as save_tensors
 
 __version__ = "0.2.0"
 
@@ -43,9 +45,11 @@ _HOMES = {
     "WeightStream": ".stream.weights",
     "load_into": ".loading.into",
     "load_state": ".state.load",
+    "load_tensors": ".tensors",
     "plan": ".loading.dry_load",
     "save_pretrained": ".saving.calls",
     "save_state": ".state.save",
+    "save_tensors": ".tensors",
     "streaming": ".bindings.streaming",
     "weight_sender": ".stream.sender",
     "weight_stream": ".stream.weights",

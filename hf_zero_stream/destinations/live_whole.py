@@ -1,7 +1,8 @@
-"""A model in use: which tensors of a checkpoint are for it, and the destination if DeepSpeed has no part in it."""
+"""A model in use: its memory, and which tensors of a checkpoint are for it."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,9 +12,33 @@ from torch import nn
 from ..errors import LoadError
 from ..ranks.coordinator import Coordinator, collective_device
 from .base import Batch, Destination, Sourced, flat_items, source_of
+from .marks import is_sharded
 from .own_names import named_buffers, named_parameters
 from .replicated import exchange_batches
 from .skeleton import whole_shape
+
+
+def memory_of(
+    model: nn.Module, coordinator: Coordinator, staging_bytes: int, *, with_masters: bool = True
+) -> Destination:
+    """Where the values of `model` are: in shards, in ZeRO's partitions, or whole on every rank.
+
+    Without masters, what ZeRO-3 trains in place of parameters keeps its values. Raises a LoadError if there is none.
+    """
+    if is_sharded(model):
+        from .live_shards import LiveShards  # imports torch's FSDP2
+
+        return LiveShards(model, coordinator)
+    if without_memory := [name for name, param in model.named_parameters() if param.is_meta]:
+        raise LoadError(
+            f"load_into: the model's {without_memory[0]} is on the meta device, without memory. Call "
+            "model.to_empty(device=...) first."
+        )
+    if "deepspeed" not in sys.modules:
+        return LiveWhole(model, coordinator, staging_bytes)
+    from .deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
+
+    return LiveModel(model, coordinator, staging_bytes, with_masters=with_masters)
 
 
 class LiveWhole(Destination):

@@ -6,11 +6,14 @@ been added, replaced or wrapped since. So a checkpoint is paired with what the m
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..checkpoint.lazy import LazyTensor, Materialise
+from ..checkpoint.nodes import View
 from . import fsdp
 from .deepspeed.original_experts import origin_of
 from .own_names import wrapped_child
@@ -80,3 +83,42 @@ def _ties_of(model: nn.Module) -> dict[str, str]:
         saved = next((name for name in tied if name in sources), tied[0])
         found.update({name: saved for name in tied if name != saved})
     return found
+
+
+def filled(skeleton: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
+    """`skeleton` with `lazy` tensors in place of its own, the names of those that lack one, and no tied ones."""
+    missing: set[str] = set()
+    for name, _ in [*skeleton.named_parameters(), *skeleton.named_buffers()]:
+        prefix, _, key = name.rpartition(".")
+        owner = skeleton.get_submodule(prefix)
+        if name in lazy:
+            (owner._parameters if key in owner._parameters else owner._buffers)[key] = lazy[name]
+        else:
+            missing.add(name)
+    return skeleton, missing, set()
+
+
+class StandIn(nn.Module):
+    """Lazy tensors by the own names of a model's parameters and buffers."""
+
+    def __init__(self, parameters: Mapping[str, LazyTensor], buffers: Mapping[str, LazyTensor]) -> None:
+        super().__init__()
+        self._lazy_parameters, self._lazy_buffers = parameters, buffers
+
+    @classmethod
+    def of_views(
+        cls, materialise: Materialise, parameters: Mapping[str, View], buffers: Mapping[str, View]
+    ) -> StandIn:
+        of_names = (
+            {name: LazyTensor.of(view, materialise) for name, view in it.items()} for it in (parameters, buffers)
+        )
+        return cls(*of_names)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self._lazy_parameters.items())
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        return iter(self._lazy_buffers.items())
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return iter(self._lazy_parameters.values())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
@@ -16,11 +15,11 @@ from transformers.utils import logging
 from ..destinations import fsdp
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live_shards import LiveShards
-from ..destinations.live_whole import LiveWhole
-from ..destinations.marks import is_packed, is_sharded, local_of
+from ..destinations.live_whole import memory_of
+from ..destinations.marks import is_packed, local_of
 from ..destinations.own_names import named_buffers
 from ..engine.load import Load
-from ..errors import ConfigError, LoadError, UnsupportedError
+from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
@@ -29,7 +28,7 @@ from ..seams.buffers import computed_buffers
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
 from ..seams.wrappers import unwrapped
-from ..settings.config import StreamingConfig, refuse_settings
+from ..settings.config import refuse_settings
 from .choice import refuse_sharding
 from .dry_load import lazily_loaded_like
 from .integration import finish_saves_into
@@ -139,7 +138,7 @@ def place_into(
         )
         with meeting(LOAD, coordinator=coordinator) as coordinator:
             finish_saves_into(path, config.read_from, coordinator)
-            destination = _memory_of(live_model, coordinator, config, with_masters)
+            destination = memory_of(live_model, coordinator, config.staging_bytes, with_masters=with_masters)
             load = Load(config, {}, coordinator, destination)
             with closing(load), load.memory, load.clock("total"), torch.no_grad():
                 lazy, missing, tied = lazy_model(load)
@@ -153,22 +152,6 @@ def place_into(
 def _before_meeting(coordinator: Coordinator | None) -> AbstractContextManager[None]:
     """Around code that may fail before ranks meet, unless they have met already."""
     return expected_at(LOAD) if coordinator is None else nullcontext()
-
-
-def _memory_of(model: nn.Module, coordinator: Coordinator, config: StreamingConfig, with_masters: bool) -> Destination:
-    """Where the values of `model` are."""
-    if is_sharded(model):
-        return LiveShards(model, coordinator)
-    if without_memory := [name for name, param in model.named_parameters() if param.is_meta]:
-        raise LoadError(
-            f"load_into: the model's {without_memory[0]} is on the meta device, without memory. Call "
-            "model.to_empty(device=...) first."
-        )
-    if "deepspeed" not in sys.modules:
-        return LiveWhole(model, coordinator, config.staging_bytes)
-    from ..destinations.deepspeed.live import LiveModel  # imports deepspeed, which takes seconds
-
-    return LiveModel(model, coordinator, config.staging_bytes, with_masters=with_masters)
 
 
 def _dtype_for(model: PreTrainedModel, memory: Destination) -> torch.dtype:

@@ -7,7 +7,7 @@ a checkpoint's layout stands between the two. The weights of a module that is no
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..checkpoint.nodes import HostTensor, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.marks import has_converted_experts, is_adapted, whole_of
 from ..destinations.own_names import named_buffers, named_parameters, own_names, own_or_clean
-from ..destinations.skeleton import skeleton_of, whole_shape
+from ..destinations.skeleton import StandIn, filled, skeleton_of, whole_shape
 from ..engine.load import Load
 from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
@@ -82,31 +82,6 @@ def persistent_buffers(model: nn.Module) -> set[str]:
     return found
 
 
-class StandIn(nn.Module):
-    """Lazy tensors by the own names of a model's parameters and buffers."""
-
-    def __init__(self, parameters: Mapping[str, LazyTensor], buffers: Mapping[str, LazyTensor]) -> None:
-        super().__init__()
-        self._lazy_parameters, self._lazy_buffers = parameters, buffers
-
-    @classmethod
-    def of_views(cls, load: Load, parameters: Mapping[str, View], buffers: Mapping[str, View]) -> StandIn:
-        materialise = load.checkpoint.materialise
-        of_names = (
-            {name: LazyTensor.of(view, materialise) for name, view in it.items()} for it in (parameters, buffers)
-        )
-        return cls(*of_names)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return iter(self._lazy_parameters.items())
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        return iter(self._lazy_buffers.items())
-
-    def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        return iter(self._lazy_parameters.values())
-
-
 def opened(load: Load, model: nn.Module, place: Path, key: str | None, *, strict: bool = True) -> LazyModel:
     """A lazy model of the state `key` of `model`, or of weights, that :func:`lay_out` laid out in `place`.
 
@@ -116,26 +91,13 @@ def opened(load: Load, model: nn.Module, place: Path, key: str | None, *, strict
     pieces = load.open([*map(str, files_of(place, key))], None)
     lazy = {own_or_clean(names, name): it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
     if has_converted_experts(model):  # transformers' own layers are what is in the files
-        return _filled(skeleton_of(model), lazy)
+        return filled(skeleton_of(model), lazy)
     params, buffers = dict(named_parameters(model, remove_duplicate=False)), dict(named_buffers(model))
     if not strict:
         shapes = {name: whole_shape(tensor) for name, tensor in {**params, **buffers}.items()}
         lazy = {name: it for name, it in lazy.items() if shapes.get(name) == it.shape}
     of_buffers = {name: it for name, it in lazy.items() if name in buffers}
     return StandIn({name: it for name, it in lazy.items() if name not in buffers}, of_buffers), set(), set()
-
-
-def _filled(skeleton: nn.Module, lazy: Mapping[str, Any]) -> LazyModel:
-    """`skeleton` with lazy tensors in place of its own."""
-    missing = set()
-    for name, _ in [*skeleton.named_parameters(), *skeleton.named_buffers()]:
-        prefix, _, key = name.rpartition(".")
-        owner = skeleton.get_submodule(prefix)
-        if name in lazy:
-            (owner._parameters if key in owner._parameters else owner._buffers)[key] = lazy[name]
-        else:
-            missing.add(name)
-    return skeleton, missing, set()
 
 
 def opened_from_hub_layout(load: Load, model: Any, place: Path, key: str) -> LazyModel:

@@ -17,6 +17,7 @@ from ..checkpoint.nodes import View
 from ..checkpoint.zero_folder import FP32, ZeroFolder, ZeroGroup
 from ..destinations.marks import has_partition, is_adapted
 from ..destinations.own_names import named_parameters
+from ..destinations.skeleton import StandIn
 from ..destinations.slots import MASTER, Slot, SlotMemory
 from ..destinations.training import Training
 from ..engine.load import Load
@@ -26,7 +27,6 @@ from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
-from .layout import StandIn
 from .record import GroupRecord, StateRecord
 from .schedules import class_of
 
@@ -123,7 +123,7 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
         first = load.checkpoint.add(zero.shards)
         trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
         frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
-        return StandIn.of_views(load, {**trained, **frozen}, buffers), set(), set()
+        return StandIn.of_views(load.checkpoint.materialise, {**trained, **frozen}, buffers), set(), set()
 
     # Masters that are in swap files come as moments do, after the weights that belong to them.
     place = partial(place_into, training.model, zero.path, coordinator=coordinator)
@@ -149,7 +149,7 @@ def _load_key(
         load = Load(settings_in_force(), {}, coordinator, destination)
         with closing(load), torch.no_grad():
             views = zero.views(key, load.checkpoint.add(zero.shards))
-            load.place(StandIn.of_views(load, views, {}), set(), set())
+            load.place(StandIn.of_views(load.checkpoint.materialise, views, {}), set(), set())
 
 
 def _say_what_is_not_there(training: Training, zero: ZeroFolder) -> None:

@@ -1,0 +1,154 @@
+"""Load and save the tensors of any torch module, by name: plain functions with explicit arguments.
+
+Nothing is replaced in any other library, inside ``streaming()`` or not. transformers' renames and conversions are not
+applied: the names in the files are the module's, or become them by `names`. As in
+``torch.distributed.checkpoint.load``, who reads, in which format, and into what memory can be given.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .checkpoint import formats
+from .checkpoint.format import Format
+from .checkpoint.soundness import shards_of
+from .destinations.base import Destination, fill_whole
+from .destinations.live_whole import memory_of
+from .destinations.own_names import named_buffers, named_parameters, own_names, own_or_clean
+from .destinations.skeleton import StandIn, filled, whole_shape
+from .engine.load import Load
+from .engine.opened import OpenCheckpoint
+from .errors import LoadError
+from .ranks.coordinator import meeting
+from .ranks.rendezvous import LOAD
+from .reports.load import LoadReport
+from .reports.measures import collector_paused
+from .reports.save import SaveReport
+from .settings.config import StreamingConfig
+from .settings.scope import current_config
+from .sources.base import ByteSource
+
+
+logger = logging.getLogger(__name__)
+
+
+@collector_paused()
+def load_tensors(
+    model: nn.Module,
+    path: str | os.PathLike[str] | Sequence[str],
+    *,
+    names: Callable[[str], str] = lambda name: name,
+    strict: bool = True,
+    source: Callable[[], ByteSource] | None = None,
+    format: Format = formats,
+    destination: Destination | None = None,
+) -> LoadReport:
+    """Load a checkpoint into the parameters and persistent buffers of `model` that have its names (all ranks).
+
+    Every rank reads only the bytes that it holds: of whole tensors, DTensors (FSDP2, tensor parallelism), or
+    partitions of ZeRO-3. Values are cast to the dtypes of the model. Settings are those of :class:`streaming` around
+    the call, or of the environment.
+
+    Args:
+        model: any module, with memory; or, with a `destination` of your own, what that makes memory for.
+        path: a folder, a file, or the files; of a `source` of your own, the files.
+        names: what a name in the files is in `model`.
+        strict: raise if a tensor is missing, unexpected or of another shape. If false, such tensors are left out.
+        source: makes what reads the files on this rank; default: files of this host, and URLs.
+        format: how headers are read; default: safetensors, ``torch.save`` and torch.distributed.checkpoint.
+        destination: the memory to fill; default: that of `model`.
+
+    Returns:
+        What every rank read.
+
+    Raises:
+        LoadError: on all ranks, before anything is read: the names or shapes do not fit, or there is no memory.
+        HfZeroStreamError: on all ranks: the files are not sound, or in the middle of reading, one cannot be read.
+
+    Example:
+        >>> fully_shard(model)
+        >>> hf_zero_stream.load_tensors(model, "weights", names=lambda name: name.removeprefix("model."))
+    """
+    config = StreamingConfig.resolve(current_config(), {})
+    with meeting(LOAD) as coordinator:
+        fill_whole(model)
+        memory = destination or memory_of(model, coordinator, config.staging_bytes)
+        checkpoint = OpenCheckpoint(config, coordinator, source, format, memory.device)
+        load = Load(config, {}, coordinator, memory, checkpoint)
+        with closing(load), load.memory, load.clock("total"), torch.no_grad():
+            files, weight_map = shards_of(path) if isinstance(path, (str, os.PathLike)) else (list(path), None)
+            checkpoint.read_ahead(files)
+            pieces = load.open(files, weight_map)  # what the headers say, which rank 0 reads
+            lazy = _fitting(model, {names(name): piece[...] for name, piece in pieces.items()}, strict)
+            lazy_model, missing, tied = _of_model(model, lazy) if destination is None else filled(model, lazy)
+            load.place(lazy_model, missing, tied)  # plan, read, exchange
+        return load.finish(model, logger)
+
+
+def save_tensors(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+) -> SaveReport:
+    """Save the parameters and persistent buffers of `model` as safetensors, under the model's own names (all ranks).
+
+    Every rank writes the bytes that it holds; nothing is gathered. Files get their final names when all are complete.
+
+    Args:
+        model: any module; whole, of DTensors, or under ZeRO.
+        folder: where to save; only rank 0 must see it.
+        dtype: of the floating-point tensors; default: the model's own. ``torch.float32`` saves the fp32 values that a
+            DeepSpeed optimizer trains, if it has them.
+        max_shard_size: of a file, in bytes, or as in ``"5GB"``.
+
+    Raises:
+        SaveError: on all ranks, if a file cannot be written on any.
+        UnsupportedError: values cannot be reached; the message says what to do.
+    """
+    from .saving.preparation import Content
+    from .saving.save import Save  # imports transformers, whose conversions a load of tensors does not need
+    from .seams.saving import index_name
+    from .state.layout import lay_out
+
+    save = Save(model, folder, takes_any=True)
+    return save.run(Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None), dtype=dtype))
+
+
+def _of_model(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
+    buffers = dict(named_buffers(model))
+    of_buffers = {name: tensor for name, tensor in lazy.items() if name in buffers}
+    return StandIn({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers), set(), set()
+
+
+def _fitting(model: nn.Module, lazy: Mapping[str, Any], strict: bool) -> dict[str, Any]:
+    """The `lazy` tensors that are for `model`, by its own names; a LoadError if some are not, and it is `strict`."""
+    own = own_names(model)
+    found = {own_or_clean(own, name): tensor for name, tensor in lazy.items()}
+    tensors = {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
+    shapes = {name: whole_shape(tensor) for name, tensor in tensors.items()}
+    fitting = {name: tensor for name, tensor in found.items() if shapes.get(name) == tensor.shape}
+    if strict:
+        held = {id(tensors[name]) for name in fitting}
+        wanted = [own_or_clean(own, name) for name in model.state_dict(keep_vars=True)]
+        faults = {
+            "missing": [name for name in wanted if name not in found and id(tensors.get(name)) not in held],
+            "unexpected": [name for name in found if name not in shapes],
+            "of another shape": [name for name in found if name in shapes and name not in fitting],
+        }
+        if any(faults.values()):
+            listed = [f"{len(of)} {what}: {', '.join(of[:8])}" for what, of in faults.items() if of]
+            raise LoadError(
+                f"load_tensors: the checkpoint does not fit the {type(model).__name__}: {'; '.join(listed)}. Give "
+                "names= to translate names, or strict=False to leave such tensors out."
+            )
+    return fitting
