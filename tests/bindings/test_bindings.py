@@ -16,7 +16,7 @@ from hf_zero_stream.bindings.install import Installation, Moment, Row, Weight
 from hf_zero_stream.bindings.streaming import streaming
 from hf_zero_stream.bindings.table import TABLE, installed
 from hf_zero_stream.errors import PACKAGE, VersionError
-from tests.cluster import ROOT
+from tests.support.cluster import ROOT
 
 
 ROWS = [pytest.param(row, id=f"{moment.name}-{row.of}") for moment, rows in TABLE.items() for row in rows]
