@@ -84,7 +84,7 @@ def load_tensors(
         checkpoint = OpenCheckpoint(config, coordinator, source, format, memory.device)
         load = Load(config, {}, coordinator, memory, checkpoint)
         with closing(load), load.memory, load.clock("total"), torch.no_grad():
-            files, weight_map = shards_of(path) if isinstance(path, (str, os.PathLike)) else (list(path), None)
+            files, weight_map = coordinator.broadcast(partial(_files_of, path))
             checkpoint.read_ahead(files)
             pieces = load.open(files, weight_map)  # what the headers say, which rank 0 reads
             lazy = _fitting(model, {names(name): piece[...] for name, piece in pieces.items()}, strict)
@@ -122,6 +122,10 @@ def save_tensors(
 
     save = Save(model, folder, takes_any=True)
     return save.run(Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None), dtype=dtype))
+
+
+def _files_of(path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], Mapping[str, str] | None]:
+    return shards_of(path) if isinstance(path, (str, os.PathLike)) else (list(path), None)
 
 
 def _of_model(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:

@@ -36,7 +36,7 @@ def test_it_is_there_and_leads_to_a_function(row: Row) -> None:
 def test_the_page_names_each_row_in_its_order() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     for moment, rows in TABLE.items():
-        (cell,) = [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {moment.value}")]
+        (cell,) = [line.split(" | ")[1] for line in page.splitlines() if line.startswith(f"| {moment.value} |")]
         assert re.findall(r"`([^`]+)`", cell) == list(dict.fromkeys(row.of.partition(":")[2] for row in rows))
 
 

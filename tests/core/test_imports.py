@@ -80,7 +80,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_zero_stream import streaming
 
 def imported():
-    return {name.split(".")[1] for name in sys.modules if name.startswith("hf_zero_stream.")}
+    names = {name for name in sys.modules if name.startswith("hf_zero_stream.")}
+    return {name.split(".")[1] for name in names - {"hf_zero_stream.destinations", "hf_zero_stream.destinations.marks"}}
 
 def replaced():
     return [hasattr(vars(owner)[name], "__wrapped__") for owner, name in PLACES]
