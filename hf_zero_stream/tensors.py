@@ -117,8 +117,7 @@ def save_tensors(
     """
     from .saving.preparation import Content
     from .saving.save import Save  # imports transformers, whose conversions a load of tensors does not need
-    from .seams.saving import index_name
-    from .state.layout import lay_out
+    from .state.layout import index_name, lay_out
 
     save = Save(model, folder, takes_any=True)
     return save.run(Content(lay_out=partial(lay_out, None, max_shard_size), index_name=index_name(None), dtype=dtype))

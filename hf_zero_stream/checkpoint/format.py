@@ -63,11 +63,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, "")
 
 
-def is_plain_name(name: str) -> bool:
-    """Whether `name` is that of something in a folder, and leads nowhere else."""
-    return name not in ("", ".", "..") and "/" not in name and "\0" not in name
-
-
 class TensorEntry(NamedTuple):
     """One tensor of a shard: bytes ``[start, stop)`` of the file, row-major and little-endian.
 

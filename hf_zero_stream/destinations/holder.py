@@ -100,7 +100,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
 def _of_features(model: nn.Module) -> Iterator[Holder]:
     """The holders of the features that may have a part in `model`."""
     if "deepspeed" in sys.modules:  # its import takes seconds
-        from .deepspeed.gathered import held_by_optimizers, held_partitions
+        from .deepspeed.held import held_by_optimizers, held_partitions
 
         yield from (held_by_optimizers, held_partitions)
     if is_sharded(model):

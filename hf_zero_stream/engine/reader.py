@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,10 @@ from ..reports.load import Verification
 from ..reports.measures import AnonymousMemory, PhaseClock, progress_bar
 from .execute import execute_reads
 from .opened import OpenCheckpoint
-from .verification import Verifier
+
+
+if TYPE_CHECKING:
+    from .verification import Verifier
 
 
 class Reader:
@@ -39,20 +43,22 @@ class Reader:
         Called inside :meth:`Coordinator.reporting`, which brings an error to the agreement that the others come to.
         """
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
-        verifier = Verifier(checkpoint)
+        verifier = _verifier_of(checkpoint)
         with checkpoint.reading():
             for items, memory in self._fill(batches, plan, leaves, verifier):
-                verifier.verify(items, memory)
+                if verifier is not None:
+                    verifier.verify(items, memory)
             completes = {name: tensor for batch in batches for name, tensor in batch.completes.items()}
-            if completes and checkpoint.config.verify == "full":
+            if verifier is not None and completes and checkpoint.config.verify == "full":
                 mine = {name: part for name, part in verifier.parts.items() if name in completes}
                 verifier.verify_whole(completes, coordinator.all_gather(mine))
             if checkpoint.config.verify != "off":
                 checkpoint.source.check_unchanged()
-        self.verification = verifier.result
+        if verifier is not None:
+            self.verification = verifier.result
 
     def _fill(
-        self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]], verifier: Verifier
+        self, batches: Sequence[Batch], plan: LoadPlan, leaves: Sequence[Sequence[Leaf]], verifier: Verifier | None
     ) -> list[tuple[Sequence[Item], Sequence[torch.Tensor]]]:
         """Fill all batches, verify those that are temporary, and return the items of the others, with their memory."""
         checkpoint, coordinator = self._checkpoint, self._checkpoint.coordinator
@@ -83,13 +89,22 @@ class Reader:
                 with self._clock("convert"):
                     evaluator.place(of_batch, sources, memory)
                 self._memory.sample()
-                if batch.is_temporary:
-                    verifier.verify(batch.items, memory)
-                else:
+                if not batch.is_temporary:
                     kept.append((batch.items, memory))
+                elif verifier is not None:
+                    verifier.verify(batch.items, memory)
                 del memory  # a batch that ends frees it
                 if batch.is_collective:
                     with self._clock("wait"):
                         coordinator.agree()  # no rank may wait in a collective for one that gave up
                 batch.finish()
         return kept
+
+
+def _verifier_of(checkpoint: OpenCheckpoint) -> Verifier | None:
+    """What compares values with the files again, if the settings ask for it."""
+    if checkpoint.config.verify not in ("sample", "full"):
+        return None
+    from .verification import Verifier
+
+    return Verifier(checkpoint)

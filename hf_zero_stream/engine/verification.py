@@ -78,9 +78,7 @@ class Verifier:
         )
 
     def verify(self, items: Sequence[Item], memory: Sequence[torch.Tensor]) -> None:
-        """Compare the `memory` of `items` with the files, if elements are compared at all."""
-        if self._how not in ("sample", "full"):
-            return
+        """Compare the `memory` of `items` with the files."""
         began, read_before = time.perf_counter(), self._checkpoint.source.bytes_read
 
         def comparisons() -> Iterator[Callable[[], None]]:

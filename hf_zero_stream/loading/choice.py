@@ -17,7 +17,6 @@ from ..errors import UnsupportedError
 from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
-from ..seams.sharding import SIZES, cuts_matrices, distributed_config_of, init_distributed, is_known
 from ..seams.wrappers import shards_by_fsdp2
 from ..settings import scope
 from ..settings.config import StreamingConfig, announced_local_rank, announces_zero3, announces_zero3_init, completed
@@ -56,6 +55,8 @@ def choose(
 
         zero3.init_distributed()
         return Choice(LOAD, "", partial(_into_partitions, found, strict))
+    from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed, is_known
+
     _warn_if_zero3_comes_too_late()
     with expected_at(LOAD):
         sharding = distributed_config_of(kwargs) if is_known() else None
@@ -175,6 +176,8 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
         return False
     sharding = _sharding_argument(kwargs)
     if sharding and dist.get_rank() == 0:
+        from ..seams.sharding import is_known
+
         needs = "" if is_known() else ", which is streamed with transformers 5.17 or newer"
         logger.warning(
             f"hf_zero_stream leaves this load to transformers, because {sharding}= shards the model{needs}. Each rank "
@@ -224,6 +227,8 @@ def _sharding_argument(kwargs: Mapping[str, Any]) -> str:
             return name
     if (config := kwargs.get("distributed_config")) is None:
         return ""
+    from ..seams.sharding import SIZES
+
     if isinstance(config, Mapping):
         asks = config.get("tp_plan") is not None or any(config.get(size) not in (None, 1) for size in SIZES)
     else:

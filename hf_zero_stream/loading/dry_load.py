@@ -28,13 +28,12 @@ from ..reports.measures import collector_paused
 from ..seams.adapters import put_adapters_on
 from ..seams.dequantised import dequantising
 from ..seams.ds_config import zero3_hidden
-from ..seams.file_names import MODEL_FILES
 from ..seams.session import LazyModel, Session, Stopped
 from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
 from ..settings import scope
 from ..settings.config import StreamingConfig, buildable, completed, refuse_settings
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
-from .entrance import asked_at_once
+from .entrance import MODEL_FILES, asked_at_once
 from .integration import outside_zero_init
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from ..destinations.marks import is_dequantised
 from ..seams.ds_config import found_config
-from ..seams.file_names import MODEL_FILES, PROCESSOR_FILES, TOKENIZER_FILES
 from ..seams.wrappers import is_accelerator_there, shards_by_fsdp2
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_zero3
@@ -24,6 +23,20 @@ from ..sources.base import is_url
 
 
 Original = Callable[..., Any]
+
+_SINGLE = "model.safetensors"
+"""If it is not there, an index names the shards: of this file only the beginning is asked for."""
+
+MODEL_FILES = ("config.json", "adapter_config.json", "generation_config.json", _SINGLE, f"{_SINGLE}.index.json")
+TOKENIZER_FILES = (
+    *("config.json", "tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model"),
+)
+PROCESSOR_FILES = (
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *TOKENIZER_FILES,
+)
+"""The names of the files that transformers asks for when it loads something by name; most are in no checkpoint."""
 
 _OURS = frozenset({"ds_config", "strict", "distributed_config", "tp_plan", "tp_size", "device_mesh"})
 """Arguments of ``from_pretrained`` that stock does not know, or by which models are sharded."""

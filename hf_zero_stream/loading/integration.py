@@ -22,13 +22,12 @@ from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.measures import collector_paused
 from ..seams.ds_config import ModelsConfig, found_config
-from ..seams.file_names import MODEL_FILES
 from ..seams.loading import raise_if_misfit
 from ..seams.session import Original, Session
 from ..settings import scope
 from ..settings.config import buildable
 from .choice import choose, choose_alone, settings_for
-from .entrance import asked_at_once, is_at_url
+from .entrance import MODEL_FILES, asked_at_once, is_at_url
 
 
 logger = logging.get_logger(__name__)

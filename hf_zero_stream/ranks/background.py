@@ -10,10 +10,10 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import PeerError
+from .contact import pauses
 from .coordinator import Coordinator
 from .liveness import FAREWELL_S, KEYS, Verdict, Watch
 from .presence import Presence
-from .store import pauses
 
 
 class BackgroundMeeting:

@@ -22,10 +22,10 @@ from ..errors import ConfigError, DisagreementError, PeerError
 from ..settings.config import announced_local_rank, announces_local_rank
 from . import accelerators
 from .accelerators import is_accelerator
+from .contact import pauses
 from .liveness import Verdict, Watch
 from .presence import Presence, Topology, begun_collectives, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round
-from .store import pauses
 
 
 T = TypeVar("T")

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from .. import errors
 from ..errors import HfZeroStreamError, PeerError
 from ..settings.config import StreamingConfig
+from .contact import PREFIX, TIMEOUT_S, pauses
 from .presence import Presence
-from .store import PREFIX, TIMEOUT_S, pauses
 
 
 KEYS = ("agreements", "failed", "dead", "heard")

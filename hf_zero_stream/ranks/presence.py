@@ -31,8 +31,7 @@ from torch.distributed import distributed_c10d
 
 from ..errors import PeerError, refuse_unknown_version
 from ..settings.config import announced_local_rank, announced_local_size
-from .lines import Line, Listener
-from .store import PREFIX, SharedStore, pauses
+from .contact import PREFIX, Line, Listener, SharedStore, pauses
 
 
 _RELIED_ON = (

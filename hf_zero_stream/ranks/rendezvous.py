@@ -27,10 +27,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..errors import HfZeroStreamError, PeerError, SaveError, StreamError
-from .lines import Line
+from .contact import PREFIX, Line
 from .liveness import KEYS, Verdict, Watch
 from .presence import Presence
-from .store import PREFIX
 
 
 logger = logging.getLogger(__name__)

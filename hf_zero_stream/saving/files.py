@@ -21,11 +21,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint.format import is_plain_name
 from ..checkpoint.formats import UNFINISHED
 from ..checkpoint.safetensors import ShardToWrite
 from ..errors import SaveError
-from ..sources.local import IOV_MAX, advance
+from ..sources.base import advance, is_plain_name
+from ..sources.local import IOV_MAX
 
 
 _LIST = "renames.json"

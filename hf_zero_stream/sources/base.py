@@ -253,3 +253,16 @@ class FilesByPath:
         if self._remote is None:
             self._remote = self._make_remote()
         return self._remote
+
+
+def advance(pending: list[memoryview], count: int) -> None:
+    """Drop the first `count` bytes of `pending`, after a read or write that did only these."""
+    while pending and count >= len(pending[0]):
+        count -= len(pending.pop(0))
+    if count:
+        pending[0] = pending[0][count:]
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether `name` is that of something in a folder, and leads nowhere else."""
+    return name not in ("", ".", "..") and "/" not in name and "\0" not in name

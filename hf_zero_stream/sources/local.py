@@ -22,7 +22,7 @@ from typing import BinaryIO
 import psutil
 
 from ..errors import CheckpointError, ReadError
-from .base import Hints, Retries, SourceFile
+from .base import Hints, Retries, SourceFile, advance
 
 
 IOV_MAX = 1024
@@ -58,14 +58,6 @@ def status_of_regular(path: str, handle: int | None = None) -> os.stat_result:
         link = f", to which it is a link: {os.path.realpath(path)}" if os.path.islink(path) else ""
         raise CheckpointError(f"{path}: expected a regular file, found {kind}{link}.")
     return status
-
-
-def advance(pending: list[memoryview], count: int) -> None:
-    """Drop the first `count` bytes of `pending`, after a read or write that did only these."""
-    while pending and count >= len(pending[0]):
-        count -= len(pending.pop(0))
-    if count:
-        pending[0] = pending[0][count:]
 
 
 def kind_of_file_system(path: str, mounts: Iterable[Sequence[str]] | None = None) -> str:

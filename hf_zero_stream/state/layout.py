@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import nn
 
-from ..checkpoint.formats import read_index_file
+from ..checkpoint.formats import INDEX, read_index_file
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
 from ..checkpoint.safetensors import NotedShard
@@ -25,12 +25,16 @@ from ..destinations.skeleton import StandIn, filled, skeleton_of, whole_shape
 from ..engine.load import Load
 from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
-from ..seams.saving import index_name
 from ..seams.session import LazyModel
 
 
 EXACT = "exact"
 """What stands for the key of a state in the name of the file with :attr:`.record.StateRecord.exact`."""
+
+
+def index_name(key: str | None) -> str:
+    """The file name of the index of the state `key`, or of weights, if they are in several shards."""
+    return INDEX if key is None else INDEX.replace(".json", f".{key}.json")
 
 
 def lay_out(key: str | None, max_shard_size: int | str, folder: Path, parameters: NewParameters) -> list[NotedShard]:

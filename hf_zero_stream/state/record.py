@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.format import is_plain_name, parse_object
+from ..checkpoint.format import parse_object
 from ..destinations.slots import MASTER, Slot, is_number
 from ..errors import CheckpointError
+from ..sources.base import is_plain_name
 from .plain import plain, restored
 
 

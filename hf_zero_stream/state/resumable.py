@@ -21,7 +21,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..checkpoint.format import NotAMap
-from ..checkpoint.formats import read_index_file, read_map
+from ..checkpoint.formats import INDEX, read_index_file, read_map
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..destinations.base import source_of
@@ -32,7 +32,7 @@ from ..loading.dry_load import lazily_loaded_like, load_of_layouts
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import LazyParameters
 from ..saving.preparation import quiet
-from ..seams.saving import as_stored, index_name
+from ..seams.saving import as_stored
 from ..settings.config import StreamingConfig
 from .layout import persistent_buffers
 
@@ -172,7 +172,7 @@ def fingerprint_of_new(folder: Path) -> str | None:
 
 def _files(folder: Path) -> list[Path]:
     """The shards that ``from_pretrained`` reads."""
-    index = folder / index_name(None)
+    index = folder / INDEX
     if not index.exists():
         return [folder / "model.safetensors"]
     return [folder / name for name in sorted(set(read_index_file(index)["weight_map"].values()))]

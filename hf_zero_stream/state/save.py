@@ -38,10 +38,9 @@ from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
 from ..saving.preparation import Alike, Content, Ending
 from ..saving.save import Save
-from ..seams.saving import index_name
 from . import adapters, rng, schedules, zero_tools
 from .groups import kinds_of, recorded_options
-from .layout import EXACT, lay_out, lay_out_exact
+from .layout import EXACT, index_name, lay_out, lay_out_exact
 from .plain import plain
 from .record import (
     FILE,

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ConfigError, StreamError
 from ..ranks import accelerators
-from ..ranks.store import pauses
+from ..ranks.contact import pauses
 
 
 T = TypeVar("T")

@@ -81,7 +81,8 @@ from hf_zero_stream import streaming
 
 def imported():
     names = {name for name in sys.modules if name.startswith("hf_zero_stream.")}
-    return {name.split(".")[1] for name in names - {"hf_zero_stream.destinations", "hf_zero_stream.destinations.marks"}}
+    light = {"hf_zero_stream.destinations", "hf_zero_stream.destinations.marks"}
+    return {name.split(".")[1] for name in names - light}
 
 def replaced():
     return [hasattr(vars(owner)[name], "__wrapped__") for owner, name in PLACES]

@@ -9,12 +9,12 @@ import subprocess
 import sys
 import time
 
-from hf_zero_stream.ranks.lines import Line, Listener
+from hf_zero_stream.ranks.contact import Line, Listener
 
 
 LISTEN = """
 import ctypes, os, sys, time
-from hf_zero_stream.ranks.lines import Listener
+from hf_zero_stream.ranks.contact import Listener
 listener = Listener("127.0.0.1")
 if os.fork() == 0:
     time.sleep(60)  # a child, as a worker that loads data, which outlives its parent for a while

@@ -1,13 +1,9 @@
-"""ZeRO-3 parameters in full: those that a ``GatheredParameters`` holds, and those that initialisation touches.
-
-And what a save finds in the memory of DeepSpeed: partitions, and what optimizers train in their place.
-"""
+"""ZeRO-3 parameters in full: those that a ``GatheredParameters`` holds, and those that initialisation touches."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,18 +16,11 @@ from deepspeed.runtime.zero.partition_parameters import (
     ZeroParamStatus,
     is_zero_param,
 )
-from deepspeed.utils import safe_get_local_fp32_param
 from torch import nn
 
 from ...bindings.install import standing_in
-from ...errors import UnsupportedError
-from ...planning.boxes import ParameterBox
-from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
 from ..base import run_with_what_is_touched
-from ..holder import Holding, open_flat
-from . import zero3
-from .masters import Master, masters_of
 from .zero3 import own_range
 
 
@@ -150,95 +139,3 @@ def _gathering(coordinator: Coordinator, params: Sequence[Any]) -> Iterator[None
     finally:
         if params:
             params[0].partition(param_list=params, has_been_updated=is_updated)
-
-
-logger = logging.getLogger(__name__)
-
-
-def held_partitions(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """Partitions, or the full values of parameters that a ``GatheredParameters`` holds or code has changed."""
-    in_context = set(map(id, gathered(params.values())))
-    undone = []
-
-    def holding(name: str, param: Any) -> Holding:
-        box, (_, start, stop) = zero3.box_of(param), zero3.own_range(param)
-        if id(param) in in_context:
-            values = partial(open_flat, param)
-            return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
-        if is_changed(param):  # perhaps on some ranks only: each gives at least the elements of its partition
-            if is_trained_apart(param):
-                undone.append(name)
-            return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
-        is_swapped = param.ds_tensor.final_location == "nvme"
-        return Holding(box, param.dtype, start, stop, partial(zero3.open_partition, param), is_swapped=is_swapped)
-
-    found = {name: holding(name, param) for name, param in params.items() if is_zero_param(param)}
-    if undone:
-        logger.warning(
-            f"{', '.join(undone[:8])}: code has changed {len(undone)} parameter(s) in place, outside of "
-            "GatheredParameters. They are saved as they are, but the optimizer has the old values, which the next "
-            "step and a resume go on with."
-        )
-    return found
-
-
-def held_by_optimizers(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """What optimizers train in place of parameters, if that is what is wanted."""
-    if not masters:
-        return {}
-    in_context = set(map(id, gathered(params.values())))
-    replaced = masters_of(param for param in params.values() if not is_zero_param(param))
-    found: dict[str, Holding] = {}
-    for name, param in params.items():
-        if param.dtype == torch.float32:
-            continue
-        if id(param) in replaced:
-            found[name] = _holding_of_masters(param, replaced[id(param)], rank, world_size)
-        elif is_zero_param(param) and is_trained_apart(param):
-            if id(param) in in_context:
-                raise UnsupportedError(
-                    f"dtype=torch.float32 inside GatheredParameters: the values of {name} are gathered in "
-                    f"{param.dtype}, and the fp32 values that the optimizer trains may be others. Save after the "
-                    "context, or without dtype."
-                )
-            if is_changed(param):
-                raise UnsupportedError(
-                    f"dtype=torch.float32: code has changed {name} in place, outside of GatheredParameters, and "
-                    "the fp32 values that the optimizer trains are still the old ones. Change it inside a "
-                    "GatheredParameters, with deepspeed.utils.safe_set_full_fp32_param too, or save without dtype."
-                )
-            _, start, stop = zero3.own_range(param)
-            values = partial(_open_master_partition, param)
-            found[name] = Holding(zero3.box_of(param), torch.float32, start, stop, values, is_swapped=True)
-    return found
-
-
-def _holding_of_masters(param: torch.Tensor, masters: Sequence[Master], rank: int, world_size: int) -> Holding:
-    nothing = Master(torch.empty(0, dtype=torch.float32), 0, 0, is_whole=False)  # all of it is trained by other ranks
-    values, start, stop, is_whole = masters[0] if masters else nothing
-    if is_whole:
-        _, start, stop = partition_range(param.numel(), rank, world_size)
-    box = ParameterBox.whole(param.shape)
-    return Holding(box, values.dtype, start, stop, lambda: nullcontext(values), is_whole=is_whole)
-
-
-@contextmanager
-def _open_master_partition(param: Any) -> Iterator[torch.Tensor]:
-    _, start, stop = zero3.own_range(param)
-    requires_grad = param.requires_grad
-    param.requires_grad = True  # DeepSpeed gives nothing for a parameter that was frozen since
-    try:
-        values = safe_get_local_fp32_param(param)
-    finally:
-        param.requires_grad = requires_grad
-    yield values.detach().view(-1)[: stop - start]
-
-
-def is_trained_apart(param: Any) -> bool:
-    """Whether the engine trains an fp32 partition in place of this ZeRO-3 parameter: not if it began frozen."""
-    optimizer = getattr(param, "_z3_optimizer", None)  # all parameters of the model have it
-    return optimizer is not None and optimizer.get_param_id(param) in optimizer.grad_position

@@ -19,7 +19,8 @@ from ..live_whole import live_sources, refuse_repeated
 from ..marks import has_converted_experts
 from ..replicated import exchange_batches
 from . import zero3
-from .gathered import gather, gathered, is_trained_apart
+from .gathered import gather, gathered
+from .held import is_trained_apart
 from .masters import ZENFLOW, masters_of
 
 
