@@ -30,8 +30,13 @@ def stock(zoo_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
     return folder
 
 
-@pytest.mark.parametrize(("world_size", "write_from"), [(1, "all"), (2, "all"), (3, "all"), (4, "all"), (3, "rank0")])
-@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("world_size", "write_from"),
+    [
+        (2, "all"),
+        *(pytest.param(*row, marks=pytest.mark.slow) for row in [(1, "all"), (3, "all"), (4, "all"), (3, "rank0")]),
+    ],
+)
 def test_every_architecture(
     cluster: None,
     zoo_checkpoint: Callable[..., Path],

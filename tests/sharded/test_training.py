@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.sharded import Sizes, even_inputs, even_model, load_sharded
 
@@ -62,6 +63,8 @@ def test_losses(cluster: None, tmp_path: Path, name: str) -> None:
             assert ours == stock, (sizes, stock, ours)
             assert len(set(plain)) == 3
             assert ours == pytest.approx(plain, abs=1e-6), sizes
+    if sampling.is_sample:
+        return
     for found in run_ranks(4, train, tmp_path, [{"dp_replicate_size": 2, "fsdp_size": 2}]):
         for sizes, plain, stock, ours in found:
             assert ours == stock and ours == pytest.approx(plain, abs=1e-6), (sizes, plain, stock, ours)
