@@ -31,4 +31,4 @@ def every(step: int, things: Iterable[Thing]) -> list[Thing]:
 
 def examples(count: int) -> int:
     """How many generated examples a test tries which tries `count` in ``make test-all``."""
-    return count // 4 if is_sample else count
+    return count // 10 if is_sample else count
