@@ -44,11 +44,15 @@ class Fork:
     def __init__(self, parent: Forks, pid: int, out: Path, err: Path) -> None:
         self.parent, self.pid, self.out, self.err = parent, pid, out, err
 
+    def ended(self) -> tuple[int, str, str]:
+        """Wait for its end: the exit code, and what it has printed."""
+        return self.parent.ask({"wait": self.pid}), self.out.read_text(), self.err.read_text()
+
     def printed(self) -> str:
-        """Wait for its end; fails the test if that is not a good one."""
-        code = self.parent.ask({"wait": self.pid})
-        assert code == 0, f"exit code {code}\n{self.out.read_text()[-3000:]}\n{self.err.read_text()[-12000:]}"
-        return self.out.read_text()
+        """The same of a good end; fails the test if it is none."""
+        code, out, err = self.ended()
+        assert code == 0, f"exit code {code}\n{out[-3000:]}\n{err[-12000:]}"
+        return out
 
 
 class Forks:
