@@ -187,9 +187,10 @@ def test_digests(cluster: None, tmp_path: Path, read_from: str) -> None:
     """That of one rank's load: replicas count once."""
     even_model("qwen3_moe").save_pretrained(tmp_path, max_shard_size="60KB")
     digest, *_ = run_ranks(1, digest_of_one_rank, tmp_path)
-    for world_size, of_sizes in (
+    worlds: list[tuple[int, list[Sizes]]] = [
         (2, [{"fsdp_size": 2}, {"tp_size": 2}, {"fsdp_size": 2, "ep_size": 2}]),
         (4, [{"dp_replicate_size": 2, "fsdp_size": 2}, {"fsdp_size": 2, "tp_size": 2}]),
-    ):
+    ]
+    for world_size, of_sizes in sampling.every(2, worlds):
         for found in run_ranks(world_size, load_verified, tmp_path, of_sizes, read_from):
             assert found == [(digest, [])] * len(of_sizes)
