@@ -12,6 +12,8 @@ from tests.support.cluster import ENVIRONMENT, PAPER_GPUS, run_ranks, warm_up
 from tests.support.extensions import compile_extension
 
 
+ON_PAPER = "tests/paper_gpu/"
+
 STARTS_RANKS = {"cluster", "compiler", "async_io"}
 """Fixtures of tests that start ranks."""
 
@@ -61,9 +63,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 most -= 1
             occurred |= values
 
-    # These files take longest, and would leave a worker alone at the end.
-    of_paper = {item.path for item in items if isinstance(item, pytest.Function) and "paper_gpus" in item.fixturenames}
-    items.sort(key=lambda item: item.path not in of_paper)
+    # These take longest, and would leave a worker alone at the end.
+    items.sort(key=lambda item: not item.nodeid.startswith(ON_PAPER))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``, one worker has all paper GPUs: only one has to start a fork server with them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return ON_PAPER if nodeid.startswith(ON_PAPER) else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:

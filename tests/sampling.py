@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 import pytest
 
 
-__all__ = ["chosen", "examples", "is_sample"]
+Thing = TypeVar("Thing")
+
+
+__all__ = ["chosen", "every", "examples", "is_sample"]
 
 is_sample = False
 """Whether slow tests are left out. `conftest.py` says so before it looks for tests."""
@@ -20,6 +24,11 @@ def chosen(request: pytest.FixtureRequest, names: Iterable[str], parameter: str 
     return [name for name in names if name in wanted]
 
 
+def every(step: int, things: Iterable[Thing]) -> list[Thing]:
+    """Each `step`-th of the `things` that one test goes over, and all of them in ``make test-all``."""
+    return list(things)[:: step if is_sample else 1]
+
+
 def examples(count: int) -> int:
     """How many generated examples a test tries which tries `count` in ``make test-all``."""
-    return count // 4 if is_sample else count
+    return count // 10 if is_sample else count

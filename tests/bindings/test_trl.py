@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.support.cluster import run_ranks
@@ -76,7 +75,6 @@ def fine_tune(folder: Path, output: Path, stream: bool) -> dict[str, Any]:
     return {"losses": losses, "streamed": streamed}
 
 
-@pytest.mark.slow
 def test_sft_trainer(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("qwen3_moe"), tmp_path / "model")
     make_tokenizer(folder)

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.cluster import ROOT
+from tests.support.cluster import ROOT, free_port
+from tests.support.forks import Forks
 
 
 @pytest.fixture(scope="module")
-def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a Python that has all packages that are installed here but DeepSpeed."""
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Processes of a Python that has all packages that are installed here but DeepSpeed."""
     packages = tmp_path_factory.mktemp("packages")
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if not entry.name.startswith(("deepspeed", "__editable__", "hf_zero_stream")):
             (packages / entry.name).symlink_to(entry)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)]), "OMP_NUM_THREADS": "1"}
-
-
-def run(environment: dict[str, str], *arguments: str) -> str:
+    environment = {"PYTHONPATH": os.pathsep.join([str(packages), str(ROOT)]), "OMP_NUM_THREADS": "1"}
     python = str(Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}")  # which sees no other packages
-    done = subprocess.run([python, *arguments], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-12000:]
-    return done.stdout
+    with Forks("import torch, transformers.modeling_utils", [python], environment) as forks:
+        yield forks
 
 
 SHARDED = """\
@@ -67,18 +63,24 @@ print("right")
 """
 
 
-def test_sharded_training(elsewhere: dict[str, str], zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SHARDED)
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    assert run(elsewhere, *launcher, str(script), str(zoo_checkpoint("llama")), str(tmp_path)).count("right") == 2
+def test_sharded_training(elsewhere: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    arguments = (str(zoo_checkpoint("llama")), str(tmp_path))
+    ranks = [elsewhere.start(SHARDED, *arguments, **group, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(2)]
+    assert [rank.printed().count("right") for rank in ranks] == [1, 1]
 
 
-def test_tools(elsewhere: dict[str, str], zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+TOOL = """\
+import importlib.util, runpy
+assert importlib.util.find_spec("deepspeed") is None
+runpy.run_module("hf_zero_stream", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_tools(elsewhere: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = str(zoo_checkpoint("llama"))
-    tool = ("-m", "hf_zero_stream")
-    assert "sound" in run(elsewhere, *tool, "verify", folder)
-    run(elsewhere, *tool, "convert", folder, str(tmp_path / "converted"), "--dtype", "bf16")
+    assert "sound" in elsewhere.run(TOOL, "verify", folder)
+    elsewhere.run(TOOL, "convert", folder, str(tmp_path / "converted"), "--dtype", "bf16")
     assert (tmp_path / "converted" / "model.safetensors").is_file()
     planned = "hf_zero_stream.plan(sys.argv[1], world_size=2, rank=0, distributed_config={'fsdp_size': 2}).load"
-    assert "reads" in run(elsewhere, "-c", f"import sys, hf_zero_stream; print('reads', len(list({planned})))", folder)
+    assert "reads" in elsewhere.run(f"import sys, hf_zero_stream; print('reads', len(list({planned})))", folder)

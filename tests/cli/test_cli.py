@@ -129,7 +129,11 @@ def test_the_list_of_commands_fits_into_80_columns() -> None:
     assert "..." not in listed and max(map(len, listed.splitlines())) <= 80
 
 
-@pytest.mark.parametrize("command", [["hf-zero-stream"], [sys.executable, "-m", "hf_zero_stream"]], ids=str)
+@pytest.mark.parametrize(
+    "command",
+    [["hf-zero-stream"], pytest.param([sys.executable, "-m", "hf_zero_stream"], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_entry_points(tmp_path: Path, command: list[str]) -> None:
     """Errors of ours go to stderr, without a traceback."""
     arguments = [*command, "verify", str(tmp_path / "nowhere")]

@@ -117,6 +117,25 @@ def on_hub(address: str, home: Path, *arguments: str) -> "subprocess.CompletedPr
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
 
 
+@pytest.fixture
+def on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Run a command in this process; what huggingface_hub has read from the environment is replaced."""
+
+    def on_the_hub(address: str, *arguments: str, code: int = 0) -> Any:
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        for name, value in {
+            "ENDPOINT": address,
+            "HF_HUB_OFFLINE": False,
+            "HF_HOME": str(tmp_path / "home"),
+            "HF_HUB_CACHE": str(tmp_path / "home" / "hub"),
+            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+        }.items():
+            monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+        return run(*arguments, code=code)
+
+    return on_the_hub
+
+
 def test_plan_of_a_repository_reads_headers_only(tmp_path: Path) -> None:
     folder = make_moe_checkpoint(tmp_path / "moe", 1e7, num_layers=2, num_experts=8)
     with hub(folder) as (address, sent):
@@ -134,7 +153,7 @@ def test_plan_of_a_repository_reads_headers_only(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "home").rglob("*") if path.is_file()], "nothing stays in the cache"
 
 
-def test_long_header_of_a_single_file(tmp_path: Path) -> None:
+def test_long_header_of_a_single_file(tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
     """A second request for the rest of the header; and what was looked at is not taken for a download."""
     folder, size = tmp_path / "one", 400_000
     folder.mkdir()
@@ -143,29 +162,27 @@ def test_long_header_of_a_single_file(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.json").write_text("not asked for")
     with hub(folder) as (address, sent):
-        arguments = ("inspect", REPOSITORY, "--no-model", "--format", "json")
-        done = on_hub(address, tmp_path / "home", *arguments)
-        verified = on_hub(address, tmp_path / "home", "verify", REPOSITORY)
-    assert done.returncode == 0, done.stderr
+        done = on_the_hub(address, "inspect", REPOSITORY, "--no-model", "--format", "json")
+        verified = on_the_hub(address, "verify", REPOSITORY, code=1)
     found = json.loads(done.stdout)
     lines = {line["name"]: line["count"] for line in found["tensors"]}
     assert lines == {"big": 1, "block.{0...1999}.a_rather_long_name.weight": 2000}
     assert found["bytes"] == (folder / "model.safetensors").stat().st_size > 4 * size
     assert 100_000 < sent["model.safetensors"] < 4 * size / 2 and "tokenizer.json" not in sent
-    assert verified.returncode == 1 and "no such repository in the Hub's cache" in verified.stderr
+    assert "no such repository in the Hub's cache" in verified.stderr
 
 
-def test_server_without_ranges(tmp_path: Path) -> None:
+def test_server_without_ranges(tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
     save_file({"big": torch.zeros(9)}, tmp_path / "model.safetensors")
     with hub(tmp_path, ranges=False) as (address, _):
-        done = on_hub(address, tmp_path / "home", "inspect", REPOSITORY)
-    assert done.returncode == 1 and "does not give ranges" in done.stderr and "Traceback" not in done.stderr
+        done = on_the_hub(address, "inspect", REPOSITORY, code=1)
+    assert "does not give ranges" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_repository_that_is_not_there(tmp_path: Path) -> None:
+def test_repository_that_is_not_there(tmp_path: Path, on_the_hub: Callable[..., Any]) -> None:
     with hub(tmp_path) as (address, _):
-        done = on_hub(address, tmp_path / "home", "inspect", "nobody/nothing")
-    assert done.returncode == 1 and "nobody/nothing" in done.stderr and "Traceback" not in done.stderr
+        done = on_the_hub(address, "inspect", "nobody/nothing", code=1)
+    assert "nobody/nothing" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_what_the_cache_holds_is_not_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

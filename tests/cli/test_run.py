@@ -121,6 +121,7 @@ def test_a_script_from_standard_input(scripts: Path) -> None:
     assert python("-m", "hf_zero_stream.run", "-", "code", folder=scripts, standard_input=SCRIPT) == plain
 
 
+@pytest.mark.slow
 def test_the_traceback_of_a_load_has_the_scripts_lines(scripts: Path) -> None:
     _, _, shown = python("-m", "hf_zero_stream.run", "absent_model.py", folder=scripts)
     last = shown.rpartition("Traceback (most recent call last):\n")[2].splitlines()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import importlib
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 import hf_zero_stream
 from hf_zero_stream.bindings.install import Watch
 from tests import sampling
+from tests.support.forks import Forks
 
 
 PACKAGE = Path(hf_zero_stream.__file__).parent
@@ -105,10 +105,18 @@ assert "deepspeed" not in sys.modules
 """
 
 
-def test_loads_without_zero_import_nothing_that_streams(zoo_checkpoint: Callable[..., Path]) -> None:
+@pytest.fixture(scope="module")
+def with_transformers() -> Iterator[Forks]:
+    """Processes that have imported torch and transformers, and nothing of ours."""
+    with Forks("import torch, transformers.modeling_utils") as forks:
+        yield forks
+
+
+def test_loads_without_zero_import_nothing_that_streams(
+    with_transformers: Forks, zoo_checkpoint: Callable[..., Path]
+) -> None:
     """Nor DeepSpeed, as stock's; stock's ``save_pretrained`` does."""
-    folders = [str(zoo_checkpoint("llama")), str(zoo_checkpoint("qwen3_moe"))]
-    subprocess.run([sys.executable, "-c", STOCK_LOADS, *folders], check=True)
+    with_transformers.run(STOCK_LOADS, str(zoo_checkpoint("llama")), str(zoo_checkpoint("qwen3_moe")))
 
 
 LATE = """\
@@ -137,15 +145,14 @@ with hf_zero_stream.streaming():
 
 
 def test_deepspeed_may_be_imported_in_the_middle_of_a_block(
-    zoo_checkpoint: Callable[..., Path], tmp_path: Path
+    with_transformers: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Its engines save as ours then too, and its tools know what they have saved."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = [sys.executable, "-c", LATE, str(zoo_checkpoint("llama")), str(tmp_path)]
-    subprocess.run(command, env={**os.environ, **rank}, check=True)
+    with_transformers.run(LATE, str(zoo_checkpoint("llama")), str(tmp_path), **rank)
     assert (tmp_path / "first" / "model.safetensors").is_file()
     if not sampling.is_sample:
-        subprocess.run([sys.executable, "-c", LATE_TOOL, str(tmp_path)], check=True)
+        with_transformers.run(LATE_TOOL, str(tmp_path))
 
 
 def test_what_is_imported_in_a_block_is_replaced_there() -> None:
@@ -164,7 +171,9 @@ def test_what_is_imported_in_a_block_is_replaced_there() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_what_needs_no_deepspeed_does_not_import_it(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_what_needs_no_deepspeed_does_not_import_it(
+    with_transformers: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     """DeepSpeed takes seconds to import; the package, and commands that only look at files, must not wait for it."""
     folder, new = str(zoo_checkpoint("qwen3_moe")), str(tmp_path / "new")
     commands = [
@@ -185,8 +194,7 @@ def test_what_needs_no_deepspeed_does_not_import_it(zoo_checkpoint: Callable[...
         "        assert not end.code, command\n"
         "    assert 'deepspeed' not in sys.modules, command\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    with_transformers.run(code)
 
 
 WITHOUT_DEEPSPEED = """\
@@ -205,10 +213,8 @@ assert healthy.exit_code == 0 and "ZeRO-3" not in healthy.output, healthy.output
 
 
 @pytest.mark.slow
-def test_tools_without_deepspeed(zoo_checkpoint: Callable[..., Path]) -> None:
-    code = WITHOUT_DEEPSPEED.replace("PATH", repr(str(zoo_checkpoint("qwen3_moe"))))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_tools_without_deepspeed(with_transformers: Forks, zoo_checkpoint: Callable[..., Path]) -> None:
+    with_transformers.run(WITHOUT_DEEPSPEED.replace("PATH", repr(str(zoo_checkpoint("qwen3_moe")))))
 
 
 # ------------------------------------------------------------------------------------------- whose private surface

@@ -25,7 +25,11 @@ from tests.support.zoo import ZOO
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [*((name, world_size) for name in ZOO for world_size in (1, 2, 7)), ("qwen3_moe", 64), ("qwen3_vl_moe", 64)],
+    [
+        *((name, world_size) for name in ZOO for world_size in (1, 2, 7)),
+        ("qwen3_moe", 64),
+        pytest.param("qwen3_vl_moe", 64, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_share_the_checkpoint(zoo_checkpoint: Callable[..., Path], name: str, world_size: int) -> None:
     """Together the ranks fill every element of every parameter once, in file order."""

@@ -53,7 +53,8 @@ def make_folders(tmp_path_factory: pytest.TempPathFactory, names: Iterable[str] 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_folders(tmp_path_factory)
+    some = ("fp8", "mxfp4", "int4 dense", "nf4 dense")
+    return make_folders(tmp_path_factory, some if sampling.is_sample else FORMATS)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ gradients at 1.0, as DeepSpeed does where `gradient_clipping` is not set; withou
 
 from __future__ import annotations
 
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero_stream.packed.modules import packed_weights
+from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.packed_models import MODELS, Folders, in_file
 from tests.support.packed_training import (
@@ -36,7 +38,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(tmp_path_factory)
 
 
-def losses(folder: Path) -> dict[str, Any]:
+def losses(folder: Path, homes_in_fp32: Container[str]) -> dict[str, Any]:
     world_size = dist.get_world_size()
     homes: dict[str, dict[str, Any]] = {
         "alone": {},
@@ -48,21 +50,26 @@ def losses(folder: Path) -> dict[str, Any]:
         _, dequantised = trained(folder, ds_config(dtype), False)
         found[str(dtype)] = {"dequantised": dequantised}
         for home, zero in homes.items():
+            if dtype == torch.float32 and home not in homes_in_fp32:
+                continue
             engine, found[str(dtype)][home] = trained(folder, ds_config(dtype, **zero), True)
     found["names"] = packed_names(engine.module)
     return found
 
 
-@pytest.mark.sample(2)
+HOMES = ("alone", "hpZ", "offload")
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses(cluster: None, folders: Folders, name: str, world_size: int) -> None:
     """Bit for bit those of the dequantised model under ZeRO-3; in fp32 also those of one process without it."""
     (plain,) = run_ranks(1, plain_losses, folders(name), torch.float32)
-    for found in run_ranks(world_size, losses, folders(name), timeout=600):
+    for found in run_ranks(world_size, losses, folders(name), sampling.every(3, HOMES), timeout=600):
         bf16, fp32 = found["torch.bfloat16"], found["torch.float32"]
         assert bf16["alone"] == bf16["hpZ"] == bf16["offload"] == bf16["dequantised"]
-        assert fp32["alone"] == fp32["hpZ"] == fp32["offload"] == fp32["dequantised"]
+        assert all(fp32[home] == fp32["dequantised"] for home in sampling.every(3, HOMES))
         assert fp32["alone"] == pytest.approx(plain, rel=3e-7)  # an ulp of DeepSpeed's Adam grows
         assert len(set(bf16["alone"])) == len(set(fp32["alone"])) == 3, "three steps must change the loss"
         assert any("experts.down_proj" in each for each in found["names"]) == name.endswith("mixture")
@@ -71,7 +78,7 @@ def test_losses(cluster: None, folders: Folders, name: str, world_size: int) -> 
 @pytest.mark.slow
 def test_losses_of_nodes(cluster: None, folders: Folders) -> None:
     """hpZ in two nodes of two ranks."""
-    for found in run_ranks(4, losses, folders("FP8 by blocks, mixture"), timeout=600):
+    for found in run_ranks(4, losses, folders("FP8 by blocks, mixture"), HOMES, timeout=600):
         bf16 = found["torch.bfloat16"]
         assert bf16["alone"] == bf16["hpZ"] == bf16["offload"] == bf16["dequantised"]
 

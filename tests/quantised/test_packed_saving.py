@@ -13,7 +13,8 @@ import transformers
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
-from tests.quantised.test_packed import check_saved, make_folders, tensors_of
+from tests import sampling
+from tests.quantised.test_packed import FORMATS, check_saved, make_folders, tensors_of
 from tests.quantised.test_packed_fsdp2 import load as load_lazily
 from tests.quantised.test_packed_fsdp2 import load_native
 from tests.support.cluster import run_ranks
@@ -24,7 +25,7 @@ from tests.support.parity import ds_config
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_folders(tmp_path_factory)
+    return make_folders(tmp_path_factory, ("fp8", "int4 dense") if sampling.is_sample else FORMATS)
 
 
 def refused(save: Callable[[], Any], folder: Path) -> None:

@@ -75,7 +75,10 @@ def dequantising_config(folder: Path) -> Any:
     return kinds[config["quant_method"]](dequantize=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+DTYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_values_and_bytes(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
     MAKERS[name](tmp_path)
@@ -85,7 +88,7 @@ def test_values_and_bytes(tmp_path: Path, name: str, dtype: torch.dtype) -> None
     check(tmp_path, dtype, values)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("experts", [0, 3])
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "double nf4", "int8"])
 def test_bitsandbytes(tmp_path: Path, kind: str, experts: int, dtype: torch.dtype) -> None:
@@ -187,6 +190,7 @@ LARGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_peak_of_dequantising(tmp_path: Path, name: str) -> None:
     """Beside the matrix itself a few MiB, however large it is; all at once would be up to nine times the matrix."""

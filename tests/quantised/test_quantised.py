@@ -103,7 +103,14 @@ def load_watched(folder: Path, quantization_config: Any) -> dict[str, Any]:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("format_name", [*FORMATS, "float8 by channel", "int4 by group"])
+@pytest.mark.parametrize(
+    "format_name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) if name == "mxfp4" else name for name in FORMATS),
+        "float8 by channel",
+        "int4 by group",
+    ],
+)
 def test_reads_the_quantised_bytes_once_in_bounded_memory(cluster: None, tmp_path: Path, format_name: str) -> None:
     if format_name in FORMATS:
         make, config_class = FORMATS[format_name]

@@ -180,6 +180,7 @@ except RuntimeError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_run_makes_contact_when_the_group_is_there(
     zoo_checkpoint: Checkpoint, tmp_path: Path, world_size: int

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from scripts.system_packages import MPICH
 from tests.conftest import skip_if_lacking
-from tests.support.cluster import SOON_S, free_port
+from tests.support.cluster import SOON_S, free_port, run_ranks_expecting_errors
 from tests.support.commands import run_command
 
 
@@ -104,25 +107,25 @@ def test_a_death_before_a_save(
     assert all(int(seconds) < SOON_S for _, seconds in found)
 
 
-def test_no_launcher(tmp_path: Path) -> None:
+def load_without_a_launcher(folder: Path) -> None:
+    import deepspeed
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from hf_zero_stream import StreamingAutoModelForCausalLM
+
+    dist.destroy_process_group()
+    deepspeed.comm.comm.cdb = None
+    sys.modules["mpi4py"] = None  # type: ignore[assignment]  # where it is installed
+    tiny = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
+    LlamaForCausalLM(LlamaConfig(**tiny)).save_pretrained(folder)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    StreamingAutoModelForCausalLM.from_pretrained(folder, ds_config=config)
+
+
+def test_no_launcher(cluster: None, tmp_path: Path) -> None:
     """DeepSpeed would ask mpi4py, which is seldom there, and raise its ModuleNotFoundError."""
-    script = """
-import os, sys
-from transformers import LlamaConfig, LlamaForCausalLM
-
-sys.modules["mpi4py"] = None  # where it is installed
-tiny = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=9)
-LlamaForCausalLM(LlamaConfig(**tiny)).save_pretrained(sys.argv[1])
-for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-    os.environ.pop(name, None)
-from hf_zero_stream import StreamingAutoModelForCausalLM, errors
-
-config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
-try:
-    StreamingAutoModelForCausalLM.from_pretrained(sys.argv[1], ds_config=config)
-except errors.ConfigError as error:
-    print(f"\\nrefused: {error}", flush=True)
-"""
-    (tmp_path / "script.py").write_text(script)
-    printed = run_command(f"python {tmp_path}/script.py {tmp_path}/model", tmp_path)
-    assert re.search("^refused: .*RANK, WORLD_SIZE, .* are not set. Start it with `torchrun", printed, re.MULTILINE)
+    (outcome,) = run_ranks_expecting_errors(1, load_without_a_launcher, tmp_path)
+    assert outcome.error_type == "ConfigError" and outcome.error_message is not None, outcome
+    assert re.search("RANK, WORLD_SIZE, .* are not set. Start it with `torchrun", outcome.error_message)

@@ -25,6 +25,7 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.sources import relay
 from hf_zero_stream.sources.relay import Server
+from tests import sampling
 from tests.loading.test_odd_parameters import Normalises, ThroughNumpy
 from tests.support import odd_models
 from tests.support.cluster import SOON_S, run_ranks, run_ranks_expecting_errors
@@ -86,6 +87,7 @@ def load_what_needs_values(folders: dict[str, Path]) -> dict[str, list[str]]:
         model_class = transformers.AutoModelForCausalLM if model_class is causal else model_class
         return model_class.from_pretrained(folder, **kwargs)
 
+    cases = [case for case in cases if case[0] in folders]
     for name, model_class, kwargs, dtype in cases:
         dtype_kwargs = {} if "dtype" in kwargs else {"dtype": dtype}
         plain[name] = load(name, model_class, folders[name], **kwargs, **dtype_kwargs)
@@ -123,8 +125,11 @@ def test_values_that_planning_needs(cluster: None, zoo_checkpoint: Callable[...,
         config = json.loads((folders[name] / "config.json").read_text())
         (folders[name] / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
     join_shards(folders["one file, no dtype"])
+    folders = dict(sampling.every(2, folders.items()))
     for found in run_ranks(2, load_what_needs_values, folders):
-        assert len(found) == 16 and not any(found.values()), {name: what for name, what in found.items() if what}
+        assert len(found) == 2 * len(folders) and not any(found.values()), {
+            name: what for name, what in found.items() if what
+        }
 
 
 def join_shards(folder: Path) -> None:

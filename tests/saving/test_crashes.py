@@ -17,7 +17,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return make_checkpoints(tmp_path_factory.mktemp("crash"))
 
 
-@pytest.mark.parametrize(("fault", "stride"), [("killed", 1), ("no space", 3), ("i/o error", 4)])
+@pytest.mark.parametrize(
+    ("fault", "stride"),
+    [pytest.param("killed", 1, marks=pytest.mark.slow), ("killed", 4), ("no space", 3), ("i/o error", 4)],
+)
 def test_one_rank(checkpoints: Checkpoints, fault: str, stride: int) -> None:
     old, checkpoint, new = checkpoints
     found = trials_of_one_rank(checkpoint, old, new, [fault], stride)

@@ -122,7 +122,7 @@ def train(checkpoint: Path, folder: Path, model_class: Any, trainer_class: Any, 
     return {"gathers": len(gathers)}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("model_class", "trainer_class", "gathers"),
     [

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config, three_losses
@@ -61,7 +62,7 @@ def test_at_another_world_size(
     (tmp_path / "saved" / "config.json").write_text(json.dumps({**saved, "experts_implementation": "eager"}))
     stock = run_ranks(3, go_on, "stock", checkpoint, tmp_path / "saved", config)[0]
     assert run_ranks(3, go_on, "streamed", checkpoint, tmp_path / "saved", config)[0] == stock
-    if dtype is None:
+    if dtype is None and not sampling.is_sample:
         assert run_ranks(3, go_on, "load_into", checkpoint, tmp_path / "saved", config)[0] == stock
     assert stock[0] < first[0], "it should go on, and not begin again"
 

@@ -59,7 +59,9 @@ def compare_exchanged(
     [
         ("llama", 2, [TP], {}),
         ("llama", 3, [{"tp_size": 3}], {"dtype": torch.bfloat16}),
-        ("qwen3_moe", 4, [{"tp_size": 4}, {"dp_replicate_size": 2, "tp_size": 2}], {}),
+        pytest.param(
+            *("qwen3_moe", 4, [{"tp_size": 4}, {"dp_replicate_size": 2, "tp_size": 2}], {}), marks=pytest.mark.slow
+        ),
         ("deepseek_v3", 4, [{"fsdp_size": 2, "tp_size": 2}, {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}], {}),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
+from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.sharded import Sizes, even_inputs, even_model, load_sharded
 
@@ -56,12 +57,14 @@ def train(folder: Path, of_sizes: list[Sizes]) -> list[Any]:
 def test_losses(cluster: None, tmp_path: Path, name: str) -> None:
     even_model(name).save_pretrained(tmp_path)
     of_experts: list[Sizes] = [{"fsdp_size": 2, "ep_size": 2}] if name == "qwen3_moe" else []
-    of_sizes: list[Sizes] = [{"fsdp_size": 2}, {"tp_size": 2}, *of_experts]
+    of_sizes: list[Sizes] = sampling.every(2, [{"fsdp_size": 2}, {"tp_size": 2}, *of_experts])
     for found in run_ranks(2, train, tmp_path, of_sizes):
         for sizes, plain, stock, ours in found:
             assert ours == stock, (sizes, stock, ours)
             assert len(set(plain)) == 3
             assert ours == pytest.approx(plain, abs=1e-6), sizes
+    if sampling.is_sample:
+        return
     for found in run_ranks(4, train, tmp_path, [{"dp_replicate_size": 2, "fsdp_size": 2}]):
         for sizes, plain, stock, ours in found:
             assert ours == stock and ours == pytest.approx(plain, abs=1e-6), (sizes, plain, stock, ours)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 
 from tests.support.cluster import free_port
 from tests.support.commands import command_environment
+from tests.support.forks import Forks
 
 
 PROGRAM = """
@@ -57,7 +59,7 @@ if ending == "error" or (ending == "error of rank 1" and dist.get_rank() == 1):
 """
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "ending"),
     [
@@ -91,11 +93,30 @@ def test_a_program_ends(tmp_path: Path, launcher: str, ending: str) -> None:
         text=True,
         timeout=120,
     )
-    said = "A save in the background has failed" in done.stdout
-    assert said == (ending == "failure"), done.stdout
-    assert (done.returncode == 0) == (ending in ("end", "destroyed", "failure")), done.stdout
+    check(tmp_path, ending, done.returncode, done.stdout)
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks("import torch, transformers.modeling_utils", environment=command_environment()) as forks:
+        yield forks
+
+
+@pytest.mark.parametrize("ending", ["failure", "error"])
+def test_a_program_without_a_launcher_ends(forks: Forks, tmp_path: Path, ending: str) -> None:
+    """The store is in the process of rank 0."""
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [forks.start(PROGRAM, str(tmp_path / "state"), ending, **group, RANK=str(rank)) for rank in range(2)]
+    codes, *printed = zip(*(rank.ended() for rank in ranks), strict=True)
+    check(tmp_path, ending, max(codes), "\n".join(text for of_ranks in printed for text in of_ranks))
+
+
+def check(tmp_path: Path, ending: str, code: int, printed: str) -> None:
+    said = "A save in the background has failed" in printed
+    assert said == (ending == "failure"), printed
+    assert (code == 0) == (ending in ("end", "destroyed", "failure")), printed
     newest = (tmp_path / "state" / "latest").read_text()
-    assert newest == ("global_step0" if ending == "failure" else "last"), done.stdout
+    assert newest == ("global_step0" if ending == "failure" else "last"), printed
     assert not list((tmp_path / "state").glob(".*")) or ending == "failure"
     states = [path.name for path in (tmp_path / "state").iterdir() if (path / "training_state.json").exists()]
     assert newest in states and len(states) == (1 if ending == "failure" else 2)

@@ -188,6 +188,7 @@ def test_no_call_is_made_again(
     assert server.paths.count(route) == 1
 
 
+@pytest.mark.slow
 def test_online_dpo(
     cluster: None, zoo_checkpoint: Callable[..., Path], started: Callable[..., VLLMServer], tmp_path: Path
 ) -> None:

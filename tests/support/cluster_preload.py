@@ -1,8 +1,9 @@
 """What the fork server of `tests.support.cluster` imports once, so that every rank starts with it."""
 
+import contextlib
 import functools
 import gc
-import importlib
+import importlib.metadata
 import os
 
 import accelerate  # noqa: F401
@@ -54,6 +55,10 @@ for _name in LATE:
     importlib.import_module(_name)
 conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes its table, of all models, at the first call
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # takes processes, and each extension asks twice
+importlib.metadata.version = functools.cache(importlib.metadata.version)  # parses a file, and each load asks often
+for _name in ("accelerate", "deepspeed", "hf_zero_stream", "peft", "safetensors", "torch", "transformers"):
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version(_name)
 if os.environ["DS_ACCELERATOR"] == "cpu":
     load_extension("ShareMemCommBuilder")  # so that no rank has to compile it
 torch.set_num_threads(1)

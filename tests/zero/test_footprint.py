@@ -407,6 +407,7 @@ def start_and_step(folder: Path, tiny: Path, config: dict[str, Any]) -> dict[str
         "fp32",
     ],
 )
+@pytest.mark.sample(0)  # seconds of a model of many megabytes; on paper GPUs the same is seen in small
 def test_memory_of_training_is_as_announced(
     cluster: None,
     zoo_checkpoint: Callable[..., Path],

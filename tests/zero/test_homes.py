@@ -64,7 +64,7 @@ def test_pinned_memory_is_filled_in_place(cluster: None, zoo_checkpoint: Checkpo
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("world_size", "size"), [(4, 2), (3, 3), (2, 8)])
+@pytest.mark.parametrize(("world_size", "size"), [pytest.param(4, 2, marks=pytest.mark.slow), (3, 3), (2, 8)])
 def test_hpz(cluster: None, zoo_checkpoint: Checkpoint, world_size: int, size: int) -> None:
     """Each rank reads 1/N of the checkpoint; DeepSpeed makes the second copies at the first gather."""
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)

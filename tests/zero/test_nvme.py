@@ -153,6 +153,7 @@ def test_small_buffer_size_is_refused_before_loading(cluster: None, checkpoint: 
     assert not list(Path(tmp_path).rglob("*.swp"))
 
 
+@pytest.mark.slow
 def test_every_home_is_the_one_of_stock(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Tiny weights stay in host memory."""
     folder = zoo_checkpoint("qwen3_moe", torch.bfloat16)

@@ -40,7 +40,7 @@ def losses(name: str, folder: Path, dtype: torch.dtype, loader: str, zero: dict[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", list(ZOO))
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_losses_equal_stock(cluster: None, zoo_checkpoint: Callable[..., Path], name: str, dtype: torch.dtype) -> None:
     folder = zoo_checkpoint(name, dtype)
     reference = "plain" if name in STOCK_FAILS else "stock"

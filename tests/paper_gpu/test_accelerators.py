@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import runpy
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from hf_zero_stream.ranks import accelerators
 from tests.paper_gpu.trials import plain_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, ROOT, SOON_S, free_port, run_ranks, run_ranks_expecting_errors
+from tests.support.forks import Forks
 from tests.support.sharded import even_model
 
 
@@ -42,7 +42,6 @@ def test_device_of_a_rank(
 
 NO_GPU = """
 import sys
-import tests.paper_gpu.cuda
 import torch, transformers, hf_zero_stream
 from hf_zero_stream.ranks import accelerators
 from hf_zero_stream.seams.sharding import device_type
@@ -56,24 +55,13 @@ assert model.streaming_report.ranks[0].device_peak == 0
 
 
 def test_a_build_for_cuda_without_a_gpu(paper_gpus: None, even_checkpoint: Path) -> None:
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", NO_GPU, str(even_checkpoint)],
-            cwd=ROOT,
-            env={
-                **os.environ,
-                **{"CUDA_VISIBLE_DEVICES": "", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
-            },
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for rank in ranks:
-        _, errors = rank.communicate(timeout=120)
-        assert rank.returncode == 0, errors[-3000:]
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    imports = "import tests.paper_gpu.cuda\nimport torch, transformers.modeling_utils"
+    environment = {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    with Forks(imports, environment=environment) as forks:
+        numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        for rank in [forks.start(NO_GPU, str(even_checkpoint), **group, **number) for number in numbers]:
+            rank.printed()
 
 
 def load_unannounced(folder: Path) -> None:
