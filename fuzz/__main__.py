@@ -13,15 +13,15 @@ import atheris
 with atheris.instrument_imports(
     include=["hf_zero_stream.checkpoint", "hf_zero_stream.sources"], enable_loader_override=False
 ):
-    import hf_zero_stream.checkpoint.distcp
     import hf_zero_stream.checkpoint.format
     import hf_zero_stream.checkpoint.formats
-    import hf_zero_stream.checkpoint.pickles
-    import hf_zero_stream.checkpoint.torch_files
-    import hf_zero_stream.checkpoint.torch_metadata
-    import hf_zero_stream.checkpoint.torch_objects
-    import hf_zero_stream.checkpoint.torch_zip
-    import hf_zero_stream.checkpoint.zero_folder
+    import hf_zero_stream.pickled.distcp
+    import hf_zero_stream.pickled.pickles
+    import hf_zero_stream.pickled.torch_files
+    import hf_zero_stream.pickled.torch_metadata
+    import hf_zero_stream.pickled.torch_objects
+    import hf_zero_stream.pickled.torch_zip
+    import hf_zero_stream.pickled.zero_folder
     import hf_zero_stream.sources.small_files  # noqa: F401
 
 from .seeds import CORPUS

@@ -24,13 +24,13 @@ from unittest import mock
 import torch
 from safetensors import SafetensorError, deserialize, safe_open
 
-from hf_zero_stream.checkpoint import torch_files, zero_folder
 from hf_zero_stream.checkpoint.format import NotAMap, dtype_name
 from hf_zero_stream.checkpoint.formats import parse_index, read_map
 from hf_zero_stream.checkpoint.nodes import FileTensor, View
-from hf_zero_stream.checkpoint.zero_files import read_model_file, read_optimizer_file
-from hf_zero_stream.checkpoint.zero_folder import ZeroFolder
 from hf_zero_stream.errors import CheckpointError, UnsupportedError
+from hf_zero_stream.pickled import torch_files, zero_folder
+from hf_zero_stream.pickled.zero_files import read_model_file, read_optimizer_file
+from hf_zero_stream.pickled.zero_folder import ZeroFolder
 from hf_zero_stream.sources.local import LocalFiles
 
 from .distributed import read_distributed

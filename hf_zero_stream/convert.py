@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from .checkpoint.contents import contents_of
 from .checkpoint.format import parse_object
 from .checkpoint.formats import INDEX, OF_VALUES, SINGLE
 from .checkpoint.lazy import LazyTensor
@@ -27,11 +26,12 @@ from .checkpoint.map import CheckpointMap
 from .checkpoint.nodes import Copy, FileTensor, View
 from .checkpoint.safetensors import NotedShard, ShardToWrite, lay_out_shard
 from .checkpoint.state_folder import is_state
-from .checkpoint.zero_folder import zero_folder_of
 from .destinations.base import Batch, Item
 from .engine.opened import OpenCheckpoint
 from .engine.reader import Reader
 from .errors import ConfigError, UnsupportedError
+from .pickled.contents import contents_of
+from .pickled.zero_folder import zero_folder_of
 from .planning.plan import Target
 from .ranks.coordinator import Coordinator
 from .reports.load import PHASES

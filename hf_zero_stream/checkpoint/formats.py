@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import CheckpointError, ReadError
+from ..errors import PACKAGE, CheckpointError, ReadError
 from ..sources.base import ByteSource
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
 from .format import Format, ShardHeader, excerpt, parse_object
@@ -59,7 +59,7 @@ def has_unfinished(folder: Path) -> bool:
 
 
 class Row(NamedTuple):
-    """A format: what its files' paths end in, and the module here that is a :class:`.format.Format`.
+    """A format: what its files' paths end in, and the module of ours that is a :class:`.format.Format`.
 
     `holds_values`: these files hold the tensors themselves; otherwise they say which other files do.
     `is_always_map`: its reader raises no :class:`.format.NotAMap`.
@@ -73,9 +73,9 @@ class Row(NamedTuple):
 
 
 FORMATS = (
-    Row("safetensors", (".safetensors",), "safetensors"),
-    Row("torch.save", OF_TORCH, "torch_files", is_always_map=False),
-    Row("torch.distributed.checkpoint", (f"/{METADATA}",), "distcp", holds_values=False),
+    Row("safetensors", (".safetensors",), "checkpoint.safetensors"),
+    Row("torch.save", OF_TORCH, "pickled.torch_files", is_always_map=False),
+    Row("torch.distributed.checkpoint", (f"/{METADATA}",), "pickled.distcp", holds_values=False),
 )
 
 
@@ -90,7 +90,7 @@ def is_always_map(path: str) -> bool:
 
 
 def _format_of(path: str) -> Format:
-    module: Any = import_module(f".{row_of(path).module}", __package__)  # few checkpoints need another than the first
+    module: Any = import_module(f"{PACKAGE}.{row_of(path).module}")  # few checkpoints need another than the first
     return module
 
 

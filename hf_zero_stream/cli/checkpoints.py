@@ -32,9 +32,9 @@ def refuse_unloadable(place: str) -> None:
     """Raise an error of ours if `from_pretrained` could not load what is in a folder, or only by running a pickle."""
     if is_url(place):
         return
-    from ..checkpoint.contents import format_of
     from ..checkpoint.soundness import shards_of
-    from ..checkpoint.torch_files import why_not
+    from ..pickled.contents import format_of
+    from ..pickled.torch_files import why_not
     from ..sources.local import LocalFiles
 
     match format_of(place):

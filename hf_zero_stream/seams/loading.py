@@ -257,7 +257,7 @@ def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Ma
     weight_map = (load_config.sharded_metadata or {}).get("weight_map")
     if is_always_map(files[0]):
         return load.open(files, weight_map)
-    from ..checkpoint import torch_files
+    from ..pickled import torch_files
 
     load.compare_files(files)
     reason = load.coordinator.broadcast(partial(torch_files.why_not, load.checkpoint.source, files))

@@ -10,7 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.deepspeed_names import (
+from ..errors import CheckpointError
+from ..pickled.deepspeed_names import (
     SWAPPED,
     ZERO_2_MODEL,
     entries_of_deepspeed,
@@ -18,7 +19,6 @@ from ..checkpoint.deepspeed_names import (
     world_size_of,
     write_signs,
 )
-from ..errors import CheckpointError
 from ..ranks.coordinator import Coordinator, meeting
 from ..ranks.rendezvous import LOAD, SAVE
 from ..reports.save import SaveReport
@@ -162,7 +162,7 @@ def forget_state(place: Path) -> None:
 
 
 def forget_signs(place: Path) -> None:
-    """Remove signs (see :mod:`..checkpoint.deepspeed_names`) from `place`, into which DeepSpeed saves (all ranks)."""
+    """Remove signs (see :mod:`..pickled.deepspeed_names`) from `place`, into which DeepSpeed saves (all ranks)."""
     with meeting(SAVE) as coordinator:
         coordinator.run_on_main(partial(remove_signs, place))
 

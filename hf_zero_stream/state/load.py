@@ -12,15 +12,15 @@ from typing import Any
 
 from transformers.utils import logging
 
-from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..checkpoint.format import excerpt
-from ..checkpoint.zero_folder import ZeroFolder, read_zero_folder
 from ..destinations.marks import is_adapted
 from ..destinations.own_names import own_names, own_or_clean
 from ..destinations.slots import MASTER, make_entries
 from ..destinations.training import Training
 from ..errors import CheckpointError, UnsupportedError
 from ..loading.integration import finish_saves_into
+from ..pickled.deepspeed_names import entries_of_deepspeed
+from ..pickled.zero_folder import ZeroFolder, read_zero_folder
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..saving.pending import finish_pending

@@ -24,11 +24,11 @@ from typing import Any, Literal, overload
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.deepspeed_names import entries_of_deepspeed, write_signs
 from ..destinations.marks import is_adapted, is_peft_model
 from ..destinations.slots import elementwise_keys, holdings_of
 from ..destinations.training import STEPS, Training
 from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
+from ..pickled.deepspeed_names import entries_of_deepspeed, write_signs
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport

@@ -1,6 +1,6 @@
 """Goes on from a ZeRO checkpoint that DeepSpeed wrote, at any number of ranks and any stage, as from a state of ours.
 
-The folder is a map of bytes (:mod:`..checkpoint.zero_folder`): nothing in it is converted, and no pickle is run.
+The folder is a map of bytes (:mod:`..pickled.zero_folder`): nothing in it is converted, and no pickle is run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 from transformers.utils import logging
 
 from ..checkpoint.nodes import View
-from ..checkpoint.zero_folder import FP32, ZeroFolder, ZeroGroup
 from ..destinations.marks import has_partition, is_adapted
 from ..destinations.own_names import named_parameters
 from ..destinations.skeleton import StandIn
@@ -23,6 +22,7 @@ from ..destinations.training import Training
 from ..engine.load import Load
 from ..errors import ConfigError
 from ..loading.into import place_into
+from ..pickled.zero_folder import FP32, ZeroFolder, ZeroGroup
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused
 from ..seams.ds_config import settings_in_force

@@ -1,7 +1,7 @@
 """DeepSpeed's tools on folders of ours: ``zero_to_fp32`` answers, and what cannot load a state says what it is.
 
 Beside a state of a ZeRO training lie our :mod:`.zero_to_fp32` as a script, where DeepSpeed puts its own, and
-:mod:`..checkpoint.deepspeed_names`. Beside every state lies a file with the names of what is not trained.
+:mod:`..pickled.deepspeed_names`. Beside every state lies a file with the names of what is not trained.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.deepspeed_names import entries_of_deepspeed
 from ..destinations.marks import is_adapted
 from ..destinations.own_names import named_buffers, named_parameters, own_names
 from ..destinations.skeleton import whole_shape
@@ -25,6 +24,7 @@ from ..destinations.slots import MASTER
 from ..destinations.training import Training
 from ..errors import CheckpointError
 from ..loading.dry_load import lazily_loaded, load_of_layouts
+from ..pickled.deepspeed_names import entries_of_deepspeed
 from ..saving.pending import finish_pending
 from ..seams.saving import stored_names
 from ..settings.config import StreamingConfig

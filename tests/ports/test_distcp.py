@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_zero_stream.checkpoint.contents import contents_of
 from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError, ReadError, UnsupportedError
+from hf_zero_stream.pickled.contents import contents_of
 from tests.sharded.test_load_into_sharded import build
 from tests.support.cluster import run_ranks
 from tests.support.hosts import move_to_host

@@ -1,7 +1,7 @@
 """What a folder holds: its tensors as views of byte ranges of its files, whatever the format.
 
-To add a format of folders, write a module that gives the :class:`.map.CheckpointMap` of one, and a row here; to add
-one of files, see :mod:`.formats`.
+To add a format of folders, write a module that gives the :class:`..checkpoint.map.CheckpointMap` of one, and a row here; to add
+one of files, see :mod:`..checkpoint.formats`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from ..checkpoint.format import NotAMap
+from ..checkpoint.formats import distributed_file, read_map, row_of
+from ..checkpoint.map import CheckpointMap
+from ..checkpoint.soundness import Soundness, check_soundness, shards_of
+from ..checkpoint.state_folder import is_state, read_state
 from ..errors import CheckpointError, ReadError, UnsupportedError
-from .format import NotAMap
-from .formats import distributed_file, read_map, row_of
-from .map import CheckpointMap
-from .soundness import Soundness, check_soundness, shards_of
-from .state_folder import is_state, read_state
 from .zero_folder import map_of_zero, zero_folder_of
 
 
@@ -66,7 +66,7 @@ def contents_of(path: str | os.PathLike[str]) -> CheckpointMap:
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
-    """The :attr:`.map.CheckpointMap.format` of a checkpoint, by the names of its files.
+    """The :attr:`..checkpoint.map.CheckpointMap.format` of a checkpoint, by the names of its files.
 
     Raises:
         CheckpointError: a folder holds none, or its index is not sound.
@@ -76,7 +76,7 @@ def format_of(path: str | os.PathLike[str]) -> str:
 
 
 def soundness_of(path: str | os.PathLike[str]) -> Soundness:
-    """As :func:`.soundness.check_soundness`, whatever the format.
+    """As :func:`..checkpoint.soundness.check_soundness`, whatever the format.
 
     In a ZeRO or distributed checkpoint, or a training state, it finds only the first fault, because no file says what
     is in another.

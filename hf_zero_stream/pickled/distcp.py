@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name, excerpt, parse_object
+from ..checkpoint.formats import fault_of_name
+from ..checkpoint.map import CheckpointMap
+from ..checkpoint.nodes import HostTensor, View
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource, ReadableFile
-from .format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name, excerpt, parse_object
-from .formats import fault_of_name
-from .map import CheckpointMap
-from .nodes import HostTensor, View
 from .pickles import MOST_BYTES, read_pickle
 from .torch_files import read_single, view_of_field
 from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
@@ -38,7 +38,7 @@ _MOST_CUTS = 64
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """See :meth:`.format.Format.read_header`: what ``.metadata`` at `path` says, and where its pieces' elements lie.
+    """See :meth:`..checkpoint.format.Format.read_header`: what ``.metadata`` at `path` says, and where its pieces' elements lie.
 
     Raises:
         ReadError: a file is missing or cannot be read.
@@ -77,7 +77,7 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
-    """See :meth:`.format.Format.parse_header`.
+    """See :meth:`..checkpoint.format.Format.parse_header`.
 
     Raises:
         CheckpointError: the chunks of a tensor overlap, or leave holes.

@@ -16,14 +16,14 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..checkpoint.format import Shard, TensorEntry, excerpt
+from ..checkpoint.formats import has_weights
+from ..checkpoint.map import CheckpointMap, view_of
+from ..checkpoint.nodes import View, row_major_strides
 from ..errors import CheckpointError, ReadError, UnsupportedError
 from ..sources.base import ByteSource
 from ..sources.local import LocalFiles
 from .deepspeed_names import OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in, world_size_of
-from .format import Shard, TensorEntry, excerpt
-from .formats import has_weights
-from .map import CheckpointMap, view_of
-from .nodes import View, row_major_strides
 from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
 from .zero_layout import FP32, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 

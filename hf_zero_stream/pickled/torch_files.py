@@ -21,13 +21,22 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.format import (
+    MAX_DIMENSIONS,
+    NotAMap,
+    Shard,
+    ShardHeader,
+    are_sizes,
+    dtype_name,
+    excerpt,
+    parse_object,
+)
+from ..checkpoint.map import CheckpointMap, view_of
+from ..checkpoint.nodes import View, row_major_strides
+from ..checkpoint.safetensors import parse_entry
 from ..errors import CheckpointError, ReadError
 from ..sources.base import ByteSource, ReadableFile
-from .format import MAX_DIMENSIONS, NotAMap, Shard, ShardHeader, are_sizes, dtype_name, excerpt, parse_object
-from .map import CheckpointMap, view_of
-from .nodes import View, row_major_strides
 from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
-from .safetensors import parse_entry
 from .torch_zip import MOST_READ, OPCODES, SIGNATURE, Storage, read_zip
 
 
@@ -54,7 +63,7 @@ _KNOWN = {_REBUILD, _REBUILD_PARAMETER, _ORDERED, *(Global("torch", name) for na
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """See :meth:`.format.Format.read_header`; raises :class:`NotAMap` too."""
+    """See :meth:`..checkpoint.format.Format.read_header`; raises :class:`NotAMap` too."""
     try:
         with source.open_file(path) as file:
             tensors = _tensors(file, path)
@@ -79,7 +88,7 @@ def why_not(source: ByteSource, paths: Sequence[str]) -> str:
 
 
 def parse_header(path: str, number: int, header: ShardHeader) -> CheckpointMap:
-    """See :meth:`.format.Format.parse_header`; tensors may share bytes."""
+    """See :meth:`..checkpoint.format.Format.parse_header`; tensors may share bytes."""
     fields = parse_object(header.text, f"{path}: header")
     views = {name: view_of_field(path, number, name, field, header.size_bytes) for name, field in fields.items()}
     return CheckpointMap((Shard(path, header.size_bytes, {}, tag=header.tag),), views, format="torch.save")

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ..checkpoint.format import TensorEntry, excerpt
 from ..errors import CheckpointError, UnsupportedError
 from ..sources.base import ByteSource
-from .format import TensorEntry, excerpt
 from .pickles import kind_of
 from .torch_objects import NotPlain, TorchObjects
 

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+from ..checkpoint.format import TensorEntry, excerpt
 from ..errors import CheckpointError
-from .format import TensorEntry, excerpt
 from .zero_files import Flat, ModelFile, OptimizerFile
 
 
