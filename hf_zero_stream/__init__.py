@@ -59,13 +59,16 @@ _HOMES = {
 def _find(name: str) -> Any:
     if name == "__all__":  # with the classes that the installed transformers has
         return __dir__()
+    found = None
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name], __name__), name)
-    if name.startswith("StreamingAuto"):
+        found = getattr(importlib.import_module(_HOMES[name], __name__), name)
+    elif name.startswith("StreamingAuto"):
         from .auto import STREAMING_CLASSES
 
-        if name in STREAMING_CLASSES:
-            return STREAMING_CLASSES[name]
+        found = STREAMING_CLASSES.get(name)
+    if found is not None:
+        globals()[name] = found  # Python asks no more
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -1,7 +1,7 @@
 """What a folder holds: its tensors as views of byte ranges of its files, whatever the format.
 
-To add a format of folders, write a module that gives the :class:`..checkpoint.map.CheckpointMap` of one, and a row here; to add
-one of files, see :mod:`..checkpoint.formats`.
+To add a format of folders, write a module that gives the :class:`..checkpoint.map.CheckpointMap` of one, and a row
+here. To add one of files, see :mod:`..checkpoint.formats`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ _MOST_CUTS = 64
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """See :meth:`..checkpoint.format.Format.read_header`: what ``.metadata`` at `path` says, and where its pieces' elements lie.
+    """What ``.metadata`` at `path` says, and where its pieces' elements lie; as in :class:`..checkpoint.format.Format`.
 
     Raises:
         ReadError: a file is missing or cannot be read.
