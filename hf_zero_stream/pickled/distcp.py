@@ -38,7 +38,7 @@ _MOST_CUTS = 64
 
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
-    """What ``.metadata`` at `path` says, and where its pieces' elements lie; as in :class:`..checkpoint.format.Format`.
+    """What the ``.metadata`` at `path` says, and where elements lie; see :class:`..checkpoint.format.Format`.
 
     Raises:
         ReadError: a file is missing or cannot be read.

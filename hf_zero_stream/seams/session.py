@@ -93,7 +93,7 @@ class Session:
 
     def refuse_uncalled(self, *names: str) -> None:
         """Raise a VersionError if transformers has not called functions of ours, without which values are others."""
-        rows = {row.leads_to.partition(":")[2]: row for row in TABLE[Moment.LOAD]}
+        rows = {row.leads_to.partition(":")[2]: row for row in (*TABLE[Moment.LOAD], *TABLE[Moment.SHARDED])}
         if uncalled := [rows[name].name for name in names if name not in self.called]:
             raise VersionError(
                 f"transformers {transformers.__version__} has loaded a model without calling {', '.join(uncalled)}, "
@@ -103,8 +103,12 @@ class Session:
 
     def refuse_incomplete(self) -> None:
         """The same, when transformers has returned the model."""
-        of_missing = ["initialize_weights"] if self.lacks else []
-        self.refuse_uncalled("load_pretrained_model", "finalize_model_loading", "move_missing_keys", *of_missing)
+        names = ["load_pretrained_model", "finalize_model_loading", "move_missing_keys"]
+        if self.lacks:
+            names.append("initialize_weights")
+        if self.load.destination.takes_dtensors and "get_device" in self.called:
+            names.append("is_dtensor")  # of each tensor transformers asks where to put it, and then whether to cut it
+        self.refuse_uncalled(*names)
 
     @staticmethod
     def current() -> Session | None:

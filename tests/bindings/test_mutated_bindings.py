@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import deepspeed
 import pytest
 import torch
 import transformers
+from transformers.distributed import DistributedConfig
 
 import hf_zero_stream
 from hf_zero_stream.bindings.install import Moment, Row, Weight
@@ -88,3 +90,35 @@ def test_never_other_values(cluster: None, zoo_checkpoint: Checkpoint) -> None:
             assert "without calling" in what and mutation == "uncalled", (name, what)
     told = [name for (mutation, name), what in found.items() if mutation == "uncalled" and what != "right"]
     assert len(told) == 5, told
+
+
+def mutated_when_sharded(folder: Path) -> dict[tuple[str, str], str]:
+    load, found = partial(transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=torch.float32), {}
+    plain = dict(load().named_parameters())
+    for row in TABLE[Moment.SHARDED]:
+        for mutate in MUTATIONS:
+            with pytest.MonkeyPatch.context() as patch:
+                new = mutate(row, patch)
+                rows = [new if each is row else each for each in TABLE[Moment.SHARDED]]
+                patch.setitem(TABLE, Moment.SHARDED, rows)  # type: ignore[arg-type]
+                try:
+                    with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
+                        model = load(distributed_config=DistributedConfig(fsdp_size=2))
+                    wrong = [
+                        key for key, it in model.named_parameters() if not torch.equal(it.full_tensor(), plain[key])
+                    ]
+                    found[mutate.__name__, row.name] = f"wrong: {wrong}" if wrong else "right"
+                except VersionError as error:
+                    found[mutate.__name__, row.name] = str(error)
+    return found
+
+
+def test_never_other_shards(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    """Of a type whose conversions would be wrong on what was cut."""
+    for found in run_ranks(2, mutated_when_sharded, zoo_checkpoint("qwen3_moe"), timeout=400):
+        of_name = {
+            mutation: found.pop((mutation, "core_model_loading.is_dtensor")) for mutation in ("renamed", "uncalled")
+        }
+        assert "has no core_model_loading.is_dtensor_, which distributed_config needs" in of_name["renamed"]
+        assert "without calling core_model_loading.is_dtensor" in of_name["uncalled"]
+        assert all(what == "right" or "has no" in what for what in found.values()), found
