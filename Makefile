@@ -72,10 +72,15 @@ $(COMPILED): | $(STAMP)
 	-$(BIN)/python -m tests.paper_gpu.build & DS_ACCELERATOR=cpu $(BIN)/python -m tests.support.extensions; wait
 	touch $@
 
+# Else, where PYTHONDONTWRITEBYTECODE is set, each rank and each command compiles what it imports.
+BYTECODE = $(BIN)/python -m compileall -q $(SOURCES)
+
 test: $(STAMP) $(COMPILED)
+	$(BYTECODE)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow" $(PYTEST_ARGS)
 
 test-all: $(STAMP) $(COMPILED) azurite
+	$(BYTECODE)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # What is not in make test-all: of peers, a sample is.

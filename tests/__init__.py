@@ -27,5 +27,5 @@ What it leaves out is marked ``slow``:
 - by ``conftest.py``: all but one row of a test that starts ranks, or all but n rows if it is marked ``sample(n)``.
 
 Rows that share a fixture, as trials in one start of ranks do, are taken out of it too: see :func:`sampling.chosen`.
-Where one test goes over many cases itself, it goes over fewer while :data:`sampling.is_sample`.
+Where one test goes over many cases itself, it goes over some of them: see :func:`sampling.every`.
 """

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from hf_zero_stream import convert as converting
 from hf_zero_stream.convert import convert
 from hf_zero_stream.errors import CheckpointError, ConfigError, SaveError, UnsupportedError
-from tests.cli.test_cli import run
+from tests.cli.test_cli import run, run_json
 from tests.support.saving import contents, different, save_stock
 
 
@@ -201,9 +199,8 @@ def test_a_failure_leaves_what_was_there(
 
 
 def test_command(zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    words = ["convert", zoo_checkpoint("bert", BF16), tmp_path / "ours", "--dtype", "float32", "--format", "json"]
-    done = subprocess.run([sys.executable, "-m", "hf_zero_stream", *words], capture_output=True, check=True)
-    found = json.loads(done.stdout)
+    words = ["convert", str(zoo_checkpoint("bert", BF16)), str(tmp_path / "ours"), "--dtype", "float32"]
+    found = run_json(*words)
     assert found["files"] == ["model.safetensors"] and found["bytes_written"] == 2 * found["bytes_read"]
     words[4] = "int7"
-    assert "int7" in run(*map(str, words), code=2).stderr
+    assert "int7" in run(*words, code=2).stderr

@@ -13,6 +13,7 @@ import transformers
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.loading import Messages
 from tests.support.saving import SHARD_SIZE, different
@@ -133,7 +134,8 @@ def test_pieces_of_ranks_are_left_to_stock(
 def test_missing_parameters_are_those_of_a_plain_load(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """As if rank 0 had initialised the whole model: shards repeat no rows, and replicas are the same."""
     folder = zoo_checkpoint("llama")
-    for world_size, of_sizes in ((2, [FSDP, TP]), (4, [HSDP])):
+    worlds: list[tuple[int, list[Sizes]]] = [(2, [FSDP, TP]), (4, [HSDP])]
+    for world_size, of_sizes in sampling.every(2, worlds):
         for found in run_ranks(world_size, load_with_more_layers, folder, of_sizes):
             for of_size in found:
                 assert not of_size["differences"], of_size
