@@ -25,6 +25,8 @@ SWEEP_ARGS ?= --destinations zero3x2,zero3x3/5,fsdp2,fsdp3,tp2,fsdp2-ep2,fsdp2-t
 # The extensions that DeepSpeed compiles at first use belong to this environment, and ninja lives there too.
 export PATH := $(abspath $(BIN)):$(PATH)
 export TORCH_EXTENSIONS_DIR ?= $(abspath $(VENV))/torch_extensions
+# With it each process would compile the tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help system venv test test-all nightly peers drift compat sweep fuzz quality style demo docs package stranger bench scale ecosystem gpu azurite clean
