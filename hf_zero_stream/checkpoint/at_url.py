@@ -42,7 +42,8 @@ def has_file(url: str, name: str) -> bool:
 def shards_at(url: str) -> tuple[list[str], dict[str, str] | None]:
     """(URLs of the shards that a load from `url` would read, the index's weight map if there is an index).
 
-    Called inside a block (:func:`..scope.inside`). As in transformers, a ``model.safetensors`` goes before an index.
+    Called inside a block (:func:`..settings.scope.inside`). As in transformers, a ``model.safetensors`` goes before an
+    index.
 
     Raises:
         ReadError: there is neither, or they cannot be read.

@@ -117,8 +117,8 @@ class MemoryFootprint:
     A mapping has "cpu", the device's type ("cuda") and "nvme", as far as bytes are there. On the host, memory counts
     once it is written, which `reduce_bucket` is at the first backward pass. The peaks know this.
 
-    Of a model that DTensor shards (see :mod:`.sharded`), `partitions` are the local shards, `gradients` come with the
-    first backward pass, `largest_gather` is that of an FSDP2 group, and nothing is added before the training begins.
+    Of a model that DTensor shards (see :mod:`.sharded_footprint`), `partitions` are the local shards, `gradients` come
+    with the first backward pass, `largest_gather` is that of an FSDP2 group, and nothing is added before the training.
 
     `largest_gather` is a floor for the device's peak in training. DeepSpeed gathers into one buffer and, if the piece
     has more than one parameter, copies each out of it, so that for a moment there is twice as much. It may keep more
