@@ -19,19 +19,8 @@ import torch
 from torch.utils._pytree import tree_map
 
 from ..errors import UnsupportedError
-from .nodes import (
-    Address,
-    Blockwise,
-    Copy,
-    HostTensor,
-    Node,
-    NodeStorage,
-    Opaque,
-    Pointwise,
-    View,
-    no_memory,
-    row_major_strides,
-)
+from . import nodes
+from .nodes import Address, Copy, HostTensor, Node, NodeStorage, Pointwise, View, no_memory, row_major_strides
 
 
 aten = torch.ops.aten
@@ -94,7 +83,7 @@ class LazyTensor(torch.Tensor):
     ) -> LazyTensor:
         """The result of ``function(origin, *inputs)``, computed block by block (see :class:`.nodes.Blockwise`)."""
         views = tuple(tensor.view_of_node for tensor in inputs)
-        return cls.whole(Blockwise(sizes, dtype, function, views, {}, blocks, parts), inputs[0]._materialise)
+        return cls.whole(nodes.Blockwise(sizes, dtype, function, views, {}, blocks, parts), inputs[0]._materialise)
 
     def materialise(self) -> torch.Tensor:
         """Its values, read now, in a new tensor on its device."""
@@ -216,7 +205,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         if meta.untyped_storage()._cdata == storage and meta.dtype == first.dtype:
             return LazyTensor(meta, first._node, first._materialise, first.device)
         view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
-        node = Opaque(tuple(meta.size()), meta.dtype, func, view_args, view_kwargs, output)
+        node = nodes.Opaque(tuple(meta.size()), meta.dtype, func, view_args, view_kwargs, output)
         return LazyTensor.whole(node, first._materialise)
 
     if has_several:
