@@ -9,7 +9,6 @@ Files are in the page cache. A stage ends when the slowest rank has ended it. Th
 
 import argparse
 import json
-import os
 import sys
 import time
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ from random import Random
 from statistics import median
 from typing import Any
 
-from benchmarks.launch import run
+from benchmarks.launch import run, write_figures
 
 
 STAGES = ("imports", "process group", "load", "engine, or prepare", "first step")
@@ -88,10 +87,7 @@ def measure(way: str, arm: str, folder: str, launched: float) -> dict[str, Any]:
 def rank_main(words: str, result: Path) -> None:
     import torch.distributed as dist
 
-    figures = measure(*json.loads(words))
-    partial = result.with_suffix(".partial")
-    partial.write_text(json.dumps(figures))
-    os.replace(partial, result)
+    write_figures(result, measure(*json.loads(words)))
     dist.destroy_process_group()
 
 

@@ -68,6 +68,13 @@ def run(
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
+def write_figures(path: str | Path, figures: Any) -> None:
+    """Write a rank's figures to the FILE that it was given; one that dies meanwhile leaves nothing there."""
+    partial = Path(path).with_suffix(".partial")
+    partial.write_text(json.dumps(figures))
+    os.replace(partial, path)
+
+
 def _start(
     module_and_task: list[str], rank: int, world_size: int, port: int, folder: Path, variables: dict[str, str]
 ) -> "subprocess.Popen[bytes]":

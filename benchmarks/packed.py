@@ -15,7 +15,6 @@ largest module's packed bytes, `matrix` the largest matrix that is dequantised, 
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.launch import run
+from benchmarks.launch import run, write_figures
 from tests.support.packed_training import (
     count_alive,
     inputs,
@@ -135,8 +134,6 @@ def main(arguments: list[str] | None = None) -> int:
 if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[1].startswith("["):
         torch.set_num_threads(1)
-        partial = Path(sys.argv[2]).with_suffix(".partial")
-        partial.write_text(json.dumps(measure(*json.loads(sys.argv[1]))))
-        os.replace(partial, sys.argv[2])
+        write_figures(sys.argv[2], measure(*json.loads(sys.argv[1])))
     else:
         sys.exit(main())

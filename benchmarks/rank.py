@@ -1,6 +1,5 @@
 """The body of one rank: set up, meet the others, load, and write the figures down. Started by `benchmarks.launch`."""
 
-import json
 import mmap
 import os
 import re
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.arms import ARMS, MODEL_ARMS, Task, Work, digest, owned_bytes
+from benchmarks.launch import write_figures
 from hf_zero_stream.cli.demo import drop_from_cache, fill_cache
 from hf_zero_stream.reports.measures import AnonymousMemory
 
@@ -113,10 +113,7 @@ def main() -> None:
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
-    figures = measure(task)
-    partial = result_file.with_suffix(".partial")
-    partial.write_text(json.dumps(figures))
-    os.replace(partial, result_file)
+    write_figures(result_file, measure(task))
     dist.destroy_process_group()
 
 

@@ -13,7 +13,6 @@ loaded or saved must be the same, bit for bit, or the exit code is 1.
 
 import argparse
 import json
-import os
 import shutil
 import sys
 import tempfile
@@ -31,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks import machine
 from benchmarks.checkpoints import Checkpoint, cached_checkpoint
-from benchmarks.launch import run
+from benchmarks.launch import run, write_figures
 from benchmarks.rank import timed_load
 from benchmarks.save import sync
 from hf_zero_stream.reports.measures import AnonymousMemory
@@ -182,10 +181,7 @@ if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[1].startswith("["):
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
-        figures = measure(*json.loads(sys.argv[1]))
-        partial = Path(sys.argv[2]).with_suffix(".partial")
-        partial.write_text(json.dumps(figures))
-        os.replace(partial, sys.argv[2])
+        write_figures(sys.argv[2], measure(*json.loads(sys.argv[1])))
         dist.destroy_process_group()
     else:
         sys.exit(main())

@@ -11,7 +11,6 @@ is above that of stock's load under ZeRO-3.
 
 import argparse
 import json
-import os
 import sys
 import time
 from contextlib import nullcontext
@@ -25,7 +24,7 @@ import torch.distributed as dist
 
 from benchmarks import machine
 from benchmarks.checkpoints import KINDS, cached_checkpoint
-from benchmarks.launch import run
+from benchmarks.launch import run, write_figures
 
 
 ARMS = {1: ("stock", "streaming()", "stock ZeRO-3", "ours ZeRO-3"), 2: ("stock ZeRO-3", "ours ZeRO-3")}
@@ -77,10 +76,7 @@ def rank_main(words: str, result: Path) -> None:
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
-    figures = measure(arm, folder)
-    partial = result.with_suffix(".partial")
-    partial.write_text(json.dumps(figures))
-    os.replace(partial, result)
+    write_figures(result, measure(arm, folder))
     dist.destroy_process_group()
 
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from benchmarks import machine
 from benchmarks.checkpoints import cached_checkpoint
-from benchmarks.launch import ENVIRONMENT, run
+from benchmarks.launch import ENVIRONMENT, run, write_figures
 from benchmarks.rank import timed_load
 from benchmarks.save import sync, write_part
 from hf_zero_stream.reports.measures import AnonymousMemory
@@ -299,9 +299,6 @@ if __name__ == "__main__":
     if len(sys.argv) == 3 and sys.argv[1].startswith("["):
         torch.set_num_threads(1)
         what, *task = json.loads(sys.argv[1])
-        measured_here = MEASURES[what](*task)
-        partial = Path(sys.argv[2]).with_suffix(".partial")
-        partial.write_text(json.dumps(measured_here))
-        os.replace(partial, sys.argv[2])
+        write_figures(sys.argv[2], MEASURES[what](*task))
     else:
         sys.exit(main())
