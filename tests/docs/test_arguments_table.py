@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from pathlib import Path
 
 import transformers
 from transformers.models.auto import auto_factory
 
+from tests.support.cluster import ROOT
+from tests.support.shown_by import assert_tests_exist
 
-ROOT = Path(__file__).resolve().parents[2]
+
 OURS = {"ds_config", "strict"}
 SHOWN_BY = {
     "pretrained_model_name_or_path": (
@@ -111,11 +112,4 @@ def test_each_argument_has_a_row() -> None:
 def test_each_argument_has_a_test() -> None:
     arguments = [argument for names in SHOWN_BY for argument in names.split()]
     assert sorted(arguments) == sorted(known() | OURS)
-    defined = {
-        node.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    for tests in SHOWN_BY.values():
-        assert tests and set(tests.split()) <= defined, tests
+    assert_tests_exist(SHOWN_BY)

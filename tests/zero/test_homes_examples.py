@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from tests.support.cluster import ROOT
 from tests.support.commands import losses, run_command
+from tests.support.shown_by import assert_tests_exist
 
 
 PAGE = ROOT / "docs" / "support.md"
@@ -97,14 +97,7 @@ def rows() -> list[list[str]]:
 def test_each_destination_has_tests() -> None:
     assert {len(row) for row in rows()} == {4}
     assert {row[0] for row in rows() if not row[2].startswith("*refused*")} == set(SHOWN_BY)
-    defined = {
-        node.name
-        for path in (ROOT / "tests").rglob("test_*.py")
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    for tests in SHOWN_BY.values():
-        assert tests and set(tests.split()) <= defined, tests
+    assert_tests_exist(SHOWN_BY)
 
 
 def test_each_config_has_a_row() -> None:
