@@ -112,10 +112,13 @@ def is_dequantised(model: Any) -> bool:
     """Whether `model` has no quantizer any more, and what one has left: conversions, or transformers' word for it."""
     if getattr(model, "hf_quantizer", None) is not None:
         return False
-    operations = (
-        op for each in getattr(model, "_weight_conversions", None) or () for op in getattr(each, "operations", ())
-    )
-    return vars(model).get("is_quantized") is False or any(hasattr(op, "hf_quantizer") for op in operations)
+    conversions = getattr(model, "_weight_conversions", None) or ()
+    return vars(model).get("is_quantized") is False or any(map(ops_of_quantizer, conversions))
+
+
+def ops_of_quantizer(conversion: Any) -> list[Any]:
+    """The operations of a conversion of transformers' that a quantizer has put there."""
+    return [op for op in getattr(conversion, "operations", ()) if hasattr(op, "hf_quantizer")]
 
 
 def is_adapted(model: Any) -> bool:

@@ -14,7 +14,6 @@ import torch
 import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..destinations.base import Batch, Destination
 from ..destinations.own_names import adapter_names, without_adapters
@@ -240,8 +239,7 @@ def lazily_loaded(
         optional=optional,
         rename=rename,
     )
-    moment = Moment.SHARDED if load.destination.takes_dtensors else Moment.LOAD
-    with installed(moment), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
+    with installed(session.moment), scope.inside(), asked_at_once(path, kwargs, MODEL_FILES), outside_zero_init():
         cls = model_class or model_class_of(path, kwargs)
         try:
             with zero3_hidden(), collector_paused(), session:

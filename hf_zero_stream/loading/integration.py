@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.formats import has_unfinished
 from ..destinations.marks import is_inside_zero_init
@@ -145,13 +144,13 @@ def _streamed(
     finish_saves_into(path, load.config.read_from, load.coordinator)
     # A context with the host as torch's default device would slow every function of torch.
     on_the_host = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
-    moment = Moment.SHARDED if load.destination.takes_dtensors else Moment.LOAD
+    session = Session(load, strict=load.config.strict)
     # inference_mode is off: other threads and training write to the partitions later.
     with (
         closing(load),
-        installed(moment),  # another thread may leave streaming() while this one loads
+        installed(session.moment),  # another thread may leave streaming() while this one loads
         outside_zero_init(),
-        Session(load, strict=load.config.strict) as session,
+        session,
         load.memory,
         load.clock("total"),
         torch.inference_mode(False),

@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.quantizers.auto import AutoQuantizationConfig
 
+from ..destinations.marks import ops_of_quantizer
 from ..errors import UnsupportedError
 
 
@@ -34,7 +35,7 @@ def dequantising(quantized: Mapping[str, Any], wished: Any) -> Any:
 def forget_quantizer(model: Any) -> None:
     """Take off a `model` that is dequantised what the quantizer has left: conversions, and a config in a part."""
     conversions = getattr(model, "_weight_conversions", None) or []
-    has_ops = any(map(_ops_of_quantizer, conversions))
+    has_ops = any(map(ops_of_quantizer, conversions))
     if has_ops:
         model._weight_conversions = list(without_quantizer(conversions))
     is_packed = hasattr(model, "_hf_zero_stream_dequantised")  # and is saved as it is
@@ -47,15 +48,11 @@ def forget_quantizer(model: Any) -> None:
 def without_quantizer(conversions: Iterable[Any]) -> Iterator[Any]:
     """`conversions` as they would be for a checkpoint that is not quantised."""
     for each in conversions:
-        dequantising = _ops_of_quantizer(each)
+        dequantising = ops_of_quantizer(each)
         if not dequantising:
             yield each
         elif rest := [op for op in each.operations if op not in dequantising]:
             yield _of_plain_weights(each, rest, dequantising[0].hf_quantizer)
-
-
-def _ops_of_quantizer(conversion: Any) -> list[Any]:
-    return [op for op in getattr(conversion, "operations", ()) if hasattr(op, "hf_quantizer")]
 
 
 def _of_plain_weights(conversion: Any, operations: list[Any], quantizer: Any) -> Any:

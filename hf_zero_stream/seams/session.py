@@ -91,6 +91,11 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         _session.reset(self._token)
 
+    @property
+    def moment(self) -> Moment:
+        """Whose rows are to be installed while it goes on."""
+        return Moment.SHARDED if self.load.destination.takes_dtensors else Moment.LOAD
+
     def refuse_uncalled(self, *names: str) -> None:
         """Raise a VersionError if transformers has not called functions of ours, without which values are others."""
         rows = {row.leads_to.partition(":")[2]: row for row in (*TABLE[Moment.LOAD], *TABLE[Moment.SHARDED])}
