@@ -19,11 +19,12 @@ from torch import nn
 
 from .checkpoint import formats
 from .checkpoint.format import Format
+from .checkpoint.map import AbsentSlice
 from .checkpoint.soundness import shards_of
 from .destinations.base import Destination, fill_whole
 from .destinations.live_whole import memory_of
-from .destinations.own_names import named_buffers, named_parameters, own_names, own_or_clean
-from .destinations.skeleton import StandIn, filled, whole_shape
+from .destinations.own_names import own_names, own_or_clean
+from .destinations.skeleton import filled, of_same_shape, own_tensors, stand_in
 from .engine.load import Load
 from .engine.opened import OpenCheckpoint
 from .errors import LoadError
@@ -71,6 +72,7 @@ def load_tensors(
 
     Raises:
         LoadError: on all ranks, before anything is read: the names or shapes do not fit, or there is no memory.
+        CheckpointError: on all ranks: no shard holds a tensor that the index promises and `model` needs.
         HfZeroStreamError: on all ranks: the files are not sound, or in the middle of reading, one cannot be read.
 
     Example:
@@ -86,9 +88,14 @@ def load_tensors(
         with closing(load), load.memory, load.clock("total"), torch.no_grad():
             files, weight_map = coordinator.broadcast(partial(_files_of, path))
             checkpoint.read_ahead(files)
-            pieces = load.open(files, weight_map)  # what the headers say, which rank 0 reads
-            lazy = _fitting(model, {names(name): piece[...] for name, piece in pieces.items()}, strict)
-            lazy_model, missing, tied = _of_model(model, lazy) if destination is None else filled(model, lazy)
+            pieces = _by_own_name(model, load.open(files, weight_map), names)  # from the headers, which rank 0 reads
+            wanted = own_tensors(model)
+            lazy = {name: it[...] for name, it in pieces.items() if name in wanted or not isinstance(it, AbsentSlice)}
+            load.refuse_absent()
+            if strict:
+                _refuse_misfits(model, lazy)
+            lazy = of_same_shape(model, lazy)
+            lazy_model, missing, tied = stand_in(model, lazy) if destination is None else filled(model, lazy)
             load.place(lazy_model, missing, tied)  # plan, read, exchange
         return load.finish(model, logger)
 
@@ -127,31 +134,30 @@ def _files_of(path: str | os.PathLike[str] | Sequence[str]) -> tuple[list[str], 
     return shards_of(path) if isinstance(path, (str, os.PathLike)) else (list(path), None)
 
 
-def _of_model(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set[str], set[str]]:
-    buffers = dict(named_buffers(model))
-    of_buffers = {name: tensor for name, tensor in lazy.items() if name in buffers}
-    return StandIn({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers), set(), set()
-
-
-def _fitting(model: nn.Module, lazy: Mapping[str, Any], strict: bool) -> dict[str, Any]:
-    """The `lazy` tensors that are for `model`, by its own names; a LoadError if some are not, and it is `strict`."""
+def _by_own_name(model: nn.Module, pieces: Mapping[str, Any], names: Callable[[str], str]) -> dict[str, Any]:
     own = own_names(model)
-    found = {own_or_clean(own, name): tensor for name, tensor in lazy.items()}
-    tensors = {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
-    shapes = {name: whole_shape(tensor) for name, tensor in tensors.items()}
-    fitting = {name: tensor for name, tensor in found.items() if shapes.get(name) == tensor.shape}
-    if strict:
-        held = {id(tensors[name]) for name in fitting}
-        wanted = [own_or_clean(own, name) for name in model.state_dict(keep_vars=True)]
-        faults = {
-            "missing": [name for name in wanted if name not in found and id(tensors.get(name)) not in held],
-            "unexpected": [name for name in found if name not in shapes],
-            "of another shape": [name for name in found if name in shapes and name not in fitting],
-        }
-        if any(faults.values()):
-            listed = [f"{len(of)} {what}: {', '.join(of[:8])}" for what, of in faults.items() if of]
-            raise LoadError(
-                f"load_tensors: the checkpoint does not fit the {type(model).__name__}: {'; '.join(listed)}. Give "
-                "names= to translate names, or strict=False to leave such tensors out."
-            )
-    return fitting
+    found: dict[str, Any] = {}
+    for name, piece in pieces.items():
+        mine = own_or_clean(own, names(name))
+        if mine in found:
+            raise LoadError(f"load_tensors: names= makes {mine} of {name} and of another name. Give each its own.")
+        found[mine] = piece
+    return found
+
+
+def _refuse_misfits(model: nn.Module, lazy: Mapping[str, Any]) -> None:
+    """Raise a LoadError if a tensor of `lazy` is not for `model`, or if it has none for one of the model's own."""
+    own, tensors, fitting = own_names(model), own_tensors(model), of_same_shape(model, lazy)
+    held = {id(tensors[name]) for name in fitting}
+    wanted = [own_or_clean(own, name) for name in model.state_dict(keep_vars=True)]
+    faults = {
+        "missing": [name for name in wanted if name not in lazy and id(tensors.get(name)) not in held],
+        "unexpected": [name for name in lazy if name not in tensors],
+        "of another shape": [name for name in lazy if name in tensors and name not in fitting],
+    }
+    if any(faults.values()):
+        listed = [f"{len(of)} {what}: {', '.join(of[:8])}" for what, of in faults.items() if of]
+        raise LoadError(
+            f"load_tensors: the checkpoint does not fit the {type(model).__name__}: {'; '.join(listed)}. Give names= "
+            "to translate names, or strict=False to leave such tensors out."
+        )

@@ -16,7 +16,7 @@ from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import View
 from . import fsdp
 from .deepspeed.original_experts import origin_of
-from .own_names import wrapped_child
+from .own_names import named_buffers, named_parameters, wrapped_child
 
 
 _OF_INSTANCE = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
@@ -96,6 +96,24 @@ def filled(skeleton: nn.Module, lazy: Mapping[str, Any]) -> tuple[nn.Module, set
         else:
             missing.add(name)
     return skeleton, missing, set()
+
+
+def own_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters of `model`, also by other names of tied ones, and its buffers, by own names."""
+    return {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
+
+
+def of_same_shape(model: nn.Module, lazy: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the `lazy` tensors whose own names and shapes `model` has."""
+    shapes = {name: whole_shape(tensor) for name, tensor in own_tensors(model).items()}
+    return {name: tensor for name, tensor in lazy.items() if shapes.get(name) == tensor.shape}
+
+
+def stand_in(model: nn.Module, lazy: Mapping[str, Any]) -> tuple[StandIn, set[str], set[str]]:
+    """The `lazy` tensors in place of those of `model`, by own names; what is not there is no part of it."""
+    buffers = dict(named_buffers(model))
+    of_buffers = {name: tensor for name, tensor in lazy.items() if name in buffers}
+    return StandIn({name: tensor for name, tensor in lazy.items() if name not in buffers}, of_buffers), set(), set()
 
 
 class StandIn(nn.Module):

@@ -20,8 +20,8 @@ from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.marks import has_converted_experts, is_adapted, whole_of
-from ..destinations.own_names import named_buffers, named_parameters, own_names, own_or_clean
-from ..destinations.skeleton import StandIn, filled, skeleton_of, whole_shape
+from ..destinations.own_names import named_buffers, own_names, own_or_clean
+from ..destinations.skeleton import filled, of_same_shape, skeleton_of, stand_in
 from ..engine.load import Load
 from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
@@ -96,12 +96,7 @@ def opened(load: Load, model: nn.Module, place: Path, key: str | None, *, strict
     lazy = {own_or_clean(names, name): it if isinstance(it, torch.Tensor) else it[...] for name, it in pieces.items()}
     if has_converted_experts(model):  # transformers' own layers are what is in the files
         return filled(skeleton_of(model), lazy)
-    params, buffers = dict(named_parameters(model, remove_duplicate=False)), dict(named_buffers(model))
-    if not strict:
-        shapes = {name: whole_shape(tensor) for name, tensor in {**params, **buffers}.items()}
-        lazy = {name: it for name, it in lazy.items() if shapes.get(name) == it.shape}
-    of_buffers = {name: it for name, it in lazy.items() if name in buffers}
-    return StandIn({name: it for name, it in lazy.items() if name not in buffers}, of_buffers), set(), set()
+    return stand_in(model, lazy if strict else of_same_shape(model, lazy))
 
 
 def opened_from_hub_layout(load: Load, model: Any, place: Path, key: str) -> LazyModel:

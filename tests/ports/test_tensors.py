@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import hf_zero_stream
 from hf_zero_stream.bindings.install import Moment
 from hf_zero_stream.bindings.table import installed
-from hf_zero_stream.errors import LoadError
+from hf_zero_stream.errors import CheckpointError, LoadError
 from tests.ports.test_byte_source import Raw
 from tests.ports.test_destination_example import Columns
 from tests.support.cluster import run_ranks
@@ -165,3 +166,19 @@ def test_what_does_not_fit(tmp_path: Path, strict: bool) -> None:
         kept = {name: before[name] for name in ("scale", "up.bias")}
         expected = {**tensors, **kept, "head.weight": tensors["embed.weight"]}
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tensor_that_only_the_index_has(tmp_path: Path, strict: bool) -> None:
+    tensors = values()
+    save_file({name: value for name, value in tensors.items() if name != "up.bias"}, tmp_path / "one.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "one.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match="up.bias"):
+        hf_zero_stream.load_tensors(Body(), tmp_path, strict=strict)
+
+
+def test_two_names_for_one(tmp_path: Path) -> None:
+    save_file(values(), tmp_path / "model.safetensors")
+    with pytest.raises(LoadError, match=r"makes up.weight of down.weight|makes up.weight of up.weight"):
+        hf_zero_stream.load_tensors(Body(), tmp_path, names=lambda name: name.replace("down", "up"))
