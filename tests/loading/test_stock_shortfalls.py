@@ -266,6 +266,7 @@ def test_rename_that_hits_too_much(results: Any, model_type: str) -> None:
     assert not assert_as_plain(results, model_type)["info"]["missing_keys"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["chinese_clip", "clipseg", "owlvit", "clap"])
 def test_zero_dimensional_parameters(results: Any, model_type: str) -> None:
     """Their values are the file's, as are their shapes."""
@@ -284,6 +285,7 @@ def test_init_looks_at_shapes(results: Any, model_type: str) -> None:
     assert not assert_as_plain(results, model_type)["info"]["missing_keys"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["", "-computed"], ids=["read", "computed"])
 @pytest.mark.parametrize("model_type", ["marian", "pegasus", "roformer"])
 def test_sinusoidal_positions(results: Any, model_type: str, where: str) -> None:

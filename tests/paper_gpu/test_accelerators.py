@@ -89,7 +89,9 @@ def load_with_a_mistake(folder: Path, mistake: str) -> None:
     zero_model(folder, zero_config(3, {}), {})
 
 
-@pytest.mark.parametrize("mistake", ["a host tensor", "the first device for all"])
+@pytest.mark.parametrize(
+    "mistake", ["a host tensor", pytest.param("the first device for all", marks=pytest.mark.slow)]
+)
 def test_mistakes_in_collectives_show(paper_gpus: None, even_checkpoint: Path, mistake: str) -> None:
     outcomes = run_ranks_expecting_errors(2, load_with_a_mistake, even_checkpoint, mistake, on=PAPER_GPUS, timeout=60)
     assert all(outcome.error_type is not None and outcome.seconds < SOON_S for outcome in outcomes)
