@@ -26,6 +26,7 @@ from ..errors import LoadError, UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import Target
 from ..ranks import accelerators
+from ..sources.base import Hints
 
 
 if TYPE_CHECKING:
@@ -121,8 +122,8 @@ class Destination(Protocol):
     exchange_settings: Sequence[str] = ()
     """Settings that must be the same on all ranks, because they decide what ranks exchange of what they read."""
 
-    seek_bytes: int = 0
-    """The price of a seek in the files that are loaded; a load sets it before it calls :meth:`batches`."""
+    hints: Hints = Hints(request_bytes=2**20)
+    """How the files that are loaded are best read; a load sets it before it calls :meth:`batches`."""
 
     recast: Sequence[str] = ()
     """Parameters that got another dtype than transformers wanted for them; known after :meth:`batches`."""

@@ -18,6 +18,7 @@ from ..checkpoint.nodes import FileTensor, View
 from ..planning.boxes import Cut, ParameterBox, regions_of_range
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, collective_device
+from ..sources.base import Hints
 from .base import Batch, Item, narrowed
 from .shards import Shard
 
@@ -26,7 +27,7 @@ CHUNK_BYTES = 4 * 2**20
 """Size of each of the two buffers through which a rank exchanges rows."""
 
 WORTH_BYTES = 2**20
-"""Holes of a parameter that one rank would read, below which an exchange takes longer."""
+"""Holes of a parameter that one rank would read, below which an exchange takes longer whatever the source."""
 
 _ALIGNMENT = 16  # bytes; where a part begins in a buffer, so that it can be viewed in any dtype
 
@@ -76,7 +77,7 @@ class Columns(NamedTuple):
 
 
 def columns_of(
-    name: str, local: torch.Tensor, view: View, shard: Shard, cuts: Sequence[Cut], spec: Any, seek_bytes: int
+    name: str, local: torch.Tensor, view: View, shard: Shard, cuts: Sequence[Cut], spec: Any, hints: Hints
 ) -> Columns | None:
     """How the ranks along one dimension of a mesh read a parameter together; None if each should read its own part.
 
@@ -84,10 +85,11 @@ def columns_of(
         view: gives the whole parameter.
         cuts: what left ``shard.box`` of it.
         spec: the DTensor, or its spec, that says which ranks share the columns.
-        seek_bytes: longest hole that would be read.
+        hints: of the source. Of n ranks that read together, each saves n bytes of reading for each byte that it gets
+            from others.
     """
     of_columns = [cut for cut in cuts if cut.dim > 0]
-    if len(of_columns) != 1 or of_columns[0].groups > 1:
+    if len(of_columns) != 1 or of_columns[0].groups > 1 or of_columns[0].parts <= hints.reads_per_exchange:
         return None
     (cut,) = of_columns
     mesh_dim = next((n for n, placement in enumerate(spec.placements) if placement.is_shard(cut.dim)), None)
@@ -96,7 +98,8 @@ def columns_of(
     most = ParameterBox.of_cuts(shape, [other._replace(part=0) for other in cuts])  # torch.chunk: none has more
     most_rows, hole = prod(most.sizes[: cut.dim]), (length - most.sizes[cut.dim]) * after
     is_worth = most_rows * hole >= WORTH_BYTES and 2 * length * after <= CHUNK_BYTES
-    if mesh_dim is None or not is_worth or not _holes_are_read(view, cut.dim, hole / (length * after), seek_bytes):
+    share = hole / (length * after)
+    if mesh_dim is None or not is_worth or not _holes_are_read(view, cut.dim, share, hints.seek_bytes):
         return None
     parts = [ParameterBox.of_cuts((length,), [Cut(0, cut.parts, part)]).intervals[0][0] for part in range(cut.parts)]
     box = shard.box._replace(

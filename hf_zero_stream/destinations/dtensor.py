@@ -133,7 +133,7 @@ class DTensors(Destination):
         spec = sharded if managed is None else fsdp.inner_spec(managed)
         if spec is None:  # FSDP2 alone has cut it
             return None
-        return columns_of(name, local, view, shard, cuts_of(name, sharded, managed), spec, self.seek_bytes)
+        return columns_of(name, local, view, shard, cuts_of(name, sharded, managed), spec, self.hints)
 
     def _new(
         self, name: str, sharded: Any, box: ParameterBox, old: torch.Tensor, device: torch.device

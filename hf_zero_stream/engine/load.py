@@ -289,7 +289,7 @@ class Load:
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
         """Make the :attr:`plan` that :meth:`place` carries out, and the :attr:`footprint`; spoils `model`."""
-        self.destination.seek_bytes = self.checkpoint.seek_bytes
+        self.destination.hints = self.checkpoint.hints
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
         self._leaves = leaves

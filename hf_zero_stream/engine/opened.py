@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -199,10 +200,12 @@ class OpenCheckpoint:
         return first
 
     def _use_hints(self) -> None:
-        self._hints = self.source.hints([shard.path for shard in self.shards])
-        self.request_bytes = max(1, min(self.config.staging_bytes // READS_STAGED, self._hints.request_bytes))
+        self.hints = self.source.hints([shard.path for shard in self.shards])
+        if self._is_relayed:  # holes would be sent to other ranks, too
+            self.hints = replace(self.hints, reads_per_exchange=1)
+        self.request_bytes = max(1, min(self.config.staging_bytes // READS_STAGED, self.hints.request_bytes))
         """Largest single read."""
-        self.seek_bytes = self._hints.seek_bytes
+        self.seek_bytes = self.hints.seek_bytes
         """Longest hole that is read through."""
         self._evaluator = self.evaluator()
 
@@ -258,7 +261,7 @@ class OpenCheckpoint:
         lane = SideLane if is_accelerator(self._device) else Lane
         buffers = self.config.staging_bytes // max(1, self.request_bytes * lane.buffers)
         ranks = self.coordinator.topology.sharing_cores
-        return choose_threads(self.config.reader_threads, buffers, ranks, self._hints)
+        return choose_threads(self.config.reader_threads, buffers, ranks, self.hints)
 
 
 def choose_threads(wanted: int, buffers: int, ranks_on_host: int, hints: Hints) -> int:

@@ -66,6 +66,8 @@ class Hints:
     """Most requests that one rank has in flight."""
     seek_bytes: int = 4096
     """A hole of up to this size costs less than another request."""
+    reads_per_exchange: int = 1
+    """How many bytes are read, about, in the time in which a rank gets one from another. The same on all ranks."""
     is_everywhere: bool = False
     """All ranks read the same files, whose tags rank 0 shares with the headers: there are no copies to compare."""
 

@@ -28,6 +28,10 @@ from .base import Hints, Retries, SourceFile, advance
 IOV_MAX = 1024
 """Most buffers that one ``preadv`` or ``pwritev`` takes on Linux."""
 
+READS_PER_EXCHANGE = 4
+"""Ranks of a host share in the page cache what one of them has read. At two ranks, holes are read faster than gloo
+exchanges the bytes beside them (``benchmarks.sharded --ways tp2``)."""
+
 TRANSIENT = frozenset(
     getattr(errno, name)
     for name in "EIO ESTALE EAGAIN EINTR EBUSY ETIMEDOUT ECONNRESET ECONNABORTED "
@@ -144,6 +148,7 @@ class LocalFiles:
             reads_ahead=not on_network,
             streams_per_host=64,  # Lustre gives an H100 node 2.0 GiB/s for 1 stream, 8.5 for 32 (transformers #48227)
             streams_per_rank=32,
+            reads_per_exchange=READS_PER_EXCHANGE,
         )
 
     def open(self, numbers: Iterable[int]) -> None:

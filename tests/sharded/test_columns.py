@@ -17,6 +17,7 @@ from benchmarks.moe_checkpoint import make_moe_checkpoint
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.destinations import columns
 from hf_zero_stream.destinations.marks import local_of
+from hf_zero_stream.sources import local
 from tests.faults import test_one_faulty_rank
 from tests.faults.test_one_faulty_rank import fail_then_load, in_a_read, raising
 from tests.sharded.test_plan_sharded import plan_of
@@ -31,6 +32,14 @@ TP = {"tp_size": 2}
 
 
 @contextmanager
+def two_ranks_exchange() -> Iterator[None]:
+    """As if it were slow to read holes of local files."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(local, "READS_PER_EXCHANGE", 1)
+        yield
+
+
+@contextmanager
 def small_exchanges() -> Iterator[list[Any]]:
     """Exchange what tiny models have, in many steps; yields the exchanges that are made."""
     calls: list[Any] = []
@@ -40,7 +49,7 @@ def small_exchanges() -> Iterator[list[Any]]:
         calls.append(args)
         return original(*args, **kwargs)
 
-    with pytest.MonkeyPatch.context() as patches:
+    with two_ranks_exchange(), pytest.MonkeyPatch.context() as patches:
         patches.setattr(columns, "WORTH_BYTES", 1)
         patches.setattr(columns, "CHUNK_BYTES", 2048)
         patches.setattr(dist, "all_to_all_single", counted)
@@ -79,16 +88,24 @@ def test_equals_plain_loading(
         assert exchanges > 2 * len(of_sizes)
 
 
-def reports_of(folder: Path, sizes: Sizes) -> list[Any]:
-    """This rank's, with exchanges, without, where values are compared, and where rank 0 reads for all."""
+def reports_of(folder: Path, sizes: Sizes) -> tuple[list[Any], Any]:
+    """This rank's, with exchanges, without, where values are compared, where rank 0 reads for all, and of a plan."""
     found, values = [], []
-    for settings in ({}, {"share_reads": False}, {"verify": "full"}, {"read_from": "rank0"}):
+
+    def load(settings: dict[str, Any]) -> None:
         with hf_zero_stream.streaming(StreamingConfig(**settings)):
             model = transformers.AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes)
         found.append(model.streaming_report.ranks[dist.get_rank()])
         values.append([local_of(param) for param in model.parameters()])
+
+    with two_ranks_exchange():
+        for settings in ({}, {"share_reads": False}, {"verify": "full"}):
+            load(settings)
+        planned = plan_of(folder, sizes, dist.get_rank()).load.cost
+    for settings in ({"read_from": "rank0"}, {}):
+        load(settings)
     assert all(torch.equal(*pair) for each in values for pair in zip(each, values[1], strict=True))
-    return found
+    return found, planned
 
 
 @pytest.fixture(scope="module")
@@ -100,13 +117,13 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_byte_is_read_once(cluster: None, mixture: Path) -> None:
-    for rank, (exchanged, alone, verified, relayed) in enumerate(run_ranks(2, reports_of, mixture, TP)):
+    for (exchanged, alone, verified, relayed, by_default), planned in run_ranks(2, reports_of, mixture, TP):
         assert exchanged.bytes_read <= 1.01 * exchanged.bytes_needed
         assert alone.bytes_read > 1.2 * alone.bytes_needed
         assert verified.bytes_read == alone.bytes_read and verified.verification.elements
         assert relayed.bytes_needed == exchanged.bytes_needed
-        cost = plan_of(mixture, TP, rank).load.cost
-        assert (cost.bytes_read, cost.reads) == (exchanged.bytes_read, exchanged.reads)
+        assert (planned.bytes_read, planned.reads) == (exchanged.bytes_read, exchanged.reads)
+        assert by_default.bytes_read == alone.bytes_read, "two ranks read the holes of local files faster"
 
 
 def load(folder: Path, *args: Any, **settings: Any) -> Any:
