@@ -61,6 +61,8 @@ class LazyParameters:
     ) -> None:
         self._model, self._dtype, self._materialise = model, dtype, materialise
         self._has_all = held is None
+        self.copies: list[tuple[HostTensor, torch.Tensor]] = []
+        """What a state dict has copied into host memory, and from where."""
         self.holdings = holdings_of_model(model, coordinator, dtype, held)
         # Names of one parameter have one and the same tensor: transformers must see that they are tied.
         lazy: dict[int, torch.Tensor] = {}
@@ -81,14 +83,20 @@ class LazyParameters:
         """
         memories: dict[tuple[int, torch.dtype], HostTensor] = {}
 
+        def in_host_memory(values: torch.Tensor) -> HostTensor:
+            node = HostTensor.of(values)
+            if node.tensor.data_ptr() != values.data_ptr():
+                self.copies.append((node, values))
+            return node
+
         def view_of(buffer: torch.Tensor) -> View:
             # One node for all that share a memory: transformers puts these into one shard, and saves equal ones once.
             storage = buffer.untyped_storage()
             if storage.data_ptr() == 0 or storage.nbytes() % buffer.dtype.itemsize:  # none, or of other dtypes, too
-                return View.whole(HostTensor.of(buffer))
+                return View.whole(in_host_memory(buffer))
             key = (storage.data_ptr(), buffer.dtype)
             if key not in memories:
-                memories[key] = HostTensor.of(torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage))
+                memories[key] = in_host_memory(torch.empty(0, dtype=buffer.dtype, device=buffer.device).set_(storage))
             return View(memories[key], tuple(buffer.shape), buffer.stride(), int(buffer.storage_offset()))
 
         kept = own_names(self._model, keeps_adapters=True)

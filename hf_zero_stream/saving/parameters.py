@@ -54,12 +54,19 @@ class Layout:
         names: the parameter that each of this rank's sources is, or is a part of.
         same: by the name of a parameter of which ranks hold all of a box: for each rank, the first one that has the
             same values.
+        copies: buffers in host memory, and what they are copies of.
     """
 
     held: tuple[Any, ...]
     sources: Sources = field(default_factory=Sources)
     names: dict[str, str] = field(default_factory=dict)
     same: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    copies: list[tuple[HostTensor, torch.Tensor]] = field(default_factory=list)
+
+    def copy_again(self) -> None:
+        """Give :attr:`copies`, which plans refer to, the values of this moment."""
+        for copy, values in self.copies:
+            copy.tensor.copy_(values.detach().reshape(-1))
 
 
 def _held_by(holdings: Mapping[str, Holding]) -> tuple[Any, ...]:
@@ -126,6 +133,8 @@ class Parameters:
         for (layout, _), holdings, of_ranks in zip(wanted, held, zip(*everyone, strict=True), strict=True):
             known = [each for each in of_ranks if each is not None]
             follows = len(known) == len(of_ranks) and _same(known) == layout.same
+            if follows:
+                layout.copy_again()
             found.append(cls(coordinator, holdings, layout) if follows and holdings is not None else None)
         return found
 
@@ -179,7 +188,7 @@ class NewParameters(Parameters):
         holdings = self._lazy.holdings
         self._names = holdings.keys()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
-        super().__init__(coordinator, {}, Layout(_held_by(holdings)))
+        super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
         self._agree_on_shares(holdings, compares, threads)
         self.holdings = {source: holdings[name] for source, name in self.layout.names.items()}
 

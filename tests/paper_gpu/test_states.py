@@ -22,6 +22,7 @@ from tests.paper_gpu.trials import (
 )
 from tests.sampling import chosen
 from tests.support.cluster import PAPER_GPUS, run_ranks
+from tests.support.zoo import build_model
 
 
 pytestmark = pytest.mark.usefixtures("paper_gpus")
@@ -104,3 +105,29 @@ def test_resumes_at_four_ranks(at_two: list[dict[str, Any]], at_four: list[dict[
     for losses in outcome(at_four, resumed):
         assert losses[0] == pytest.approx(expected[0], rel=1e-6 if resumed in ZERO else 1e-2)  # the same weights
         assert losses == pytest.approx(expected, rel=1e-2)
+
+
+def buffers_of_two_saves(folder: Path) -> list[list[str]]:
+    """What differs from the model's state dict, in the last of three saves and of three passes of a stream."""
+    import hf_zero_stream
+
+    model = build_model("deepseek_v3").to("cuda")
+    stream = hf_zero_stream.weight_stream(model, layout="hub")
+    found = []
+    for number in range(3):
+        for buffer in model.buffers():
+            buffer += 1.0  # as trainings do, that balance experts by a bias
+        hf_zero_stream.save_pretrained(model, folder / str(number))
+        passed = {name: tensor.cpu() for bucket in stream for name, tensor in bucket}
+    again = {name: tensor for path in (folder / "2").glob("*.safetensors") for name, tensor in load_file(path).items()}
+    buffers = {name for name, _ in model.named_buffers()} & again.keys()
+    expected = model.state_dict()
+    for got in (again, passed):
+        found.append([name for name in sorted(buffers) if not torch.equal(got[name], expected[name].cpu())])
+    assert buffers
+    return found
+
+
+def test_buffers_that_change_between_saves(tmp_path: Path) -> None:
+    """The plan of a save is used again; what it says of buffers must be what they hold by then."""
+    assert run_ranks(1, buffers_of_two_saves, tmp_path, on=PAPER_GPUS) == [[[], []]]
