@@ -105,7 +105,7 @@ def resume_as_lightning(folder: Path, source: Path, again: Path, stage: int) -> 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [3, 2])
-@pytest.mark.parametrize("world_size", [3, 1])
+@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_checkpoints_of_lightning(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, world_size: int, stage: int
 ) -> None:

@@ -194,7 +194,7 @@ LAUNCHERS = {
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize(
-    "launcher", [each if each == "accelerate" else pytest.param(each, marks=pytest.mark.slow) for each in LAUNCHERS]
+    "launcher", [each if each == "torchrun" else pytest.param(each, marks=pytest.mark.slow) for each in LAUNCHERS]
 )
 def test_ranks_of_any_launcher_stream(launcher: str, tmp_path: Path) -> None:
     """The script has no word of ours, and `mp.spawn` tells a rank its number when transformers is imported already."""

@@ -254,6 +254,7 @@ def assert_as_plain(results: list[dict[str, dict[str, Any]]], name: str) -> dict
     return results[0][name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["molmo2"])
 def test_split_by_shapes(results: Any, model_type: str) -> None:
     """A fused projection is split by the shapes of the parameters that it becomes, which ZeRO-3 has emptied."""
@@ -273,12 +274,14 @@ def test_zero_dimensional_parameters(results: Any, model_type: str) -> None:
     assert_as_plain(results, model_type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["encodec", "hubert"])
 def test_weight_norm(results: Any, model_type: str) -> None:
     """Both factors of a normed weight come from the file, though initialisation code computes them from the weight."""
     assert_as_plain(results, model_type)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["dac", "funnel", "youtu"])
 def test_init_looks_at_shapes(results: Any, model_type: str) -> None:
     """Initialisation code that unpacks a shape, indexes a row, or calls `reset_parameters`, even on loaded values."""
@@ -293,6 +296,7 @@ def test_sinusoidal_positions(results: Any, model_type: str, where: str) -> None
     assert_as_plain(results, model_type + where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["blip-2", "instructblip"])
 def test_bias_replaced_in_init(results: Any, model_type: str) -> None:
     """`__init__` replaces a bias by a new parameter made of others; it is partitioned, and has the file's values."""

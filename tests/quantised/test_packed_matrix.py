@@ -61,7 +61,7 @@ HOMES = ("alone", "hpZ", "offload")
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses(cluster: None, folders: Folders, name: str, world_size: int) -> None:
     """Bit for bit those of the dequantised model under ZeRO-3; in fp32 also those of one process without it."""

@@ -67,6 +67,7 @@ def by_fsdp2(folder: Path, prepare: Prepare, source: Path, target: Path, size: i
     return train_plain(model, optimizer, scheduler, (3, 4))
 
 
+@pytest.mark.slow  # of the matrix of resumes, a sample goes through engines too
 @pytest.mark.parametrize(("name", "prepare"), [("qwen3", trained_whole), ("llama", frozen)], ids=["tied", "frozen"])
 def test_from_engine_to_engine(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, name: str, prepare: Prepare
