@@ -109,7 +109,7 @@ def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, torch.Tenso
         sources = [part.source for part in segment.parts if isinstance(part.source, str)]
         device = values(sources[0], 0).device if sources else torch.device("cpu")
         buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
-        _assemble(segment, buffer, partial(_take, values=values))
+        _assemble(segment, buffer, partial(take, values=values))
         yield segment.position, buffer
         return
     (part,) = segment.parts
@@ -143,7 +143,7 @@ def exchange(
     try:
         position = 0
         for part in chain.from_iterable(outgoing):
-            taken = _take(part, values).contiguous().view(-1).view(torch.uint8)
+            taken = take(part, values).contiguous().view(-1).view(torch.uint8)
             send[position : position + len(taken)].copy_(taken)
             position += len(taken)
     except Exception as caught:
@@ -157,7 +157,7 @@ def exchange(
 
     def taken_or_received(part: Part, dtype: torch.dtype) -> torch.Tensor:
         if part.rank == rank:
-            return _take(part, values)
+            return take(part, values)
         begin = starts[part.rank]
         starts[part.rank] += part.box.numel * dtype.itemsize
         # Parts begin anywhere among the bytes, and a view in another dtype wants them aligned.
@@ -181,7 +181,7 @@ def _assemble(segment: Segment, buffer: torch.Tensor, take: Callable[[Part], tor
         copy_strided(buffer[box.to :].as_strided(box.sizes, box.to_strides), take(part))
 
 
-def _take(part: Part, values: Values) -> torch.Tensor:
+def take(part: Part, values: Values) -> torch.Tensor:
     return reduce(torch.Tensor.to, part.casts, _held(part, values))
 
 

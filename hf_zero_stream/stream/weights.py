@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -22,27 +22,29 @@ from ..checkpoint.nodes import HostTensor, Stored, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.marks import is_packed
 from ..destinations.own_names import adapter_names, named_buffers, named_parameters
-from ..errors import ConfigError, HfZeroStreamError, PeerError, StreamError, UnsupportedError
+from ..errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
 from ..planning.plan import materialise_reason
 from ..ranks.accelerators import settle
-from ..ranks.coordinator import Coordinator, collective_device, expected_at, meeting
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import STREAM
 from ..reports.measures import collector_paused
 from ..saving.calls import dtype_of_argument
 from ..saving.lazy_parameters import holdings_of_model
-from ..saving.parameters import Layout, NewParameters, Parameters, Values, evaluated, opened
-from ..saving.plan import Segment
+from ..saving.parameters import Layout, NewParameters, Parameters
 from ..saving.preparation import circumstances, quiet, refuse_other_tensors
 from ..saving.save import make_ready
-from ..saving.write import exchange
 from ..seams.adapted import lay_out_adapters
 from ..seams.saving import lay_out_pretrained
 from ..seams.wrappers import unwrapped
+from .buckets import filled
+from .deltas import Given, Patch, patches
 from .merging import AdaptedLayers, base_of, has_adapters, trained_copies
-from .plan import BucketPlan, Evaluation, Merging, Named, Planner, by_layers, with_whole_layers
+from .plan import BucketPlan, Merging, Named, Planner, by_layers, with_whole_layers
 
 
 logger = logging.get_logger(__name__)
+
+T = TypeVar("T")
 
 BUCKET_BYTES = 256 * 2**20
 
@@ -55,6 +57,7 @@ def weight_stream(
     dtype: torch.dtype | str | None = None,
     only: Literal["all", "trainable"] = "all",
     layout: Literal["hub", "model"] = "hub",
+    deltas: bool = False,
 ) -> WeightStream:
     """The weights of a model that ranks share, in buckets, as often as they are wanted (all ranks).
 
@@ -72,6 +75,8 @@ def weight_stream(
         only: ``"trainable"`` leaves out layers of which nothing is trained; of a model with adapters it gives these
             alone, under the names of PEFT's files.
         layout: names and shapes are those of the ``"hub"``, or the ``"model"``'s own parameters.
+        deltas: keep a copy of what this rank gives, in host memory, so that :meth:`WeightStream.deltas` can tell what
+            has changed since.
 
     Raises:
         ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
@@ -83,7 +88,7 @@ def weight_stream(
         ...     engine_client.load_weights(bucket.tensors)  # empty on other ranks than 0
     """
     with expected_at(STREAM):
-        return WeightStream(model, to, bucket_bytes, dtype_of_argument(dtype), only, layout)
+        return WeightStream(model, to, bucket_bytes, dtype_of_argument(dtype), only, layout, deltas=deltas)
 
 
 class StreamedTensor(NamedTuple):
@@ -146,6 +151,7 @@ class WeightStream:
         layout: str,
         *,
         overfull: bool = False,
+        deltas: bool = False,
     ) -> None:
         for name, value, known in (
             ("to", to, ("rank0", "all", "owners")),
@@ -172,8 +178,11 @@ class WeightStream:
                 'Stream adapters by themselves, with only="trainable", from an unpacked model.'
             )
         self._to, self._bucket_bytes, self._dtype, self._only, self._layout = to, bucket_bytes, dtype, only, layout
-        self._overfull = overfull
+        self._overfull, self._deltas = overfull, deltas
         self.version = 0
+        self._given: Given | None = None
+        self._is_complete = False
+        """Whether the last pass came to its end: what is kept is what it gave."""
         self._plan: _Plan | None = None
         with meeting(STREAM) as coordinator:
             self._plan, _ = self._planned(coordinator)
@@ -200,14 +209,38 @@ class WeightStream:
 
     def passing(self, coordinator: Coordinator | None = None) -> Generator[Bucket]:
         """A pass, perhaps within a meeting that has this `coordinator` (all ranks)."""
+        return self._passing(coordinator, self._planned, self._bucket)
+
+    def deltas(self, coordinator: Coordinator | None = None) -> Generator[Sequence[Patch]]:
+        """A pass that gives what has changed since the last one, of each bucket (all ranks).
+
+        Who owns a tensor gets a patch of it, if any element has changed. Every rank compares what it holds with what
+        it has given before, of which it keeps a copy in host memory: make the stream with ``deltas=True``.
+
+        Raises:
+            ConfigError: the stream keeps nothing.
+            StreamError: on all ranks: no complete pass over this model came before, so that nobody can tell what has
+                changed. Make a whole pass first, also after an error, or if anything but values has changed.
+        """
+        if not self._deltas:
+            raise ConfigError("deltas: this stream keeps nothing to compare with. Make it with deltas=True.")
+        return self._passing(coordinator, self._given_before, self._patches)
+
+    def _passing(
+        self,
+        coordinator: Coordinator | None,
+        planned: Callable[[Coordinator], tuple[_Plan, Parameters]],
+        give: Callable[[BucketPlan, Parameters, Coordinator], T],
+    ) -> Generator[T]:
         with meeting(STREAM, coordinator=coordinator) as coordinator:
-            self._plan, parameters = self._planned(coordinator)
+            self._plan, parameters = planned(coordinator)
             self.version += 1
+            self._is_complete = False
             settle(self._base.parameters())
             for plan in self._plan.buckets:
-                bucket = self._filled(plan, parameters, coordinator)
+                given = give(plan, parameters, coordinator)
                 try:
-                    yield bucket
+                    yield given
                 except GeneratorExit:
                     error = StreamError(
                         f"A pass of a weight stream ended before its last bucket on rank {coordinator.rank}: the loop "
@@ -216,8 +249,32 @@ class WeightStream:
                     with suppress(HfZeroStreamError):
                         coordinator.agree(error)
                     return
-                del bucket  # before the next one is there
+                del given  # before the next one is there
                 coordinator.agree()  # a rank that has left the loop takes no part in the next exchange
+            if self._deltas:
+                with coordinator.reporting():
+                    self._given = Given(self._plan.buckets, parameters.holdings, coordinator.rank)
+            self._is_complete = True
+
+    def _given_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
+        """As :meth:`_planned`, if there is something to compare with."""
+        can_compare = all(coordinator.all_gather(self._given is not None and self._is_complete))
+        if can_compare and (found := self._as_before(coordinator)) is not None:
+            return found
+        raise StreamError(
+            "What has changed since the last pass cannot be told, because no complete pass over this model came "
+            "before. Go through the whole stream first."
+        )
+
+    def _patches(self, plan: BucketPlan, parameters: Parameters, coordinator: Coordinator) -> Sequence[Patch]:
+        assert self._plan is not None and self._given is not None
+        return patches(plan, parameters.holdings, self._given, self._plan.adapted, coordinator)
+
+    def _bucket(self, plan: BucketPlan, parameters: Parameters, coordinator: Coordinator) -> Bucket:
+        assert self._plan is not None
+        packed = filled(plan, parameters.holdings, self._plan.adapted, coordinator)
+        mine = [entry for entry in plan.entries if coordinator.rank in entry.owners]
+        return Bucket(packed, [(entry.tensor.name, _tensor(packed, entry.at, entry.tensor)) for entry in mine])
 
     def _planned(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         """The plan of the pass that begins, and what is held now (all ranks)."""
@@ -230,8 +287,11 @@ class WeightStream:
 
     def _circumstances(self) -> Any:
         trained = [param.requires_grad for param in self._model.parameters()]
-        active = [str(getattr(module, "active_adapters", "")) for module in self._model.modules()]
-        return circumstances(self._model), trained, active if self._adapters else None
+        if not self._adapters:
+            return circumstances(self._model), trained
+        names = ("active_adapters", "scaling")
+        merged = [str(getattr(module, name, "")) for module in self._model.modules() for name in names]
+        return circumstances(self._model), trained, merged
 
     def _as_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
         plan = self._plan
@@ -310,63 +370,6 @@ class WeightStream:
         copies = {name: entries[in_use] for name, in_use in trained_copies(self._base).items()}
         adapters = adapter_names(self._base)
         return {name: copies.get(name, entry) for name, entry in entries.items() if name not in adapters}
-
-    @torch.no_grad()
-    def _filled(self, plan: BucketPlan, parameters: Parameters, coordinator: Coordinator) -> Bucket:
-        """This rank's bucket (all ranks)."""
-        packed = torch.empty(plan.nbytes.get(coordinator.rank, 0), dtype=torch.uint8, device=collective_device())
-        error: BaseException | None = None
-
-        def fill(rounds: Sequence[Any], memory: torch.Tensor, values: Values) -> None:
-            nonlocal error
-            for of_round in rounds:
-                try:
-                    for _ in exchange(of_round, values, coordinator, partial(_within, memory)):
-                        pass
-                except PeerError:
-                    raise  # no exchange will come to an end any more
-                except BaseException as caught:  # the others still wait, in the next rounds, for what this rank holds
-                    error = error or caught
-
-        with opened(parameters.holdings) as values:
-            fill(plan.rounds, packed, values)
-            for evaluation in plan.evaluations:
-                owns = coordinator.rank in evaluation.entries[0].owners
-                memory = torch.empty(evaluation.nbytes if owns else 0, dtype=torch.uint8, device=packed.device)
-                fill(evaluation.rounds, memory, values)
-                try:
-                    if owns and error is None:
-                        self._evaluate(evaluation, memory, packed)
-                except BaseException as caught:
-                    error = error or caught
-        coordinator.agree(error)
-        mine = [entry for entry in plan.entries if coordinator.rank in entry.owners]
-        return Bucket(packed, [(entry.tensor.name, _tensor(packed, entry.at, entry.tensor)) for entry in mine])
-
-    def _evaluate(self, evaluation: Evaluation, memory: torch.Tensor, packed: torch.Tensor) -> None:
-        """Compute entries of `packed` from the parameters in `memory`."""
-
-        def held(name: str) -> torch.Tensor:
-            at, stored = evaluation.starts[name]
-            return memory[at : at + stored.numel * stored.dtype.itemsize].view(stored.dtype).view(stored.sizes)
-
-        merged: dict[str, torch.Tensor] = {}
-        for number in evaluation.layers:
-            assert self._plan is not None and self._plan.adapted is not None
-            merged.update(self._plan.adapted.merged(number, held))
-
-        def whole(stored: Stored) -> torch.Tensor:
-            found = merged.get(stored.name)
-            return (held(stored.name) if found is None else found).cpu().contiguous().view(-1)
-
-        for entry in evaluation.entries:
-            view = entry.tensor.view
-            values = evaluated(view, whole, {}).view(-1)
-            packed[entry.at : entry.at + entry.tensor.nbytes].view(view.node.dtype).copy_(values)
-
-
-def _within(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return memory[segment.position : segment.position + segment.nbytes].view(segment.dtype)
 
 
 def _tensor(packed: torch.Tensor, at: int, tensor: Named) -> torch.Tensor:

@@ -72,7 +72,7 @@ class Held:
 def exchanged(segment: Segment, values: list[Values]) -> torch.Tensor:
     """What an exchange between all ranks gives the writer; each rank takes only from what it holds."""
     buffer = torch.empty(segment.numel, dtype=segment.dtype)
-    write._assemble(segment, buffer, lambda part: write._take(part, values[part.rank]))
+    write._assemble(segment, buffer, lambda part: write.take(part, values[part.rank]))
     return buffer
 
 

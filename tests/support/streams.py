@@ -244,3 +244,44 @@ def stream_adapted(
         "adapters": differing(found["adapters"], adapters),
         "changed": differing(expected, {name: tensor.to(dtype) for name, tensor in before.items()}) != [],
     }
+
+
+def patched(tensors: dict[str, torch.Tensor], stream: Any) -> int:
+    """Apply what has changed to what this rank has got before; returns how many elements that were (all ranks)."""
+    count = 0
+    for patches in stream.deltas():
+        for name, shape, indices, values in patches:
+            assert tensors[name].shape == shape and tensors[name].dtype == values.dtype
+            assert indices.dtype == torch.int32 and (indices.diff() > 0).all()
+            tensors[name].view(-1)[indices.long()] = values
+            count += len(values)
+    return count
+
+
+def change(model: Any, step: int) -> None:
+    """A few elements of every parameter and buffer, other ones on each rank and in each step."""
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            local = getattr(tensor, "ds_tensor", tensor)
+            local = local.to_local() if hasattr(local, "to_local") else local
+            if local.is_floating_point():
+                local.view(-1)[step::7] *= 1.5
+
+
+def stream_changes(model: Any, folder: Path, to: str, **options: Any) -> list[Any]:
+    """What differs from a save after each of three steps, and how much of all has changed (all ranks)."""
+    import hf_zero_stream
+
+    stream = hf_zero_stream.weight_stream(model, to, deltas=True, **options)
+    tensors = taken(stream)
+    numel = sum(tensor.numel() for tensor in tensors.values())
+    found = []
+    for step in range(3):
+        change(model, step)
+        count = patched(tensors, stream)
+        hf_zero_stream.save_pretrained(model, folder / str(step), dtype=options.get("dtype"))
+        expected = saved(folder / str(step)) if tensors else {}
+        differences = differing(tensors, {name: expected[name] for name in tensors})
+        found.append((differences, count / numel if numel else 0.1))
+    assert patched(tensors, stream) == 0
+    return found

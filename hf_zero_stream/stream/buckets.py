@@ -1,0 +1,86 @@
+"""Fills a bucket: ranks exchange what its plan says, and owners compute what no ranges give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import torch
+
+from ..checkpoint.nodes import Stored
+from ..destinations.holder import Holding
+from ..errors import PeerError
+from ..ranks.coordinator import Coordinator, collective_device
+from ..saving.parameters import Values, evaluated, opened
+from ..saving.plan import Round, Segment
+from ..saving.write import exchange
+from .merging import AdaptedLayers
+from .plan import BucketPlan, Evaluation
+
+
+class Filling:
+    """Rounds of one bucket (all ranks), and the first error that this rank has met in them."""
+
+    def __init__(self, coordinator: Coordinator, adapted: AdaptedLayers | None) -> None:
+        self._coordinator, self._adapted = coordinator, adapted
+        self.error: BaseException | None = None
+
+    def exchange(self, rounds: Sequence[Round], memory: torch.Tensor, values: Values) -> None:
+        """Fill `memory` from the `values` that ranks hold."""
+        for of_round in rounds:
+            try:
+                for _ in exchange(of_round, values, self._coordinator, partial(_within, memory)):
+                    pass
+            except PeerError:
+                raise  # no exchange will come to an end any more
+            except BaseException as caught:  # the others still wait, in the next rounds, for what this rank holds
+                self.error = self.error or caught
+
+    def evaluate(self, evaluation: Evaluation, packed: torch.Tensor, values: Values) -> None:
+        """Compute the entries of `evaluation` in `packed`, where this rank owns them."""
+        owns = self._coordinator.rank in evaluation.entries[0].owners
+        memory = torch.empty(evaluation.nbytes if owns else 0, dtype=torch.uint8, device=packed.device)
+        self.exchange(evaluation.rounds, memory, values)
+        try:
+            if owns and self.error is None:
+                self._compute(evaluation, memory, packed)
+        except BaseException as caught:
+            self.error = self.error or caught
+
+    def _compute(self, evaluation: Evaluation, memory: torch.Tensor, packed: torch.Tensor) -> None:
+        def held(name: str) -> torch.Tensor:
+            at, stored = evaluation.starts[name]
+            return memory[at : at + stored.numel * stored.dtype.itemsize].view(stored.dtype).view(stored.sizes)
+
+        merged: dict[str, torch.Tensor] = {}
+        for number in evaluation.layers:
+            assert self._adapted is not None
+            merged.update(self._adapted.merged(number, held))
+
+        def whole(stored: Stored) -> torch.Tensor:
+            found = merged.get(stored.name)
+            return (held(stored.name) if found is None else found).cpu().contiguous().view(-1)
+
+        for entry in evaluation.entries:
+            view = entry.tensor.view
+            computed = evaluated(view, whole, {}).view(-1)
+            packed[entry.at : entry.at + entry.tensor.nbytes].view(view.node.dtype).copy_(computed)
+
+
+@torch.no_grad()
+def filled(
+    plan: BucketPlan, holdings: Mapping[str, Holding], adapted: AdaptedLayers | None, coordinator: Coordinator
+) -> torch.Tensor:
+    """This rank's bytes of a bucket, in new memory (all ranks)."""
+    packed = torch.empty(plan.nbytes.get(coordinator.rank, 0), dtype=torch.uint8, device=collective_device())
+    filling = Filling(coordinator, adapted)
+    with opened(holdings) as values:
+        filling.exchange(plan.rounds, packed, values)
+        for evaluation in plan.evaluations:
+            filling.evaluate(evaluation, packed, values)
+    coordinator.agree(filling.error)
+    return packed
+
+
+def _within(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return memory[segment.position : segment.position + segment.nbytes].view(segment.dtype)

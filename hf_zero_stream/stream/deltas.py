@@ -1,0 +1,217 @@
+"""What has changed since the last pass of a weight stream. Each rank compares only what it holds.
+
+After a step with a learning rate of 1e-6, about 99 % of the elements in bf16 are what they were.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ..checkpoint.nodes import HostTensor
+from ..destinations.holder import Holding
+from ..ranks.coordinator import Coordinator, collective_device
+from ..saving.parameters import Values, opened
+from ..saving.plan import Part, Segment
+from ..saving.write import take
+from .buckets import Filling
+from .merging import AdaptedLayers
+from .plan import BucketPlan, Entry
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""In which values are compared, by their size in bytes: a NaN is equal to itself, and 0.0 is not -0.0."""
+
+
+class Patch(NamedTuple):
+    """The elements of a tensor that have changed.
+
+    Attributes:
+        shape: of the whole tensor.
+        indices: where they are in it, flat, in row-major and ascending order; int32, or int64 of a larger tensor.
+        values: what they are now, in the tensor's dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+class Given:
+    """What this rank has given in a pass, in host memory."""
+
+    def __init__(self, buckets: Sequence[BucketPlan], holdings: Mapping[str, Holding], rank: int) -> None:
+        rounds = [*chain.from_iterable(bucket.rounds for bucket in buckets)]
+        rounds += chain.from_iterable(each.rounds for bucket in buckets for each in bucket.evaluations)
+        parts = chain.from_iterable(segment.parts for of_round in rounds for _, segment in of_round)
+        given = {part.source for part in parts if part.rank == rank}
+        buffers = [each for each in given if isinstance(each, HostTensor)]
+        self._buffers = {each: replace(each, tensor=each.tensor.clone()) for each in buffers}
+        self._first = {each: holdings[each].first for each in given if isinstance(each, str)}
+        with torch.no_grad(), opened(holdings) as values:
+            self._values = {name: values(name, first).to("cpu", copy=True) for name, first in self._first.items()}
+
+    def values(self, source: str, start: int) -> torch.Tensor:
+        """As :data:`Values`."""
+        return self._values[source][start - self._first[source] :]
+
+    def take(self, part: Part) -> torch.Tensor:
+        """What was given of `part`, in the shape of its box."""
+        if isinstance(part.source, HostTensor):
+            part = part._replace(source=self._buffers[part.source])
+        return take(part, self.values)
+
+
+Changes = dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]]
+"""Indices and values, by the owner and the number of the entry among the owner's."""
+
+
+@torch.no_grad()
+def patches(
+    plan: BucketPlan,
+    holdings: Mapping[str, Holding],
+    given: Given,
+    adapted: AdaptedLayers | None,
+    coordinator: Coordinator,
+) -> list[Patch]:
+    """What has changed of this rank's tensors in a bucket since it was `given` (all ranks)."""
+    owned = {
+        owner: [entry for entry in plan.entries if owner in entry.owners] for owner in range(coordinator.world_size)
+    }
+    mine = owned[coordinator.rank]
+    computed = {entry.tensor.name for evaluation in plan.evaluations for entry in evaluation.entries}
+    filling, changes = Filling(coordinator, adapted), Changes()
+    with opened(holdings) as values:
+        try:
+            changes = _changes(plan, owned, values, given, coordinator.rank)
+        except BaseException as caught:
+            filling.error = caught
+        if plan.evaluations:
+            of_pass, now = torch.empty(2, plan.nbytes.get(coordinator.rank, 0), dtype=torch.uint8)
+            for evaluation in plan.evaluations:
+                filling.evaluate(evaluation, of_pass, given.values)
+                filling.evaluate(evaluation, now, values)
+            for number, entry in enumerate(mine):
+                if entry.tensor.name in computed and filling.error is None:
+                    old, new = (_of(packed, entry) for packed in (of_pass, now))
+                    if len(where := (old != new).nonzero().view(-1)):
+                        changes[coordinator.rank, number] = [(where, new[where].view(entry.tensor.dtype))]
+    coordinator.agree(filling.error)
+    return _exchanged(owned, changes, coordinator)
+
+
+def _of(packed: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The bits of an entry, one integer for each element."""
+    return packed[entry.at : entry.at + entry.tensor.nbytes].view(_BITS[entry.tensor.dtype.itemsize])
+
+
+def _changes(
+    plan: BucketPlan, owned: Mapping[int, Sequence[Entry]], values: Values, given: Given, rank: int
+) -> Changes:
+    """What this rank holds of the segments of a bucket, and has changed."""
+    starts = {owner: [entry.at for entry in entries] for owner, entries in owned.items()}
+    changes: Changes = defaultdict(list)
+    last: tuple[Segment, Part] | None = None
+    for of_round in plan.rounds:
+        for owner, segment in of_round:
+            number = bisect_right(starts[owner], segment.position) - 1
+            for part in segment.parts:
+                if part.rank == rank:
+                    if last != (segment, part):  # if all ranks are owners, the same comes once for each
+                        last, found = (segment, part), _changed(part, values, given)
+                    if found is not None:
+                        first = (segment.position - starts[owner][number]) // segment.dtype.itemsize
+                        changes[owner, number].append((found[0] + first, found[1]))
+    return changes
+
+
+def _changed(part: Part, values: Values, given: Given) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Which elements of its segment `part` has changed, and their values."""
+    new = take(part, values)
+    bits = _BITS[new.dtype.itemsize]
+    old = given.take(part).to(new.device)
+    where = (new.view(bits) != old.view(bits)).view(-1).nonzero().view(-1)
+    if not len(where):
+        return None
+    to = torch.full_like(where, part.box.to)
+    for indices, stride in zip(torch.unravel_index(where, part.box.sizes), part.box.to_strides, strict=True):
+        to += indices * stride
+    return to, new.reshape(-1)[where]
+
+
+def _exchanged(owned: Mapping[int, Sequence[Entry]], changes: Changes, coordinator: Coordinator) -> list[Patch]:
+    """Send each owner what has changed of its entries; returns this rank's (all ranks)."""
+    device, mine = collective_device(), owned[coordinator.rank]
+    counts = [
+        [sum(len(values) for _, values in changes.get((owner, number), ())) for number in range(len(entries))]
+        for owner, entries in owned.items()
+    ]
+    leaving = torch.tensor([count for of_owner in counts for count in of_owner], dtype=torch.int64, device=device)
+    arriving = torch.empty(coordinator.world_size * len(mine), dtype=torch.int64, device=device)
+    _all_to_all(coordinator, arriving, leaving, [len(mine)] * coordinator.world_size, list(map(len, owned.values())))
+    counts_here = arriving.view(coordinator.world_size, len(mine)).tolist()
+
+    pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
+    for owner, entries in owned.items():
+        for number, entry in enumerate(entries):
+            found = changes.get((owner, number), ())
+            pieces += [_bytes(indices.to(_index_dtype(entry)), device) for indices, _ in found]
+            pieces += [_bytes(values, device) for _, values in found]
+    sizes = [
+        sum(count * _nbytes(entry) for count, entry in zip(of_owner, owned[owner], strict=True))
+        for owner, of_owner in enumerate(counts)
+    ]
+    sizes_here = [sum(count * _nbytes(entry) for count, entry in zip(of, mine, strict=True)) for of in counts_here]
+    received = torch.empty(sum(sizes_here), dtype=torch.uint8, device=device)
+    _all_to_all(coordinator, received, torch.cat(pieces), sizes_here, sizes)
+
+    parts: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in mine]
+    at = 0
+    for of_rank in counts_here:
+        for number, (count, entry) in enumerate(zip(of_rank, mine, strict=True)):
+            if count:
+                split = at + count * _index_dtype(entry).itemsize
+                end = at + count * _nbytes(entry)
+                # They begin anywhere among the bytes, and a view in another dtype wants them aligned.
+                indices = received[at:split].clone().view(_index_dtype(entry))
+                parts[number].append((indices, received[split:end].clone().view(entry.tensor.dtype)))
+                at = end
+    return list(_sorted(mine, parts))
+
+
+def _sorted(entries: Sequence[Entry], parts: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> Iterator[Patch]:
+    for entry, found in zip(entries, parts, strict=True):
+        if found:
+            indices, values = (torch.cat(each) for each in zip(*found, strict=True))
+            order = indices.argsort()
+            yield Patch(entry.tensor.name, entry.tensor.shape, indices[order], values[order])
+
+
+def _all_to_all(
+    coordinator: Coordinator, received: torch.Tensor, sent: torch.Tensor, arriving: list[int], leaving: list[int]
+) -> None:
+    if coordinator.is_alone:
+        received.copy_(sent)
+    else:
+        coordinator.run(dist.all_to_all_single, received, sent, arriving, leaving)
+
+
+def _index_dtype(entry: Entry) -> torch.dtype:
+    return torch.int32 if entry.tensor.view.numel < 2**31 else torch.int64
+
+
+def _nbytes(entry: Entry) -> int:
+    """Of one element and its index."""
+    return _index_dtype(entry).itemsize + entry.tensor.dtype.itemsize
+
+
+def _bytes(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return values.to(device).contiguous().view(-1).view(torch.uint8)
