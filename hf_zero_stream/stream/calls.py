@@ -41,6 +41,8 @@ class Calls:
             raise ConfigError(f"url: expected the address of a server, http://host:port; got {url!r}")
         self.url = url.rstrip("/")
         self.check: Callable[[], None] = lambda: None
+        self.asks = True
+        """Whether this rank looks after the server, and not only after other ranks."""
         self._alive, self._device = alive, device
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
         self._host = parts.hostname
@@ -92,7 +94,7 @@ class Calls:
             if asked is not None and asked.done():
                 asked.result()
                 asked, asked_s = None, waited_s
-            elif asked is None and waited_s - asked_s > ASK_INTERVAL_S:
+            elif self.asks and asked is None and waited_s - asked_s > ASK_INTERVAL_S:
                 asked = self.background(partial(self._request, self._alive, None, ANSWER_S))
         raise AssertionError("pauses do not end")
 

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.nodes import Stored
 from ..destinations import fsdp
 from ..destinations.own_names import named_parameters
 from ..errors import UnsupportedError
+from ..saving.parameters import Layout
+from .plan import Merging
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -72,6 +75,16 @@ class AdaptedLayers:
         for each in reversed(list(_chain(layer))):
             each.merge()
         return {name: stand_ins[id(param)].data for name, param in params.items()}
+
+
+def merging_of(adapted: AdaptedLayers | None, layout: Layout) -> Merging:
+    """What a plan must know of them."""
+    if adapted is None:
+        return Merging({}, [])
+    stored = {name: Stored(box.shape, dtype, name) for name, box, dtype, *_ in layout.held}
+    of_layers = [[stored[name] for name in params] for params in adapted.params]
+    numbers = {each.name: number for number, of_layer in enumerate(of_layers) for each in of_layer}
+    return Merging(numbers, of_layers)
 
 
 def _outermost_layers(model: nn.Module) -> Iterator[Any]:

@@ -7,11 +7,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..checkpoint.nodes import Computed, Node, Stored, View
+from ..checkpoint.lazy import LazyTensor
+from ..checkpoint.nodes import Computed, HostTensor, Node, Stored, View
 from ..saving.plan import Round, Segment, Sources, segments_of
 
 
@@ -25,6 +26,12 @@ class Named(NamedTuple):
     view: View
     dtype: torch.dtype
     shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, tensor: Any, described: Any) -> Named:
+        """A lazy tensor, or a buffer, that `described` gives dtype and shape."""
+        view = tensor.view_of_node if isinstance(tensor, LazyTensor) else View.whole(HostTensor.of(tensor))
+        return cls(name, view, described.dtype, tuple(described.shape))
 
     @property
     def nbytes(self) -> int:

@@ -43,6 +43,8 @@ def weight_sender(
     address: str | None = None,
     port: int | None = None,
     join: Join | None = None,
+    direct: bool = False,
+    deltas: bool = False,
 ) -> WeightSender:
     """A connection to a server that generates with the weights of `model`, as often as it is sent them (all ranks).
 
@@ -60,6 +62,10 @@ def weight_sender(
         port: of rank 0, where the server's ranks join its group; default: any that is free.
         join: how rank 0 joins that group, instead of by NCCL: it gets what the server was told, and returns an object
             with ``broadcast(tensor, src)``.
+        direct: each rank sends what it holds, and nothing is gathered, also not on rank 0. For a vLLM server with the
+            plugin of this package, which puts tensors together.
+        deltas: updates after the first one have only what has changed since (:meth:`WeightStream.deltas`). That needs
+            `direct`, and keeps a copy of what this rank sends, in host memory.
 
     Raises:
         ConfigError, UnsupportedError: an argument or its value is not known, or cannot be honoured.
@@ -72,10 +78,20 @@ def weight_sender(
     with expected_at(STREAM):
         if engine not in SERVERS:
             raise ConfigError(f"engine: expected one of {', '.join(SERVERS)}; got {engine!r}")
+        if (direct and (engine != "vllm" or join is not None)) or (deltas and not direct):
+            raise ConfigError("direct: expected engine='vllm' beside it, and no `join`; deltas: expected direct=True")
         device = collective_device()
         calls = Calls(url, SERVERS[engine].alive, device)
-        stream = WeightStream(model, "rank0", bucket_bytes, dtype_of_argument(dtype), "all", "hub", overfull=True)
-    sender = WeightSender(stream, SERVERS[engine](calls, bucket_bytes, join, device), calls, checkpoint)
+        server: Server
+        if direct:
+            from .direct import DirectVLLM
+
+            server = DirectVLLM(calls, bucket_bytes, None, device, deltas=deltas)
+        else:
+            server = SERVERS[engine](calls, bucket_bytes, join, device)
+        options = {"overfull": server.packs, "deltas": deltas}
+        stream = WeightStream(model, "rank0", bucket_bytes, dtype_of_argument(dtype), "all", "hub", **options)
+    sender = WeightSender(stream, server, calls, checkpoint)
     with meeting(STREAM) as coordinator:
         sender._connect(coordinator, address, port)
     return sender
@@ -111,20 +127,18 @@ class WeightSender:
             with meeting(STREAM) as coordinator:
                 if self._lost:
                     raise StreamError(self._lost)
-                buckets = self.stream.passing(coordinator)
-                first = next(buckets)  # before the server is told: what ranks find wrong until then leaves it as it is
+                items = self._server.passing(self.stream, coordinator)
+                first = next(items)  # before the server is told: what ranks find wrong until then leaves it as it is
                 self._compare(coordinator)
                 version = version or str(self.stream.version)
                 self._calls.check = coordinator.check
                 begun = True
-                coordinator.run_on_main(lambda: self._server.begin(self.stream.metadata, version))
-                all_buckets = chain([first], buckets)
+                coordinator.run_on_main(lambda: self._server.begin(self.stream, version))
+                all_items = chain([first], items)
                 del first
-                for bucket in all_buckets:
-                    if coordinator.is_main:
-                        with coordinator.reporting():
-                            self._server.send(bucket)
-                    del bucket
+                for item in all_items:
+                    self._server.give(item, coordinator)
+                    del item
                 coordinator.run_on_main(lambda: self._server.end(version))
         except BaseException as error:
             if not begun or self._lost:
@@ -141,7 +155,7 @@ class WeightSender:
     def _connect(self, coordinator: Coordinator, address: str | None, port: int | None) -> None:
         self._calls.check = coordinator.check
         self._compare(coordinator)
-        coordinator.run_on_main(lambda: self._server.connect(address, port))
+        self._server.meet(coordinator, address, port)
 
     def _compare(self, coordinator: Coordinator) -> None:
         """Refuse tensors that the server's checkpoint does not have so (all ranks)."""
@@ -165,7 +179,7 @@ class WeightSender:
         left_out = [*tied, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), _NEVER_LOADED]
         found = [
             *differences(self.stream.metadata, views, left_out),
-            *_unaligned(self.stream.metadata, self._server.bucket_bytes),
+            *(_unaligned(self.stream.metadata, self._server.bucket_bytes) if self._server.packs else ()),
         ]
         if found:
             more = f"\n... and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""

@@ -7,7 +7,7 @@ their own, of which the sender is rank 0: what is broadcast is a bucket as it is
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 from ..errors import StreamError, VersionError
 from ..ranks import accelerators
+from ..ranks.coordinator import Coordinator
 from .calls import Calls
-from .weights import Bucket, StreamedTensor
+from .weights import Bucket, StreamedTensor, WeightStream
 
 
 Join = Callable[[dict[str, Any]], Any]
@@ -34,6 +35,9 @@ class Server:
     alive = ""
     """The route that says quickly whether it is alive."""
 
+    packs = True
+    """Whether nothing may lie between two tensors of a bucket, which ends after the one that passes its size."""
+
     def __init__(self, calls: Calls, bucket_bytes: int, join: Join | None, device: torch.device) -> None:
         self._calls, self.bucket_bytes, self._device = calls, bucket_bytes, device
         self._join = join or self._join_by_nccl
@@ -48,7 +52,20 @@ class Server:
     def connect(self, address: str | None, port: int | None) -> None:
         raise NotImplementedError
 
-    def begin(self, tensors: Sequence[StreamedTensor], version: str) -> None:
+    def meet(self, coordinator: Coordinator, address: str | None, port: int | None) -> None:
+        """Connect, with all ranks."""
+        coordinator.run_on_main(lambda: self.connect(address, port))
+
+    def passing(self, stream: WeightStream, coordinator: Coordinator) -> Generator[Any]:
+        """A pass of the `stream`, of which :meth:`give` takes each item (all ranks)."""
+        return stream.passing(coordinator)
+
+    def give(self, item: Any, coordinator: Coordinator) -> None:
+        if coordinator.is_main:
+            with coordinator.reporting():
+                self.send(item)
+
+    def begin(self, stream: WeightStream, version: str) -> None:
         raise NotImplementedError
 
     def send(self, bucket: Bucket) -> None:
@@ -129,11 +146,13 @@ class VLLM(Server):
         }
         self._joined("init_weight_transfer_engine", {"init_info": init_info}, init_info)
 
-    def begin(self, tensors: Sequence[StreamedTensor], version: str) -> None:
+    def begin(self, stream: WeightStream, version: str) -> None:
         # What generates between two buckets would kill the engine. "keep": requests go on afterwards.
         self._calls.post("pause?mode=keep")
         self._calls.post("start_weight_update")
-        self._announced = self._calls.posting("update_weights", {"update_info": described(tensors, "dtype_names")})
+        self._announced = self._calls.posting(
+            "update_weights", {"update_info": described(stream.metadata, "dtype_names")}
+        )
 
     def send(self, bucket: Bucket) -> None:
         self._broadcast(bucket.packed)
@@ -178,7 +197,7 @@ class SGLang(Server):
         }
         self._joined("init_weights_update_group", group, group)
 
-    def begin(self, tensors: Sequence[StreamedTensor], version: str) -> None:
+    def begin(self, stream: WeightStream, version: str) -> None:
         self._version = version
         self._calls.post("pause_generation", {"mode": "retract"})  # requests go on afterwards, from their tokens
         self._calls.post("begin_weight_update")

@@ -17,8 +17,6 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..bindings.install import standing_in
-from ..checkpoint.lazy import LazyTensor
-from ..checkpoint.nodes import HostTensor, Stored, View
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.marks import is_packed
 from ..destinations.own_names import adapter_names, named_buffers, named_parameters
@@ -38,8 +36,8 @@ from ..seams.saving import lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .buckets import filled
 from .deltas import Given, Patch, patches
-from .merging import AdaptedLayers, base_of, has_adapters, trained_copies
-from .plan import BucketPlan, Merging, Named, Planner, by_layers, with_whole_layers
+from .merging import AdaptedLayers, base_of, has_adapters, merging_of, trained_copies
+from .plan import BucketPlan, Named, Planner, by_layers, with_whole_layers
 
 
 logger = logging.get_logger(__name__)
@@ -194,6 +192,12 @@ class WeightStream:
         return self._plan.metadata
 
     @property
+    def buckets(self) -> Sequence[BucketPlan]:
+        """The plan; another object if it was made anew."""
+        assert self._plan is not None
+        return self._plan.buckets
+
+    @property
     def bucket_count(self) -> int:
         """How many buckets a pass gives, empty ones too."""
         assert self._plan is not None
@@ -207,9 +211,14 @@ class WeightStream:
     def __iter__(self) -> Generator[Bucket]:
         return self.passing()
 
-    def passing(self, coordinator: Coordinator | None = None) -> Generator[Bucket]:
-        """A pass, perhaps within a meeting that has this `coordinator` (all ranks)."""
-        return self._passing(coordinator, self._planned, self._bucket)
+    def passing(
+        self, coordinator: Coordinator | None = None, give: Callable[..., Any] | None = None
+    ) -> Generator[Any]:
+        """A pass, perhaps within a meeting that has this `coordinator` (all ranks).
+
+        It yields what `give` makes of a bucket's plan, of the parameters that are held now, and of adapters to merge.
+        """
+        return self._passing(coordinator, self._planned, give or _bucket)
 
     def deltas(self, coordinator: Coordinator | None = None) -> Generator[Sequence[Patch]]:
         """A pass that gives what has changed since the last one, of each bucket (all ranks).
@@ -226,11 +235,16 @@ class WeightStream:
             raise ConfigError("deltas: this stream keeps nothing to compare with. Make it with deltas=True.")
         return self._passing(coordinator, self._given_before, self._patches)
 
+    def can_compare(self, coordinator: Coordinator) -> bool:
+        """Whether :meth:`deltas` can tell what has changed (all ranks)."""
+        has_given = self._given is not None and self._is_complete
+        return all(coordinator.all_gather(has_given)) and self._as_before(coordinator) is not None
+
     def _passing(
         self,
         coordinator: Coordinator | None,
         planned: Callable[[Coordinator], tuple[_Plan, Parameters]],
-        give: Callable[[BucketPlan, Parameters, Coordinator], T],
+        give: Callable[[BucketPlan, Parameters, AdaptedLayers | None, Coordinator], T],
     ) -> Generator[T]:
         with meeting(STREAM, coordinator=coordinator) as coordinator:
             self._plan, parameters = planned(coordinator)
@@ -238,7 +252,7 @@ class WeightStream:
             self._is_complete = False
             settle(self._base.parameters())
             for plan in self._plan.buckets:
-                given = give(plan, parameters, coordinator)
+                given = give(plan, parameters, self._plan.adapted, coordinator)
                 try:
                     yield given
                 except GeneratorExit:
@@ -258,23 +272,19 @@ class WeightStream:
 
     def _given_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         """As :meth:`_planned`, if there is something to compare with."""
-        can_compare = all(coordinator.all_gather(self._given is not None and self._is_complete))
-        if can_compare and (found := self._as_before(coordinator)) is not None:
-            return found
-        raise StreamError(
-            "What has changed since the last pass cannot be told, because no complete pass over this model came "
-            "before. Go through the whole stream first."
-        )
+        found = self._as_before(coordinator) if self.can_compare(coordinator) else None
+        if found is None:
+            raise StreamError(
+                "What has changed since the last pass cannot be told, because no complete pass over this model came "
+                "before. Go through the whole stream first."
+            )
+        return found
 
-    def _patches(self, plan: BucketPlan, parameters: Parameters, coordinator: Coordinator) -> Sequence[Patch]:
-        assert self._plan is not None and self._given is not None
-        return patches(plan, parameters.holdings, self._given, self._plan.adapted, coordinator)
-
-    def _bucket(self, plan: BucketPlan, parameters: Parameters, coordinator: Coordinator) -> Bucket:
-        assert self._plan is not None
-        packed = filled(plan, parameters.holdings, self._plan.adapted, coordinator)
-        mine = [entry for entry in plan.entries if coordinator.rank in entry.owners]
-        return Bucket(packed, [(entry.tensor.name, _tensor(packed, entry.at, entry.tensor)) for entry in mine])
+    def _patches(
+        self, plan: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
+    ) -> Sequence[Patch]:
+        assert self._given is not None
+        return patches(plan, parameters.holdings, self._given, adapted, coordinator)
 
     def _planned(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         """The plan of the pass that begins, and what is held now (all ranks)."""
@@ -313,7 +323,7 @@ class WeightStream:
         with coordinator.reporting():
             adapted = AdaptedLayers(self._base) if self._adapters and not self._gives_adapters else None
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
-                tensors = by_layers(list(map(_named, *self._laid_out(Path(elsewhere), parameters))))
+                tensors = by_layers(list(map(Named.of, *self._laid_out(Path(elsewhere), parameters))))
             if self._only == "trainable" and not self._gives_adapters:
                 trained = {name for name, param in named_parameters(self._base) if param.requires_grad}
                 tensors = with_whole_layers(tensors, trained.__contains__)
@@ -321,7 +331,7 @@ class WeightStream:
             planner = Planner(
                 parameters.sources,
                 parameters.sources.replicas - gathered,
-                _merging(adapted, parameters.layout),
+                merging_of(adapted, parameters.layout),
                 [0] if self._to == "rank0" else range(coordinator.world_size),
                 self._to == "owners",
                 self._bucket_bytes,
@@ -372,19 +382,13 @@ class WeightStream:
         return {name: copies.get(name, entry) for name, entry in entries.items() if name not in adapters}
 
 
+def _bucket(
+    plan: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
+) -> Bucket:
+    packed = filled(plan, parameters.holdings, adapted, coordinator)
+    mine = [entry for entry in plan.entries if coordinator.rank in entry.owners]
+    return Bucket(packed, [(entry.tensor.name, _tensor(packed, entry.at, entry.tensor)) for entry in mine])
+
+
 def _tensor(packed: torch.Tensor, at: int, tensor: Named) -> torch.Tensor:
     return packed[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-
-
-def _named(name: str, tensor: Any, described: Any) -> Named:
-    view = tensor.view_of_node if isinstance(tensor, LazyTensor) else View.whole(HostTensor.of(tensor))
-    return Named(name, view, described.dtype, tuple(described.shape))
-
-
-def _merging(adapted: AdaptedLayers | None, layout: Layout) -> Merging:
-    if adapted is None:
-        return Merging({}, [])
-    stored = {name: Stored(box.shape, dtype, name) for name, box, dtype, *_ in layout.held}
-    of_layers = [[stored[name] for name in params] for params in adapted.params]
-    numbers = {each.name: number for number, of_layer in enumerate(of_layers) for each in of_layer}
-    return Merging(numbers, of_layers)

@@ -9,13 +9,18 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from hf_zero_stream.stream.receiver import Receiver
+
+
+T = TypeVar("T")
 
 Answer = Callable[[], tuple[int, Any]]
 
@@ -141,6 +146,72 @@ class VLLMServer(EngineServer):
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         self._group[1].broadcast([packed], options).wait()
+
+
+class DirectServer(VLLMServer):
+    """With the plugin of this package in two workers, which hold whole tensors."""
+
+    backend = "hf_zero_stream"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._workers: list[Receiver] = []
+        self._held: list[dict[str, torch.Tensor]] = [{}, {}]
+        self.patched: list[int] = []
+        """How many elements each update of changes had."""
+
+    def answer(self, path: str, body: Any) -> Any:
+        match path:
+            case "server_info?config_format=json":
+                return {"vllm_config": {"weight_transfer_config": {"backend": self.backend}}}
+            case "get_world_size":
+                return {"world_size": 2}
+            case "init_weight_transfer_engine":
+                self._workers = in_two_threads(lambda n: Receiver(body["init_info"], n, torch.device("cpu")))
+            case "update_weights":
+                info = body["update_info"]
+                work = self._changes if info["changes"] else self._tensors
+                in_two_threads(lambda number: work(number, info["plan"]))
+            case "finish_weight_update":
+                first, second = self._held
+                assert first.keys() == second.keys()
+                assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+                self.updates.append({name: tensor.clone() for name, tensor in first.items()})
+            case _:
+                return super().answer(path, body)
+        return {}
+
+    def _tensors(self, worker: int, plan: str) -> None:
+        self._held[worker] = {}
+        for tensors in self._workers[worker].tensors(plan):
+            assert not self._held[worker].keys() & dict(tensors).keys()
+            self._held[worker].update(tensors)
+
+    def _changes(self, worker: int, plan: str) -> None:
+        count = 0
+        for changes in self._workers[worker].changes(plan):
+            for name, shape, dtype, indices, values in changes:
+                held = self._held[worker][name]
+                assert (held.shape, held.dtype) == (shape, dtype)
+                held.view(-1)[indices.long()] = values
+                count += len(values)
+        if worker == 0:
+            self.patched.append(count)
+
+
+def in_two_threads(work: Callable[[int], T]) -> list[T]:
+    """What `work` gives for 0 and 1; nobody waits for a thread in which it receives from a rank that is dead."""
+    futures: list[Future[T]] = [Future(), Future()]
+
+    def run(number: int) -> None:
+        try:
+            futures[number].set_result(work(number))
+        except BaseException as error:
+            futures[number].set_exception(error)
+
+    for number in range(2):
+        threading.Thread(target=run, args=[number], daemon=True).start()
+    return [future.result() for future in futures]
 
 
 def completion(prompt: list[int], number: int) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""vLLM's end of a weight stream without a gather: a plugin, in each process of the engine.
+
+Install this package beside vLLM (``pip install --no-deps hf_zero_stream``: what is imported here needs vLLM and torch
+alone), and start the server with ``--weight-transfer-config '{"backend": "hf_zero_stream"}'``. Interfaces: vllm 0.32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader.checkpoint_weight_patch import (
+    CheckpointWeightPatch,
+    load_checkpoint_weight_patches,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from .receiver import Receiver
+from .wire import BACKEND
+
+
+def register() -> None:
+    """Called by vLLM in each of its processes."""
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, Engine.__name__)
+
+
+@dataclass(kw_only=True)
+class InitInfo(WeightTransferInitInfo):
+    """For :class:`.wire.Group`."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    backend: str
+
+
+@dataclass(kw_only=True)
+class UpdateInfo(WeightTransferUpdateInfo):
+    """What comes: all weights by a `plan`, or what has changed of them."""
+
+    plan: str
+    changes: bool
+
+
+class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Gives the model's own loader whole tensors, or patches."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    supports_draft_weight_update = False
+    _receiver: Receiver | None = None
+    _reloads = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        parallel = self.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._receiver = Receiver(vars(init_info), worker, self.device)
+
+    def start_weight_update(self) -> None:
+        self._reloads = False  # known when the update comes: vLLM applies patches outside its reload
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self._receiver is not None, "init_transfer_engine comes first"
+        if update_info.changes:
+            for changes in self._receiver.changes(update_info.plan):
+                patches = [CheckpointWeightPatch(**each._asdict()) for each in changes]
+                load_checkpoint_weight_patches(self.model, patches)
+            return
+        if not self._reloads:
+            initialize_layerwise_reload(self.model)
+        self._reloads = True
+        for tensors in self._receiver.tensors(update_info.plan):
+            self.model.load_weights(tensors)
+
+    def finish_weight_update(self) -> None:
+        if self._reloads:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        self._receiver = None

@@ -1,0 +1,156 @@
+"""What ranks of a training and workers of an engine agree on, where each rank sends its own bytes.
+
+The workers' end runs in the engine's environment, where torch is, and perhaps nothing else that this package needs.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+
+BACKEND = "hf_zero_stream"
+"""The name of vLLM's backend for weight transfer."""
+
+JOIN_TIMEOUT = timedelta(minutes=5)
+UPDATE_TIMEOUT = timedelta(minutes=30)
+_ALIGNMENT = 16  # bytes; where a piece begins in a message, so that it can be viewed in any dtype
+
+
+class Piece(NamedTuple):
+    """Elements of a message, and where they go: into the `nbytes` of a bucket from byte `position` on.
+
+    Of the elements of `sizes`, ``[i, j]`` is number ``to + i * strides[0] + j * strides[1]`` of these, in `dtype`.
+    """
+
+    position: int
+    nbytes: int
+    dtype: str
+    to: int
+    sizes: Sequence[int]
+    strides: Sequence[int]
+
+    def view(self, message: torch.Tensor, at: int) -> torch.Tensor:
+        """The elements in a `message`, where the piece begins at byte `at`."""
+        return message[at : at + self.message_bytes].view(dtype_of(self.dtype)).view(list(self.sizes))
+
+    @property
+    def message_bytes(self) -> int:
+        return prod(self.sizes) * dtype_of(self.dtype).itemsize
+
+
+class Message(NamedTuple):
+    """What the rank `giver` sends at once: pieces, each from a multiple of 16 bytes on."""
+
+    giver: int
+    pieces: Sequence[Piece]
+
+    def new(self, device: torch.device) -> torch.Tensor:
+        """Memory for it."""
+        return torch.empty(self.starts()[-1], dtype=torch.uint8, device=device)
+
+    def starts(self) -> list[int]:
+        """Where each piece begins, and the end."""
+        starts, at = [], 0
+        for piece in self.pieces:
+            at += -at % _ALIGNMENT
+            starts.append(at)
+            at += piece.message_bytes
+        return [*starts, at]
+
+    def unpack(self, message: torch.Tensor, bucket: torch.Tensor) -> None:
+        """Put the elements of a `message` into a `bucket`."""
+        for piece, at in zip(self.pieces, self.starts(), strict=False):
+            memory = bucket[piece.position : piece.position + piece.nbytes].view(dtype_of(piece.dtype))
+            memory[piece.to :].as_strided(list(piece.sizes), list(piece.strides)).copy_(piece.view(message, at))
+
+
+class Layout(NamedTuple):
+    """A bucket: its tensors, as (name, dtype, shape, first byte), and the messages that fill it, in their order."""
+
+    nbytes: int
+    tensors: Sequence[tuple[str, str, Sequence[int], int]]
+    messages: Sequence[Message]
+
+    def tensors_in(self, bucket: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        found = []
+        for name, dtype_name, shape, at in self.tensors:
+            dtype = dtype_of(dtype_name)
+            nbytes = prod(shape) * dtype.itemsize
+            found.append((name, bucket[at : at + nbytes].view(dtype).view(list(shape))))
+        return found
+
+
+def encoded(layouts: Sequence[Layout]) -> bytes:
+    return zlib.compress(json.dumps(layouts, separators=(",", ":")).encode())
+
+
+def decoded(data: bytes) -> list[Layout]:
+    return [
+        Layout(nbytes, tensors, [Message(giver, [Piece(*piece) for piece in pieces]) for giver, pieces in messages])
+        for nbytes, tensors, messages in json.loads(zlib.decompress(data))
+    ]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Group:
+    """Ranks of a training, from 0 on, and after them workers of an engine, in a group of their own.
+
+    Attributes:
+        store: where rank 0 leaves what all workers get.
+        device: where what is sent must lie.
+    """
+
+    def __init__(self, info: Mapping[str, Any], rank: int, device: torch.device) -> None:
+        size, self.first_worker = info["world_size"], info["rank_offset"]
+        self.workers = size - self.first_worker
+        self.device = torch.device("cpu") if info["backend"] == "gloo" else device
+        self.store: Any = dist.TCPStore(
+            info["master_address"], info["master_port"], size, rank == 0, timeout=JOIN_TIMEOUT, wait_for_workers=False
+        )
+        self._group = _group("all", self.store, rank, size, info["backend"])
+        self._of_workers = None
+        if rank >= self.first_worker and self.workers > 1:
+            worker = rank - self.first_worker
+            self._of_workers = _group("workers", self.store, worker, self.workers, info["backend"])
+
+    def send(self, tensor: torch.Tensor, worker: int) -> None:
+        self._group.send([tensor], self.first_worker + worker, 0).wait()
+
+    def receive(self, tensor: torch.Tensor, giver: int) -> None:
+        self._group.recv([tensor], giver, 0).wait()
+
+    def share(self, tensor: torch.Tensor, worker: int) -> None:
+        """Give all workers the `tensor` of one of them."""
+        if self._of_workers is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = worker, 0
+            self._of_workers.broadcast([tensor], options).wait()
+
+    def destroy(self) -> None:
+        for group in (self._group, self._of_workers):
+            if group is not None:
+                group.abort()
+
+
+def _group(name: str, store: Any, rank: int, size: int, backend: str) -> Any:
+    store = dist.PrefixStore(name, store)
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, rank, size, UPDATE_TIMEOUT)
+    return dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())

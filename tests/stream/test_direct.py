@@ -1,0 +1,166 @@
+"""Without a gather: each rank sends what it holds, and workers of an engine put together what a save holds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero_stream
+from hf_zero_stream.errors import ConfigError, StreamError
+from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.engine_servers import DirectServer
+from tests.support.live_sharded import by_transformers
+from tests.support.loading import load_with
+from tests.support.parity import ds_config
+from tests.support.streams import change, counted_gathers, differing, lora, saved, under_zero_3
+from tests.support.zoo import build_model
+
+
+Checkpoint = Callable[..., Path]
+
+HOMES = ("zero3", "fsdp2", "adapters")
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[[Path], DirectServer]]:
+    """Servers that are closed after the test."""
+    servers: list[DirectServer] = []
+
+    def start(checkpoint: Path) -> DirectServer:
+        servers.append(DirectServer(str(checkpoint)))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def model_of(checkpoint: Path, home: str) -> Any:
+    if home == "adapters":
+        return under_zero_3(checkpoint, lora, torch.float32)
+    if home == "fsdp2":
+        return by_transformers(checkpoint)
+    return load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
+
+
+def send(checkpoint: Path, home: str, url: str, folder: Path, deltas: bool) -> int:
+    """Three times, with changes before each, and a pass and a save of the same values after it (all ranks)."""
+    from hf_zero_stream.stream import direct
+
+    direct.MESSAGE_BYTES = 3000
+    model = model_of(checkpoint, home)
+    sender = hf_zero_stream.weight_sender(model, url, direct=True, deltas=deltas, bucket_bytes=20_000)
+    whole = hf_zero_stream.weight_stream(model)
+    for number in range(3):
+        change(model, number)
+        with counted_gathers() as gathers:
+            sender.send()
+        assert not gathers
+        tensors = {name: tensor for bucket in whole for name, tensor in bucket}
+        if dist.get_rank() == 0:
+            torch.save(tensors, folder / f"{number}.pt")
+    if home != "adapters":
+        hf_zero_stream.save_pretrained(model, folder / "saved")
+    return int(sender.stream.version)
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("deltas", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("home", HOMES)
+def test_what_workers_get(
+    cluster: None,
+    zoo_checkpoint: Checkpoint,
+    started: Callable[[Path], DirectServer],
+    tmp_path: Path,
+    home: str,
+    world_size: int,
+    deltas: bool,
+) -> None:
+    checkpoint = zoo_checkpoint("qwen3_moe" if home == "zero3" else "llama")
+    server = started(checkpoint)
+    assert run_ranks(world_size, send, checkpoint, home, server.url, tmp_path, deltas) == [3] * world_size
+    assert len(server.updates) == 3
+    for number, update in enumerate(server.updates):
+        assert differing(update, torch.load(tmp_path / f"{number}.pt")) == []
+    if home != "adapters":
+        assert differing(server.updates[-1], saved(tmp_path / "saved")) == []
+    numel = sum(tensor.numel() for tensor in server.updates[0].values())
+    assert len(server.patched) == (2 if deltas else 0)
+    assert home == "adapters" or all(0 < count < numel / 3 for count in server.patched)
+    calls = ["pause?mode=keep", "start_weight_update", "update_weights"]
+    calls += ["finish_weight_update", "reset_prefix_cache", "resume"]
+    assert server.paths[-18:] == calls * 3
+
+
+def computed_everywhere(folder: Path, url: str) -> None:
+    """Of tensors that are computed from whole parameters."""
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+    from tests.saving.test_conversions import CONVERSIONS, OddModel
+
+    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+    with hf_zero_stream.streaming():
+        model = OddModel.from_pretrained(folder / "odd", ds_config=ds_config())
+    sender = hf_zero_stream.weight_sender(
+        model, url, direct=True, deltas=True, checkpoint=folder / "odd", bucket_bytes=1000
+    )
+    sender.send()
+    change(model, 1)
+    sender.send()
+    hf_zero_stream.save_pretrained(model, folder / "saved")
+
+
+def test_conversions(cluster: None, started: Callable[[Path], DirectServer], tmp_path: Path) -> None:
+    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+
+    from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
+
+    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
+    OddModel(OddConfig()).save_pretrained(tmp_path / "odd")
+    server = started(tmp_path / "odd")
+    run_ranks(2, computed_everywhere, tmp_path, server.url)
+    assert differing(server.updates[-1], saved(tmp_path / "saved")) == []
+
+
+def send_and_die(checkpoint: Path, url: str) -> None:
+    sender = hf_zero_stream.weight_sender(model_of(checkpoint, "zero3"), url, direct=True, bucket_bytes=20_000)
+    give, began = sender._server.give, time.perf_counter()
+
+    def dying(item: Any, coordinator: Any) -> None:
+        if sender._server._number == 2 and coordinator.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        give(item, coordinator)
+
+    sender._server.give = dying
+    try:
+        sender.send()
+    finally:
+        assert time.perf_counter() - began < 30
+
+
+def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, started: Callable[[Path], DirectServer]) -> None:
+    checkpoint = zoo_checkpoint("llama")
+    first, _, last = run_ranks_expecting_errors(3, send_and_die, checkpoint, started(checkpoint).url)
+    for outcome in (first, last):
+        assert outcome.error_type == "StreamError", outcome.traceback
+        assert "rank 1" in str(outcome.error_message) and "so it is lost" in str(outcome.error_message)
+
+
+def test_a_server_without_the_plugin(zoo_checkpoint: Checkpoint, started: Callable[[Path], DirectServer]) -> None:
+    model, server = build_model("llama"), started(zoo_checkpoint("llama"))
+    server.backend = "nccl"
+    with pytest.raises(StreamError, match="pip install --no-deps hf_zero_stream"):
+        hf_zero_stream.weight_sender(model, server.url, direct=True)
+    for options in ({"deltas": True}, {"direct": True, "engine": "sglang"}, {"direct": True, "join": print}):
+        with pytest.raises(ConfigError, match="direct"):
+            hf_zero_stream.weight_sender(model, server.url, **options)
+    assert "init_weight_transfer_engine" not in server.paths
