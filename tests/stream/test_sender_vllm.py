@@ -29,6 +29,7 @@ from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_erro
 from tests.support.live_sharded import fully_sharded
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
+from tests.support.streams import change
 
 
 pytestmark = pytest.mark.slow
@@ -229,3 +230,41 @@ def test_started_from_the_save_and_killed(cluster: None, vllm: str, folder: Path
         for outcome in run_ranks_expecting_errors(WORLD, send_and_kill, *args, timeout=300):
             assert outcome.error_type == "StreamError", outcome.traceback
             assert "no answer" in str(outcome.error_message) and "so it is lost" in str(outcome.error_message)
+
+
+def send_directly(checkpoint: Path, home: str, url: str, saved: Path) -> list[dict[str, str]]:
+    """Four updates, of which the last three have only what has changed: rank 0 sees the server's checksums after each.
+
+    After each of these all is sent again, by a sender that keeps nothing.
+    """
+    import hf_zero_stream
+
+    model = model_of(checkpoint, home)
+    options = {"direct": True, "bucket_bytes": 100_000}
+    sender = hf_zero_stream.weight_sender(model, url, deltas=True, **options)
+    sender.send()
+    seen = []
+    for step in range(3):
+        change(model, step)
+        sender.send()
+        seen.append(checksums(url) if dist.get_rank() == 0 else {})
+    hf_zero_stream.save_pretrained(model, saved)
+    hf_zero_stream.weight_sender(model, url, **options).send()
+    seen.append(checksums(url) if dist.get_rank() == 0 else {})
+    return seen
+
+
+def test_without_a_gather(cluster: None, vllm: str, checkpoint: Path, folder: Path) -> None:
+    """By the plugin: all weights, and what has changed; the server ends with the checksums of the saved folder."""
+    with served(vllm, checkpoint, free_port(), folder / "direct", backend="hf_zero_stream") as server:
+        before = checksums(server.url)
+        for home in ("zero3", "fsdp2"):
+            saved = folder / f"direct {home}"
+            seen, _ = run_ranks(WORLD, send_directly, checkpoint, home, server.url, saved, timeout=300)
+            assert len({str(each) for each in (before, *seen)}) == 4, (
+                "each step changes weights; the last sends them again"
+            )
+            assert seen[-1] == seen[-2]
+            ask(server.url, "collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(saved)}})
+            assert checksums(server.url) == seen[-1]
+            assert len(generated(server.url)) == 6
