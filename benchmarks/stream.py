@@ -3,16 +3,21 @@
     python -m benchmarks.stream                       # a 0.7 GB Qwen3-MoE, ZeRO-3 on 2 ranks, 5 passes of each
     python -m benchmarks.stream --gigabytes 3.4 --worlds 2,4 --json stream.json
 
-One training gives all its tensors to rank 0, in turns by both ways: as TRL does it, each parameter is gathered on all
-ranks, and by a weight stream in buckets, which is in the hub's layout. `stock, packed`: what vLLM's packer makes of
-stock's: chunks of up to 1 GB, of copies. Growth is that of anonymous memory, beside what the training holds. Both give
-the same values, or the exit code is 1.
+One training gives all its tensors away, in turns by all ways: as TRL does it, each parameter is gathered on all ranks,
+and by a weight stream in buckets, which is in the hub's layout. `stock, packed`: what vLLM's packer makes of stock's:
+chunks of up to 1 GB, of copies. `ours, direct`: nothing is gathered, and each rank sends what it holds to a server, a
+process of its own that puts tensors together; `changes`: one element of a hundred is another, and no others are sent.
+The other ways send nothing. Growth is that of anonymous memory, beside what the training holds. All give the same
+values, or the exit code is 1.
 """
 
 import argparse
 import json
+import multiprocessing
 import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -25,9 +30,11 @@ from benchmarks import machine
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import run
 from hf_zero_stream.reports.measures import AnonymousMemory
+from hf_zero_stream.stream.receiver import Receiver
+from tests.support.engine_servers import DirectServer
 
 
-ARMS = ("ours", "stock", "stock, packed")
+ARMS = ("ours", "ours, direct", "ours, changes", "stock", "stock, packed")
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 PACKER_BYTES = 1 << 30
 
@@ -58,6 +65,43 @@ def pack(tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
     return total + (sum_of(torch.cat(chunk)) if chunk else 0)
 
 
+class Engine(DirectServer):
+    """One worker, which holds nothing: it says the sum of all tensors of an update."""
+
+    def answer(self, path: str, body: Any) -> Any:
+        match path:
+            case "get_world_size":
+                return {"world_size": 1}
+            case "init_weight_transfer_engine":
+                self._workers = [Receiver(body["init_info"], 0, torch.device("cpu"))]
+            case "update_weights":
+                info, (worker,) = body["update_info"], self._workers
+                if info["changes"]:
+                    self.sum = sum(len(each.indices) for changes in worker.changes(info["plan"]) for each in changes)
+                else:
+                    self.sum = sum(sum_of(each) for tensors in worker.tensors(info["plan"]) for _, each in tensors)
+            case "finish_weight_update":
+                pass
+            case "sum":
+                return self.sum
+            case _:
+                return super().answer(path, body)
+        return {}
+
+
+def serve(source: str, urls: Any) -> None:
+    torch.set_num_threads(1)
+    urls.put(Engine(source).url)
+    threading.Event().wait()
+
+
+def change(model: Any) -> None:
+    """One element of a hundred."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.ds_tensor.view(-1)[::100] += 1.0
+
+
 def measure(source: str, repeats: int, bucket_bytes: int) -> dict[str, Any]:
     """Each arm `repeats` times, with all ranks; this rank's seconds and bytes."""
     import deepspeed
@@ -70,14 +114,29 @@ def measure(source: str, repeats: int, bucket_bytes: int) -> dict[str, Any]:
     began = time.perf_counter()
     stream = hf_zero_stream.weight_stream(engine, bucket_bytes=bucket_bytes)
     plan_s = time.perf_counter() - began
+    url = [""]
+    if dist.get_rank() == 0:
+        context = multiprocessing.get_context("spawn")
+        urls = context.Queue()
+        context.Process(target=serve, args=(source, urls), daemon=True).start()
+        url = [urls.get()]
+    dist.broadcast_object_list(url)
+    how: dict[str, Any] = {"direct": True, "bucket_bytes": bucket_bytes}
+    direct = hf_zero_stream.weight_sender(engine, url[0], **how)
+    changes = hf_zero_stream.weight_sender(engine, url[0], deltas=True, **how)
+    changes.send()
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for _ in range(repeats):
+        change(engine.module)
         for arm, runs in found.items():
             dist.barrier()
             with AnonymousMemory() as memory:
                 began = time.perf_counter()
                 if arm == "ours":
                     total = sum(sum_of(tensor) for bucket in stream for _, tensor in bucket)
+                elif arm.startswith("ours, "):
+                    (direct if arm == "ours, direct" else changes).send()
+                    total = _said(url[0]) if dist.get_rank() == 0 else 0
                 elif arm == "stock":
                     total = sum(sum_of(tensor) if dist.get_rank() == 0 else 0 for _, tensor in gathered(engine.module))
                 else:
@@ -88,6 +147,11 @@ def measure(source: str, repeats: int, bucket_bytes: int) -> dict[str, Any]:
             runs.append({"seconds": seconds, "anonymous_growth_bytes": memory.growth_peak, "sum": total % 2**64})
     dist.destroy_process_group()
     return {"plan_s": plan_s, "arms": found}
+
+
+def _said(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/sum") as answer:
+        return int(json.loads(answer.read()))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -111,7 +175,8 @@ def main(arguments: list[str] | None = None) -> int:
         stock = median(one["seconds"] for one in ranks[0]["arms"]["stock"])
         for arm in ARMS:
             seconds = [one["seconds"] for one in ranks[0]["arms"][arm]]
-            sums |= {one["sum"] for one in ranks[0]["arms"][arm]}
+            if arm != "ours, changes":
+                sums.add(tuple(one["sum"] for one in ranks[0]["arms"][arm]))  # of each repeat
             growth = (max(one["anonymous_growth_bytes"] for one in rank["arms"][arm]) for rank in ranks)
             first, *others = (nbytes / 2**20 for nbytes in growth)
             print(

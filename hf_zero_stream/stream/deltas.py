@@ -95,7 +95,8 @@ def patches(
         except BaseException as caught:
             filling.error = caught
         if plan.evaluations:
-            of_pass, now = torch.empty(2, plan.nbytes.get(coordinator.rank, 0), dtype=torch.uint8)
+            nbytes = plan.nbytes.get(coordinator.rank, 0)
+            of_pass, now = torch.empty(2, nbytes, dtype=torch.uint8, device=collective_device())
             for evaluation in plan.evaluations:
                 filling.evaluate(evaluation, of_pass, given.values)
                 filling.evaluate(evaluation, now, values)

@@ -49,8 +49,8 @@ def test_exit_codes_streams_and_arguments_are_the_commands(command: tuple[str, .
 
 
 def test_a_script_needs_no_python_before_it(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:], sys.executable)")
-    assert result(*PREFIX, f"{tmp_path}/train.py", "--a") == (0, f"['--a'] {sys.executable}\n", "")
+    (tmp_path / "train.py").write_text("import sys; print(sys.argv[1:], sys.prefix)")
+    assert result(*PREFIX, f"{tmp_path}/train.py", "--a") == (0, f"['--a'] {sys.prefix}\n", "")
 
 
 @pytest.mark.parametrize(

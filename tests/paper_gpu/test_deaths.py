@@ -51,8 +51,10 @@ def load_in_a_new_group(folder: Path, target: Path, arm: Callable[[], None]) -> 
 
 def load_by_columns(folder: Path, target: Path, arm: Callable[[], None]) -> None:
     from hf_zero_stream.destinations import columns
+    from hf_zero_stream.sources import local
 
     columns.WORTH_BYTES = 0  # the weights are tiny
+    local.READS_PER_EXCHANGE = 1
     arm()
     sharded_model(folder, {"tp_size": 2}, {})
 

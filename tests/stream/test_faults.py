@@ -61,9 +61,9 @@ def test_a_loop_that_ends_early(cluster: None, zoo_checkpoint: Checkpoint, leave
 @contextmanager
 def unreadable(stream: Any, number: int) -> Iterator[None]:
     """The value of one parameter cannot be read."""
-    import hf_zero_stream.stream.weights as weights
+    import hf_zero_stream.stream.buckets as buckets
 
-    original, count = weights.exchange, [0]
+    original, count = buckets.exchange, [0]
 
     def exchange(*args: Any) -> Any:
         count[0] += 1
@@ -71,11 +71,11 @@ def unreadable(stream: Any, number: int) -> Iterator[None]:
         if count[0] == number:
             raise OSError("a disk's error")
 
-    weights.exchange = exchange
+    buckets.exchange = exchange
     try:
         yield
     finally:
-        weights.exchange = original
+        buckets.exchange = original
 
 
 def fail_in_an_exchange(checkpoint: Path, faulty: int) -> list[Any]:

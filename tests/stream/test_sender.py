@@ -173,10 +173,10 @@ def test_a_server_that_is_silent(cluster: None, zoo_checkpoint: Checkpoint, star
 
 
 def die(checkpoint: Path, engine: str, url: str, victim: int) -> None:
-    from hf_zero_stream.stream import weights
+    from hf_zero_stream.stream import buckets
 
     sender = sender_of(checkpoint, engine, url)
-    original, count = weights.exchange, [0]
+    original, count = buckets.exchange, [0]
 
     def exchange(*args: Any) -> Any:
         count[0] += 1
@@ -184,7 +184,7 @@ def die(checkpoint: Path, engine: str, url: str, victim: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
 
-    weights.exchange = exchange
+    buckets.exchange = exchange
     sender.send()
 
 

@@ -41,7 +41,7 @@ def differing(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Te
     """Names of which only one of two has a tensor, or with other bits, dtype or shape."""
     wrong = set(found.keys() ^ expected.keys())
     for name in found.keys() & expected.keys():
-        mine, theirs = found[name], expected[name]
+        mine, theirs = found[name].cpu(), expected[name].cpu()
         same = mine.dtype == theirs.dtype and mine.shape == theirs.shape
         if not same or not torch.equal(mine.reshape(-1).view(torch.uint8), theirs.reshape(-1).view(torch.uint8)):
             wrong.add(name)

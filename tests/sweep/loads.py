@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, core_model_loading
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from tests.support.saving import different, saves_with
-from tests.support.streams import differing, saved, taken
+from tests.support.streams import change, differing, patched, saved, taken
 from tests.sweep.fixes import NO_LOADING_INFO
 
 
@@ -61,7 +61,7 @@ def info_differences(info: dict[str, Any], expected: dict[str, Any]) -> list[str
 def saved_differences(streamed: Any, plain: Any, folder: Path) -> list[str]:
     """Files that we save differently from what stock saves of the plain model, or an error that only one of us has.
 
-    And tensors that a weight stream gives otherwise than our files have them.
+    And tensors that a weight stream gives otherwise than our files have them, or patches otherwise than a new pass.
     """
     import hf_zero_stream
 
@@ -86,9 +86,13 @@ def saved_differences(streamed: Any, plain: Any, folder: Path) -> list[str]:
         found = [] if len(errors) == 2 else [f"saving: {name}: {error}"[:400] for name, error in errors.items()]
     else:
         found = [f"saving: {name} differs" for name in different(target / "ours", target / "stock 0")]
-        tensors = taken(hf_zero_stream.weight_stream(streamed, bucket_bytes=2**16))
+        stream = hf_zero_stream.weight_stream(streamed, bucket_bytes=2**16, deltas=True)
+        tensors = taken(stream)
         if dist.get_rank() == 0:
             found += [f"stream: {name} differs" for name in differing(tensors, saved(target / "ours"))]
+        change(streamed, 1)
+        patched(tensors, stream)
+        found += [f"stream: a patch of {name} differs" for name in differing(tensors, taken(stream))]
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
