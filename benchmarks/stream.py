@@ -91,7 +91,7 @@ class Engine(DirectServer):
 
 def serve(source: str, urls: Any) -> None:
     torch.set_num_threads(1)
-    urls.put(Engine(source).url)
+    urls.put([Engine(source).url, Engine(source).url])
     threading.Event().wait()
 
 
@@ -114,16 +114,16 @@ def measure(source: str, repeats: int, bucket_bytes: int) -> dict[str, Any]:
     began = time.perf_counter()
     stream = hf_zero_stream.weight_stream(engine, bucket_bytes=bucket_bytes)
     plan_s = time.perf_counter() - began
-    url = [""]
+    servers = ["", ""]
     if dist.get_rank() == 0:
         context = multiprocessing.get_context("spawn")
         urls = context.Queue()
         context.Process(target=serve, args=(source, urls), daemon=True).start()
-        url = [urls.get()]
-    dist.broadcast_object_list(url)
+        servers = urls.get()
+    dist.broadcast_object_list(servers)
     how: dict[str, Any] = {"direct": True, "bucket_bytes": bucket_bytes}
-    direct = hf_zero_stream.weight_sender(engine, url[0], **how)
-    changes = hf_zero_stream.weight_sender(engine, url[0], deltas=True, **how)
+    direct = hf_zero_stream.weight_sender(engine, servers[0], **how)
+    changes = hf_zero_stream.weight_sender(engine, servers[1], deltas=True, **how)
     changes.send()
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for _ in range(repeats):
@@ -136,7 +136,7 @@ def measure(source: str, repeats: int, bucket_bytes: int) -> dict[str, Any]:
                     total = sum(sum_of(tensor) for bucket in stream for _, tensor in bucket)
                 elif arm.startswith("ours, "):
                     (direct if arm == "ours, direct" else changes).send()
-                    total = _said(url[0]) if dist.get_rank() == 0 else 0
+                    total = _said(servers[arm == "ours, changes"]) if dist.get_rank() == 0 else 0
                 elif arm == "stock":
                     total = sum(sum_of(tensor) if dist.get_rank() == 0 else 0 for _, tensor in gathered(engine.module))
                 else:

@@ -46,11 +46,12 @@ class Patch(NamedTuple):
 
 
 class Given:
-    """What this rank has given in a pass, in host memory."""
+    """What this rank has given in a pass over the buckets `of` a plan, in host memory."""
 
-    def __init__(self, buckets: Sequence[BucketPlan], holdings: Mapping[str, Holding], rank: int) -> None:
-        rounds = [*chain.from_iterable(bucket.rounds for bucket in buckets)]
-        rounds += chain.from_iterable(each.rounds for bucket in buckets for each in bucket.evaluations)
+    def __init__(self, of: Sequence[BucketPlan], holdings: Mapping[str, Holding], rank: int) -> None:
+        self.of = of
+        rounds = [*chain.from_iterable(bucket.rounds for bucket in of)]
+        rounds += chain.from_iterable(each.rounds for bucket in of for each in bucket.evaluations)
         parts = chain.from_iterable(segment.parts for of_round in rounds for _, segment in of_round)
         given = {part.source for part in parts if part.rank == rank}
         buffers = [each for each in given if isinstance(each, HostTensor)]
@@ -58,6 +59,14 @@ class Given:
         self._first = {each: holdings[each].first for each in given if isinstance(each, str)}
         with torch.no_grad(), opened(holdings) as values:
             self._values = {name: values(name, first).to("cpu", copy=True) for name, first in self._first.items()}
+
+    def update(self, holdings: Mapping[str, Holding]) -> None:
+        """Keep what has been given in another pass by the same plan."""
+        with torch.no_grad(), opened(holdings) as values:
+            for name, kept in self._values.items():
+                kept.copy_(values(name, self._first[name]))
+        for buffer, kept_buffer in self._buffers.items():
+            kept_buffer.tensor.copy_(buffer.tensor)
 
     def values(self, source: str, start: int) -> torch.Tensor:
         """As :data:`Values`."""
@@ -142,10 +151,13 @@ def _changed(part: Part, values: Values, given: Given) -> tuple[torch.Tensor, to
     where = (new.view(bits) != old.view(bits)).view(-1).nonzero().view(-1)
     if not len(where):
         return None
+    changed = new.reshape(-1)[where]
+    if part.box.is_run:
+        return where + part.box.to, changed
     to = torch.full_like(where, part.box.to)
     for indices, stride in zip(torch.unravel_index(where, part.box.sizes), part.box.to_strides, strict=True):
         to += indices * stride
-    return to, new.reshape(-1)[where]
+    return to, changed
 
 
 def _exchanged(owned: Mapping[int, Sequence[Entry]], changes: Changes, coordinator: Coordinator) -> list[Patch]:
@@ -192,8 +204,10 @@ def _sorted(entries: Sequence[Entry], parts: Sequence[Sequence[tuple[torch.Tenso
     for entry, found in zip(entries, parts, strict=True):
         if found:
             indices, values = (torch.cat(each) for each in zip(*found, strict=True))
-            order = indices.argsort()
-            yield Patch(entry.tensor.name, entry.tensor.shape, indices[order], values[order])
+            if (indices[1:] < indices[:-1]).any():
+                order = indices.argsort()
+                indices, values = indices[order], values[order]
+            yield Patch(entry.tensor.name, entry.tensor.shape, indices, values)
 
 
 def _all_to_all(

@@ -267,7 +267,10 @@ class WeightStream:
                 coordinator.agree()  # a rank that has left the loop takes no part in the next exchange
             if self._deltas:
                 with coordinator.reporting():
-                    self._given = Given(self._plan.buckets, parameters.holdings, coordinator.rank)
+                    if self._given is not None and self._given.of is self._plan.buckets:
+                        self._given.update(parameters.holdings)
+                    else:
+                        self._given = Given(self._plan.buckets, parameters.holdings, coordinator.rank)
             self._is_complete = True
 
     def _given_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
