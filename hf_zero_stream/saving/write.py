@@ -160,8 +160,10 @@ def exchange(
             return take(part, values)
         begin = starts[part.rank]
         starts[part.rank] += part.box.numel * dtype.itemsize
-        # Parts begin anywhere among the bytes, and a view in another dtype wants them aligned.
-        return received[begin : starts[part.rank]].clone().view(dtype).view(part.box.sizes)
+        values_there = received[begin : starts[part.rank]]
+        if begin % dtype.itemsize:  # a view in another dtype wants them aligned
+            values_there = values_there.clone()
+        return values_there.view(dtype).view(part.box.sizes)
 
     for writer, segment in of_round:
         if writer == rank:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 
 from ..checkpoint.nodes import Stored
 from ..destinations.holder import Holding
+from ..engine.execute import HugePages
 from ..errors import PeerError
 from ..ranks.coordinator import Coordinator, collective_device
 from ..saving.parameters import Values, evaluated, opened
@@ -16,6 +16,10 @@ from ..saving.plan import Round, Segment
 from ..saving.write import exchange
 from .merging import AdaptedLayers
 from .plan import BucketPlan, Evaluation
+
+
+POPULATED_BYTES = 4 * 2**20
+"""How much of a bucket gets its memory at once."""
 
 
 class Filling:
@@ -26,10 +30,21 @@ class Filling:
         self.error: BaseException | None = None
 
     def exchange(self, rounds: Sequence[Round], memory: torch.Tensor, values: Values) -> None:
-        """Fill `memory` from the `values` that ranks hold."""
+        """Fill `memory`, which is new, from the `values` that ranks hold."""
+        pages, populated = HugePages([memory]), 0
+
+        def place(segment: Segment) -> torch.Tensor:
+            nonlocal populated
+            stop = segment.position + segment.nbytes
+            if stop > populated:  # segments come in the order of their positions
+                ahead = min(len(memory), max(stop, populated + POPULATED_BYTES))
+                pages.populate(memory, populated, ahead - populated)
+                populated = ahead
+            return memory[segment.position : stop].view(segment.dtype)
+
         for of_round in rounds:
             try:
-                for _ in exchange(of_round, values, self._coordinator, partial(_within, memory)):
+                for _ in exchange(of_round, values, self._coordinator, place):
                     pass
             except PeerError:
                 raise  # no exchange will come to an end any more
@@ -80,7 +95,3 @@ def filled(
             filling.evaluate(evaluation, packed, values)
     coordinator.agree(filling.error)
     return packed
-
-
-def _within(memory: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return memory[segment.position : segment.position + segment.nbytes].view(segment.dtype)
