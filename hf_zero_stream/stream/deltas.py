@@ -148,7 +148,7 @@ def _changed(part: Part, values: Values, given: Given) -> tuple[torch.Tensor, to
     new = take(part, values)
     bits = _BITS[new.dtype.itemsize]
     old = given.take(part).to(new.device)
-    where = (new.view(bits) != old.view(bits)).view(-1).nonzero().view(-1)
+    where = (new.view(bits) != old.view(bits)).reshape(-1).nonzero().view(-1)
     if not len(where):
         return None
     changed = new.reshape(-1)[where]
