@@ -14,7 +14,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.checkpoint_weight_patch import (
     CheckpointWeightPatch,
     load_checkpoint_weight_patches,
@@ -22,13 +21,6 @@ from vllm.model_executor.model_loader.checkpoint_weight_patch import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from .receiver import Receiver
-from .wire import BACKEND
-
-
-def register() -> None:
-    """Called by vLLM in each of its processes."""
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, Engine.__name__)
 
 
 @dataclass(kw_only=True)
