@@ -91,12 +91,15 @@ class Row(NamedTuple):
         return module is not None and (not getattr(module.__spec__, "_initializing", False) or bool(self._found()))
 
     def is_of(self, version: str) -> bool:
-        """Whether `version` of the package should have the function."""
+        """Whether `version` of the package should have the function; what is no version is taken for the newest."""
         if not (self.since or self.until):
             return True
-        from packaging.version import Version  # an import that most calls can do without
+        from packaging.version import InvalidVersion, Version  # an import that most calls can do without
 
-        found = Version(version)
+        try:
+            found = Version(version)
+        except InvalidVersion:
+            return not self.until
         return (not self.since or found >= Version(self.since)) and (not self.until or found < Version(self.until))
 
     def is_imported(self) -> bool:
