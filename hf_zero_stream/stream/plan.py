@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -66,14 +67,28 @@ class Evaluation:
 class BucketPlan:
     """What ranks do together for one bucket of each owner.
 
+    What they exchange is planned at the bucket's first use, when all ranks come to it together: of a large model there
+    are thousands of buckets, and nobody need wait for the plans of all of them before the first one is sent.
+
     Attributes:
         nbytes: by owner.
     """
 
     entries: tuple[Entry, ...]
     nbytes: Mapping[int, int]
-    rounds: tuple[Round, ...]
-    evaluations: tuple[Evaluation, ...]
+    planner: Planner
+
+    @property
+    def rounds(self) -> tuple[Round, ...]:
+        return self._exchanges[0]
+
+    @property
+    def evaluations(self) -> tuple[Evaluation, ...]:
+        return self._exchanges[1]
+
+    @cached_property
+    def _exchanges(self) -> tuple[tuple[Round, ...], tuple[Evaluation, ...]]:
+        return self.planner.exchanges(self.entries)
 
 
 @dataclass(frozen=True)
@@ -144,18 +159,29 @@ class Planner:
         for entry in entries:
             for rank in entry.owners:
                 nbytes[rank] = max(nbytes.get(rank, 0), entry.at + entry.tensor.nbytes)
+        return BucketPlan(tuple(entries), nbytes, self)
+
+    def is_computed(self, tensor: Named) -> bool:
+        """Whether its owners compute a tensor from whole parameters, because no ranges give it."""
+        view = tensor.view
+        if stored_names(view) & self.merging.layer_of.keys():
+            return True
+        may_be = any(isinstance(node, Computed) for node in _nodes(view.node))  # seldom, and regions take time
+        return may_be and any(
+            isinstance(region.leaf, Computed) for region in self.sources.regions(view, 0, view.numel)
+        )
+
+    def exchanges(self, entries: Sequence[Entry]) -> tuple[tuple[Round, ...], tuple[Evaluation, ...]]:
+        """What ranks exchange of these, and what owners compute."""
         direct: list[tuple[Segment, tuple[int, ...]]] = []
         evaluated: dict[tuple[tuple[str, ...], tuple[int, ...]], list[Entry]] = defaultdict(list)
         for entry in entries:
             view = entry.tensor.view
-            names = stored_names(view)
-            regions = self.sources.regions(view, 0, view.numel)
-            if any(isinstance(region.leaf, Computed) for region in regions) or names & self.merging.layer_of.keys():
-                evaluated[tuple(sorted(names)), entry.owners].append(entry)
+            if self.is_computed(entry.tensor):
+                evaluated[tuple(sorted(stored_names(view))), entry.owners].append(entry)
             elif view.numel:
                 direct += self._segments(view, entry.at, entry.owners)
-        evaluations = [self._evaluation(entries) for entries in evaluated.values()]
-        return BucketPlan(tuple(entries), nbytes, tuple(self._rounds(direct)), tuple(evaluations))
+        return tuple(self._rounds(direct)), tuple(map(self._evaluation, evaluated.values()))
 
     def _evaluation(self, entries: Sequence[Entry]) -> Evaluation:
         stored = {each.name: each for entry in entries for each in _stored(entry.tensor.view.node)}
@@ -218,10 +244,14 @@ def stored_names(view: View) -> set[str]:
 
 
 def _stored(node: Node) -> Iterator[Stored]:
-    if isinstance(node, Stored):
-        yield node
+    return (each for each in _nodes(node) if isinstance(each, Stored))
+
+
+def _nodes(node: Node) -> Iterator[Node]:
+    """A node, and all that its values come from."""
+    yield node
     for view in node.inputs():
-        yield from _stored(view.node)
+        yield from _nodes(view.node)
 
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")

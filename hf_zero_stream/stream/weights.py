@@ -350,8 +350,8 @@ class WeightStream:
         refuse_other_tensors(coordinator, mine, "stream")
         # Looked at afterwards: transformers completes a model's config when it lays it out.
         plan = _Plan(self._circumstances(), parameters.layout, buckets, metadata, adapted)
-        computed = [entry.tensor for bucket in buckets for each in bucket.evaluations for entry in each.entries]
-        if computed and coordinator.is_main:
+        computed = list(filter(planner.is_computed, tensors)) if coordinator.is_main else []
+        if computed:
             reason = materialise_reason(computed[0].view.node) or "adapters are merged into it"
             logger.info(
                 f"Weight stream: whole parameters go to the ranks that compute {len(computed)} of {len(metadata)} "
