@@ -1,0 +1,106 @@
+"""The plan of a weight stream in a world that stands only on paper: DeepSeek-V3 under ZeRO-3 on 512 ranks.
+
+    python -m benchmarks.stream_plan --model deepseek-v3 --world 512
+
+The model has no memory, and every rank says that it holds its share of each parameter; the plan is real. Without a
+gather, the plan goes to the engine once: how long that takes, and its size, is said too.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from benchmarks.scale import MODELS
+
+
+def share(numel: int, rank: int, world: int) -> tuple[int, int]:
+    """The elements of a parameter that ZeRO-3 gives a rank."""
+    size = -(-numel // world)
+    return min(numel, rank * size), min(numel, (rank + 1) * size)
+
+
+def model_of(name: str) -> nn.Module:
+    """Parameters have no memory; buffers are zero."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(MODELS[name][0](), dtype=torch.bfloat16)
+    for module in model.modules():
+        module._buffers = {key: torch.zeros(each.shape, dtype=each.dtype) for key, each in module._buffers.items()}
+    return model
+
+
+@contextmanager
+def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
+    """Inside, this process is rank 0 of a world whose other ranks answer as they would."""
+    from hf_zero_stream.destinations import holder
+    from hf_zero_stream.planning.boxes import ParameterBox
+    from hf_zero_stream.ranks.coordinator import Coordinator
+    from hf_zero_stream.saving.parameters import _Held
+
+    def holdings(model: Any, params: Mapping[str, Any], *, masters: bool, rank: int, world_size: int) -> Any:
+        return {
+            name: holder.Holding(
+                ParameterBox.whole(tuple(param.shape)), param.dtype, *share(param.numel(), rank, world), nullcontext
+            )
+            for name, param in params.items()
+        }
+
+    def all_gather(self: Any, value: Any, error: BaseException | None = None) -> list[Any]:
+        if error is not None:
+            raise error
+        if not (isinstance(value, list) and isinstance(value[0], _Held)):
+            return [value] * world
+        sizes = [param.numel() for param in model.parameters()]
+        return [[_Held(None, *share(numel, rank, world), False, None) for numel in sizes] for rank in range(world)]
+
+    coordinator = Coordinator(0, world, alone=False)
+    with (
+        patch.object(holder, "HOLDERS", [holdings]),
+        patch.object(Coordinator, "of_default_group", lambda: coordinator),
+        patch.object(Coordinator, "all_gather", all_gather),
+        patch.object(Coordinator, "watched", lambda self, *_: nullcontext()),
+    ):
+        yield
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Plan a weight stream of a very large world.")
+    parser.add_argument("--model", default="deepseek-v3", choices=MODELS)
+    parser.add_argument("--world", type=int, default=512)
+    parser.add_argument("--bucket-mib", type=int, default=256)
+    settings = parser.parse_args(arguments)
+    import hf_zero_stream
+    from hf_zero_stream.stream.direct import shares_of
+    from hf_zero_stream.stream.wire import encoded
+
+    model = model_of(settings.model)
+    with world_on_paper(model, settings.world):
+        began = time.perf_counter()
+        stream = hf_zero_stream.weight_stream(model, bucket_bytes=settings.bucket_mib << 20)
+        plan_s = time.perf_counter() - began
+    nbytes = sum(max(bucket.nbytes.values()) for bucket in stream.buckets)
+    began = time.perf_counter()
+    rounds = sum(len(bucket.rounds) for bucket in stream.buckets)
+    rounds_s = time.perf_counter() - began
+    began = time.perf_counter()
+    shares = [shares_of(bucket) for bucket in stream.buckets]
+    data = encoded([each.layout for each in shares])
+    direct_s = time.perf_counter() - began
+    messages = sum(len(each.layout.messages) for each in shares)
+    print(f"{settings.model}, {settings.world} ranks: {len(stream.metadata)} tensors, {nbytes / 1e12:.2f} TB")
+    print(f"plan {plan_s:.1f} s; {stream.bucket_count} buckets, of which each is planned when it is sent:")
+    print(f"  {rounds} rounds, {1000 * rounds_s / stream.bucket_count:.1f} ms for a bucket")
+    print(f"without a gather: {messages} messages, a plan of {len(data) / 2**20:.1f} MiB, {direct_s:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
