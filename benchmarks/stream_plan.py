@@ -26,12 +26,12 @@ def share(numel: int, rank: int, world: int) -> tuple[int, int]:
     return min(numel, rank * size), min(numel, (rank + 1) * size)
 
 
-def model_of(name: str) -> nn.Module:
+def model_of(config: Any) -> nn.Module:
     """Parameters have no memory; buffers are zero."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(MODELS[name][0](), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     for module in model.modules():
         module._buffers = {key: torch.zeros(each.shape, dtype=each.dtype) for key, each in module._buffers.items()}
     return model
@@ -81,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
     from hf_zero_stream.stream.direct import shares_of
     from hf_zero_stream.stream.wire import encoded
 
-    model = model_of(settings.model)
+    model = model_of(MODELS[settings.model][0]())
     with world_on_paper(model, settings.world):
         began = time.perf_counter()
         stream = hf_zero_stream.weight_stream(model, bucket_bytes=settings.bucket_mib << 20)
