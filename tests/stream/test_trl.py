@@ -160,10 +160,15 @@ def test_grpo(
     streamed, *others = run_ranks(2, train, folder, tmp_path / "ours", home, True, adapts, ours.url)
     plain, *_ = run_ranks(2, train, folder, tmp_path / "stock", home, False, adapts, stock.url)
     assert len(ours.updates) == len(stock.updates) == STEPS
-    for mine, theirs in zip(ours.updates, stock.updates, strict=True):
-        assert differing(mine, theirs) == []
+    for number, (mine, theirs) in enumerate(zip(ours.updates, stock.updates, strict=True)):
+        if adapts and number:  # TRL has merged adapters into its model and taken them out again, with roundings
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-6)
+        else:
+            assert differing(mine, theirs) == []
     assert differing(*ours.updates[:2]), "the steps change the weights"
-    assert streamed["losses"] == plain["losses"] and len(plain["losses"]) == STEPS
+    assert len(plain["losses"]) == STEPS
+    losses = [torch.tensor(found["losses"], dtype=torch.float64) for found in (streamed, plain)]
+    torch.testing.assert_close(*losses, rtol=1e-5 if adapts else 0, atol=0)
     assert streamed["gathers"] == others[0]["gathers"] == 0 < plain["gathers"]
     for server in (ours, stock):
         assert [path for path in server.paths if path in CALLS] == CALLS * STEPS
