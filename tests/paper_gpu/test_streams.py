@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import hf_zero_stream
-from tests.paper_gpu.trials import zero_config, zero_model
+from tests.paper_gpu.trials import sharded_model, zero_config, zero_model
 from tests.support.cluster import PAPER_GPUS, run_ranks
-from tests.support.live_sharded import by_transformers
 from tests.support.streams import stream_changes
 
 
@@ -20,7 +19,10 @@ pytestmark = pytest.mark.usefixtures("paper_gpus")
 
 def streamed(checkpoint: Path, folder: Path, home: str, to: str) -> tuple[list[Any], set[str]]:
     """What differs from saves, in three updates of what has changed, and where a whole pass has its buckets."""
-    model = zero_model(checkpoint, zero_config(3, {}), {}) if home == "ZeRO-3" else by_transformers(checkpoint)
+    if home == "ZeRO-3":
+        model = zero_model(checkpoint, zero_config(3, {}), {})
+    else:
+        model, _ = sharded_model(checkpoint, {"fsdp_size": 2}, {})
     devices = {bucket.packed.device.type for bucket in hf_zero_stream.weight_stream(model, to)}
     assert {param.device.type for param in model.parameters()} == {"cuda"}
     return stream_changes(model, folder, to, bucket_bytes=20_000), devices
