@@ -118,7 +118,9 @@ class DirectVLLM(VLLM):
         self._changes = False
         self._shares: list[Shares] = []
         self._of_plan: Any = None
-        self._plans = self._number = 0
+        self._plans = 0
+        self._number = 0
+        """Of the bucket that comes next in this pass."""
 
     def meet(self, coordinator: Coordinator, address: str | None, port: int | None) -> None:
         self._calls.asks = coordinator.is_main
@@ -170,26 +172,22 @@ class DirectVLLM(VLLM):
             self._plans += 1
             if coordinator.is_main:
                 self._group.store.set(self._plan, encoded([each.layout for each in self._shares]))
-        number = next(number for number, each in enumerate(stream.buckets) if each is bucket)
-        return messages_of(self._shares[number], bucket, parameters, adapted, coordinator)
+        return messages_of(self._shares[self._number], bucket, parameters, adapted, coordinator)
 
     @property
     def _plan(self) -> str:
         """Under which the workers find the plan in the group's store."""
         return f"plan {self._plans}"
 
-    def begin(self, stream: WeightStream, version: str) -> None:
-        self._calls.post("pause?mode=keep")
-        self._calls.post("start_weight_update")
-        info = {"plan": self._plan, "changes": self._changes}
-        self._announced = self._calls.posting("update_weights", {"update_info": info})
+    def _update_info(self, stream: WeightStream) -> dict[str, Any]:
+        return {"plan": self._plan, "changes": self._changes}
 
     def give(self, item: Any, coordinator: Coordinator) -> None:
         with coordinator.reporting():
             worker = self._number % self._group.workers
             self._number += 1
             for message in self._packed(item, coordinator.is_main) if self._changes else item:
-                self._send(message, worker)
+                self._send_in_background(partial(self._group.send, message, worker))
             self._wait_for_bytes()
 
     def _packed(self, patches: Sequence[Patch], is_main: bool) -> Iterable[torch.Tensor]:
@@ -208,15 +206,3 @@ class DirectVLLM(VLLM):
         yield header
         if len(data):
             yield data
-
-    def _send(self, message: torch.Tensor, worker: int) -> None:
-        """Begin to send a message; the one before has arrived by then."""
-        self._wait_for_bytes()
-        accelerators.synchronise([self._device])  # what fills it was queued by another thread than sends it
-        group = self._group
-
-        def send() -> None:
-            group.send(message, worker)
-            accelerators.synchronise([self._device])
-
-        self._sent = self._calls.background(send)

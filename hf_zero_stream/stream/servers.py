@@ -10,6 +10,7 @@ import socket
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator
 from .calls import Calls
 from .weights import Bucket, StreamedTensor, WeightStream
+from .wire import name_of
 
 
 Join = Callable[[dict[str, Any]], Any]
@@ -90,17 +92,19 @@ class Server:
         self._group = self._calls.wait(self._calls.background(lambda: self._join(info)), accepted)
         self._calls.wait(accepted)
 
-    def _broadcast(self, packed: torch.Tensor) -> None:
-        """Begin to send a bucket; the one before has arrived by then."""
+    def _send_in_background(self, send: Callable[[], None]) -> None:
+        """Begin to `send` bytes; those before have arrived by then."""
         self._wait_for_bytes()
-        accelerators.synchronise([self._device])  # what fills it was queued by another thread than sends it
-        group = self._group
+        accelerators.synchronise([self._device])  # what fills them was queued by another thread than sends them
 
-        def broadcast() -> None:
-            group.broadcast(packed, src=0)
+        def work() -> None:
+            send()
             accelerators.synchronise([self._device])
 
-        self._sent = self._calls.background(broadcast)
+        self._sent = self._calls.background(work)
+
+    def _broadcast(self, packed: torch.Tensor) -> None:
+        self._send_in_background(partial(self._group.broadcast, packed, src=0))
 
     def _wait_for_bytes(self) -> None:
         if self._sent is not None:
@@ -150,9 +154,10 @@ class VLLM(Server):
         # What generates between two buckets would kill the engine. "keep": requests go on afterwards.
         self._calls.post("pause?mode=keep")
         self._calls.post("start_weight_update")
-        self._announced = self._calls.posting(
-            "update_weights", {"update_info": described(stream.metadata, "dtype_names")}
-        )
+        self._announced = self._calls.posting("update_weights", {"update_info": self._update_info(stream)})
+
+    def _update_info(self, stream: WeightStream) -> dict[str, Any]:
+        return described(stream.metadata, "dtype_names")
 
     def send(self, bucket: Bucket) -> None:
         self._broadcast(bucket.packed)
@@ -259,7 +264,7 @@ def described(tensors: Sequence[StreamedTensor], dtypes: str) -> dict[str, Any]:
     """What servers want to know of tensors that come, before they come; `dtypes`: the name of that field."""
     return {
         "names": [each.name for each in tensors],
-        dtypes: [str(each.dtype).removeprefix("torch.") for each in tensors],
+        dtypes: [name_of(each.dtype) for each in tensors],
         "shapes": [list(each.shape) for each in tensors],
     }
 

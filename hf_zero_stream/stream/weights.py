@@ -237,8 +237,11 @@ class WeightStream:
 
     def can_compare(self, coordinator: Coordinator) -> bool:
         """Whether :meth:`deltas` can tell what has changed (all ranks)."""
+        return self._comparable(coordinator) is not None
+
+    def _comparable(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
         has_given = self._given is not None and self._is_complete
-        return all(coordinator.all_gather(has_given)) and self._as_before(coordinator) is not None
+        return self._as_before(coordinator) if all(coordinator.all_gather(has_given)) else None
 
     def _passing(
         self,
@@ -275,7 +278,7 @@ class WeightStream:
 
     def _given_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         """As :meth:`_planned`, if there is something to compare with."""
-        found = self._as_before(coordinator) if self.can_compare(coordinator) else None
+        found = self._comparable(coordinator)
         if found is None:
             raise StreamError(
                 "What has changed since the last pass cannot be told, because no complete pass over this model came "
