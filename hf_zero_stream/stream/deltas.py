@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,25 +23,11 @@ from ..saving.write import take
 from .buckets import Filling
 from .merging import AdaptedLayers
 from .plan import BucketPlan, Entry
+from .wire import Patch
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """In which values are compared, by their size in bytes: a NaN is equal to itself, and 0.0 is not -0.0."""
-
-
-class Patch(NamedTuple):
-    """The elements of a tensor that have changed.
-
-    Attributes:
-        shape: of the whole tensor.
-        indices: where they are in it, flat, in row-major and ascending order; int32, or int64 of a larger tensor.
-        values: what they are now, in the tensor's dtype.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    indices: torch.Tensor
-    values: torch.Tensor
 
 
 class Given:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,12 +17,11 @@ from ..saving.parameters import Parameters, opened
 from ..saving.plan import Part
 from ..saving.write import take
 from .buckets import Filling
-from .deltas import Patch
 from .merging import AdaptedLayers
 from .plan import BucketPlan
 from .servers import VLLM
 from .weights import WeightStream
-from .wire import BACKEND, Group, Layout, Message, Piece, encoded, name_of
+from .wire import BACKEND, Group, Layout, Message, Patch, Piece, encoded, name_of, packed_patches
 
 
 MESSAGE_BYTES = 2 * 2**20
@@ -195,13 +193,8 @@ class DirectVLLM(VLLM):
         if not is_main:
             return
         device = self._group.device
-        of_patches = [
-            (name, name_of(values.dtype), shape, name_of(indices.dtype), len(indices))
-            for name, shape, indices, values in patches
-        ]
-        header = torch.frombuffer(bytearray(json.dumps(of_patches).encode()), dtype=torch.uint8).to(device)
-        pieces = [each.contiguous().view(torch.uint8) for patch in patches for each in (patch.indices, patch.values)]
-        data = torch.cat(pieces).to(device) if pieces else torch.empty(0, dtype=torch.uint8, device=device)
+        described, data = packed_patches(patches)
+        header, data = torch.frombuffer(bytearray(described), dtype=torch.uint8).to(device), data.to(device)
         yield torch.tensor([len(header), len(data)], dtype=torch.int64, device=device)
         yield header
         if len(data):

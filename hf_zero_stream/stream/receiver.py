@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from .wire import Group, Layout, decoded, dtype_of
-
-
-class Changed(NamedTuple):
-    """The elements of a tensor that have changed, by their flat indices in its whole `shape`."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    indices: torch.Tensor
-    values: torch.Tensor
+from .wire import Group, Layout, Patch, decoded, unpacked_patches
 
 
 class Receiver:
@@ -46,7 +35,7 @@ class Receiver:
             self._group.share(bucket, worker)
             yield layout.tensors_in(bucket)
 
-    def changes(self, plan: str) -> Iterator[list[Changed]]:
+    def changes(self, plan: str) -> Iterator[list[Patch]]:
         """What has changed, bucket after bucket of a plan."""
         for number in range(len(self._known(plan))):
             worker = number % self._group.workers
@@ -55,7 +44,7 @@ class Receiver:
                 self._received(torch.empty(size, dtype=torch.uint8, device=self._group.device), worker)
                 for size in sizes
             )
-            yield list(_changed(json.loads(header.cpu().numpy().tobytes()), data))
+            yield unpacked_patches(header.cpu().numpy().tobytes(), data)
 
     def _known(self, plan: str) -> Sequence[Layout]:
         if plan != self._plan:
@@ -68,14 +57,3 @@ class Receiver:
                 self._group.receive(memory, 0)
             self._group.share(memory, worker)
         return memory
-
-
-def _changed(header: Sequence[tuple[str, str, Sequence[int], str, int]], data: torch.Tensor) -> Iterator[Changed]:
-    at = 0
-    for name, dtype, shape, index_dtype, count in header:
-        parts = []
-        for each in (dtype_of(index_dtype), dtype_of(dtype)):
-            end = at + count * each.itemsize
-            parts.append(data[at:end].clone().view(each))  # they begin anywhere among the bytes
-            at = end
-        yield Changed(name, tuple(shape), dtype_of(dtype), *parts)

@@ -66,7 +66,10 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self._receiver is not None, "init_transfer_engine comes first"
         if update_info.changes:
             for changes in self._receiver.changes(update_info.plan):
-                patches = [CheckpointWeightPatch(**each._asdict()) for each in changes]
+                patches = [
+                    CheckpointWeightPatch(name, shape, values.dtype, values, indices)
+                    for name, shape, indices, values in changes
+                ]
                 load_checkpoint_weight_patches(self.model, patches)
             return
         if not self._reloads:

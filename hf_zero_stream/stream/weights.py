@@ -35,9 +35,10 @@ from ..seams.adapted import lay_out_adapters
 from ..seams.saving import lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .buckets import filled
-from .deltas import Given, Patch, patches
+from .deltas import Given, patches
 from .merging import AdaptedLayers, base_of, has_adapters, merging_of, trained_copies
 from .plan import BucketPlan, Named, Planner, by_layers, with_whole_layers
+from .wire import Patch
 
 
 logger = logging.get_logger(__name__)

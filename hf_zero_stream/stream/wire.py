@@ -99,6 +99,43 @@ def decoded(data: bytes) -> list[Layout]:
     ]
 
 
+class Patch(NamedTuple):
+    """The elements of a tensor that have changed.
+
+    Attributes:
+        shape: of the whole tensor.
+        indices: where they are in it, flat, in row-major and ascending order; int32, or int64 of a larger tensor.
+        values: what they are now, in the tensor's dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+def packed_patches(patches: Sequence[Patch]) -> tuple[bytes, torch.Tensor]:
+    """What patches are, and the bytes of their indices and values, one patch after the other."""
+    header = [
+        (name, shape, name_of(indices.dtype), name_of(values.dtype), len(values))
+        for name, shape, indices, values in patches
+    ]
+    pieces = [each.contiguous().view(torch.uint8) for patch in patches for each in (patch.indices, patch.values)]
+    return json.dumps(header).encode(), torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.uint8)
+
+
+def unpacked_patches(header: bytes, data: torch.Tensor) -> list[Patch]:
+    patches, at = [], 0
+    for name, shape, *dtypes, count in json.loads(header):
+        parts = []
+        for dtype in map(dtype_of, dtypes):
+            end = at + count * dtype.itemsize
+            parts.append(data[at:end].clone().view(dtype))  # they begin anywhere among the bytes
+            at = end
+        patches.append(Patch(name, tuple(shape), *parts))
+    return patches
+
+
 def dtype_of(name: str) -> torch.dtype:
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream.errors import ConfigError, StreamError
@@ -16,7 +15,7 @@ from tests.support import live_sharded as live
 from tests.support.cluster import run_ranks
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import change, differing, lora, patched, stream_changes, taken, under_zero_3
+from tests.support.streams import change, differing, lora, odd_model, patched, stream_changes, taken, under_zero_3
 from tests.support.zoo import ZOO, build_model
 
 
@@ -40,17 +39,7 @@ def of_dtensors(checkpoint: Path, folder: Path, ways: list[live.Way]) -> list[An
 
 def of_conversions(folder: Path) -> list[Any]:
     """Of tensors that are computed from whole parameters."""
-    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-
-    from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
-
-    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
-    if dist.get_rank() == 0:
-        OddModel(OddConfig()).save_pretrained(folder / "odd")
-    dist.barrier()
-    with hf_zero_stream.streaming():
-        model = OddModel.from_pretrained(folder / "odd", ds_config=ds_config())
-    return [stream_changes(model, folder / "saved", "rank0", bucket_bytes=1000)]
+    return [stream_changes(odd_model(folder / "odd"), folder / "saved", "rank0", bucket_bytes=1000)]
 
 
 def assert_right(of_ranks: list[list[Any]], most: float = 0.3) -> None:

@@ -20,7 +20,7 @@ from tests.support.engine_servers import DirectServer
 from tests.support.live_sharded import by_transformers
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import change, counted_gathers, differing, lora, saved, under_zero_3
+from tests.support.streams import change, counted_gathers, differing, lora, odd_model, saved, under_zero_3
 from tests.support.zoo import build_model
 
 
@@ -103,13 +103,7 @@ def test_what_workers_get(
 
 def computed_everywhere(folder: Path, url: str) -> None:
     """Of tensors that are computed from whole parameters."""
-    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-
-    from tests.saving.test_conversions import CONVERSIONS, OddModel
-
-    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
-    with hf_zero_stream.streaming():
-        model = OddModel.from_pretrained(folder / "odd", ds_config=ds_config())
+    model = odd_model(folder / "odd")
     sender = hf_zero_stream.weight_sender(
         model, url, direct=True, deltas=True, checkpoint=folder / "odd", bucket_bytes=1000
     )
@@ -120,12 +114,6 @@ def computed_everywhere(folder: Path, url: str) -> None:
 
 
 def test_conversions(cluster: None, started: Callable[[Path], DirectServer], tmp_path: Path) -> None:
-    from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-
-    from tests.saving.test_conversions import CONVERSIONS, OddConfig, OddModel
-
-    register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
-    OddModel(OddConfig()).save_pretrained(tmp_path / "odd")
     server = started(tmp_path / "odd")
     run_ranks(2, computed_everywhere, tmp_path, server.url)
     assert differing(server.updates[-1], saved(tmp_path / "saved")) == []

@@ -190,9 +190,9 @@ class DirectServer(VLLMServer):
     def _changes(self, worker: int, plan: str) -> None:
         count = 0
         for changes in self._workers[worker].changes(plan):
-            for name, shape, dtype, indices, values in changes:
+            for name, shape, indices, values in changes:
                 held = self._held[worker][name]
-                assert (held.shape, held.dtype) == (shape, dtype)
+                assert (held.shape, held.dtype) == (shape, values.dtype)
                 held.view(-1)[indices.long()] = values
                 count += len(values)
         if worker == 0:

@@ -78,8 +78,8 @@ def stream_zero(checkpoints: dict[str, Path], folder: Path, to: str, options: di
     return found
 
 
-def stream_odd(folder: Path, to: str) -> list[Any]:
-    """Of a model with conversions that reorder elements, compute with them, and need all of them."""
+def odd_model(folder: Path) -> Any:
+    """Its conversions reorder elements, compute with them, and need all of them; saved into `folder` (all ranks)."""
     from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 
     import hf_zero_stream
@@ -87,11 +87,14 @@ def stream_odd(folder: Path, to: str) -> list[Any]:
 
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)
     if dist.get_rank() == 0:
-        OddModel(OddConfig()).save_pretrained(folder / "odd")
+        OddModel(OddConfig()).save_pretrained(folder)
     dist.barrier()
     with hf_zero_stream.streaming():
-        model = OddModel.from_pretrained(folder / "odd", ds_config=ds_config())
-    return [compared(model, folder / "saved", to, bucket_bytes=1000)]
+        return OddModel.from_pretrained(folder, ds_config=ds_config())
+
+
+def stream_odd(folder: Path, to: str) -> list[Any]:
+    return [compared(odd_model(folder / "odd"), folder / "saved", to, bucket_bytes=1000)]
 
 
 def stream_trained(checkpoint: Path, folder: Path, config: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
