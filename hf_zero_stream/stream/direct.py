@@ -21,7 +21,7 @@ from .merging import AdaptedLayers
 from .plan import BucketPlan
 from .servers import VLLM
 from .weights import WeightStream
-from .wire import BACKEND, Group, Layout, Message, Patch, Piece, encoded, name_of, packed_patches
+from .wire import BACKEND, BucketLayout, Group, Message, Patch, Piece, encoded, name_of, packed_patches
 
 
 MESSAGE_BYTES = 2 * 2**20
@@ -35,7 +35,7 @@ class Shares(NamedTuple):
         parts: what the pieces of each message are taken from; None is what rank 0 has computed.
     """
 
-    layout: Layout
+    layout: BucketLayout
     parts: Sequence[Sequence[Part | None]]
 
 
@@ -68,7 +68,7 @@ def shares_of(bucket: BucketPlan) -> Shares:
     tensors = [(tensor.name, name_of(tensor.dtype), tensor.shape, at) for at, tensor in entries]
     messages = [Message(giver, [piece for piece, _ in pieces]) for giver, pieces in found]
     parts = [[part for _, part in pieces] for _, pieces in found]
-    return Shares(Layout(bucket.nbytes.get(0, 0), tensors, messages), parts)
+    return Shares(BucketLayout(bucket.nbytes.get(0, 0), tensors, messages), parts)
 
 
 @torch.no_grad()

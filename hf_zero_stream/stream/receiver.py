@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .wire import Group, Layout, Patch, decoded, unpacked_patches
+from .wire import BucketLayout, Group, Patch, decoded, unpacked_patches
 
 
 class Receiver:
@@ -17,7 +17,7 @@ class Receiver:
         self._worker = worker
         self._group = Group(info, info["rank_offset"] + worker, device)
         self._plan = ""
-        self._layouts: Sequence[Layout] = ()
+        self._layouts: Sequence[BucketLayout] = ()
 
     def tensors(self, plan: str) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """All tensors, bucket after bucket, by the `plan` that the group's store has under this key.
@@ -46,7 +46,7 @@ class Receiver:
             )
             yield unpacked_patches(header.cpu().numpy().tobytes(), data)
 
-    def _known(self, plan: str) -> Sequence[Layout]:
+    def _known(self, plan: str) -> Sequence[BucketLayout]:
         if plan != self._plan:
             self._plan, self._layouts = plan, decoded(self._group.store.get(plan))
         return self._layouts

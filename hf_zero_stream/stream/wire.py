@@ -72,7 +72,7 @@ class Message(NamedTuple):
             memory[piece.to :].as_strided(list(piece.sizes), list(piece.strides)).copy_(piece.view(message, at))
 
 
-class Layout(NamedTuple):
+class BucketLayout(NamedTuple):
     """A bucket: its tensors, as (name, dtype, shape, first byte), and the messages that fill it, in their order."""
 
     nbytes: int
@@ -88,13 +88,15 @@ class Layout(NamedTuple):
         return found
 
 
-def encoded(layouts: Sequence[Layout]) -> bytes:
+def encoded(layouts: Sequence[BucketLayout]) -> bytes:
     return zlib.compress(json.dumps(layouts, separators=(",", ":")).encode())
 
 
-def decoded(data: bytes) -> list[Layout]:
+def decoded(data: bytes) -> list[BucketLayout]:
     return [
-        Layout(nbytes, tensors, [Message(giver, [Piece(*piece) for piece in pieces]) for giver, pieces in messages])
+        BucketLayout(
+            nbytes, tensors, [Message(giver, [Piece(*piece) for piece in pieces]) for giver, pieces in messages]
+        )
         for nbytes, tensors, messages in json.loads(zlib.decompress(data))
     ]
 
