@@ -93,10 +93,11 @@ def encoded(layouts: Sequence[BucketLayout]) -> bytes:
 
 
 def decoded(data: bytes) -> list[BucketLayout]:
+    def message(giver: int, pieces: Sequence[Sequence[Any]]) -> Message:
+        return Message(giver, [Piece(*piece) for piece in pieces])
+
     return [
-        BucketLayout(
-            nbytes, tensors, [Message(giver, [Piece(*piece) for piece in pieces]) for giver, pieces in messages]
-        )
+        BucketLayout(nbytes, tensors, [message(*each) for each in messages])
         for nbytes, tensors, messages in json.loads(zlib.decompress(data))
     ]
 
