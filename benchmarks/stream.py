@@ -77,9 +77,12 @@ class Engine(DirectServer):
             case "update_weights":
                 info, (worker,) = body["update_info"], self._workers
                 if info["changes"]:
-                    self.sum = sum(len(each.indices) for changes in worker.changes(info["plan"]) for each in changes)
+                    self.sum = sum(
+                        len(each.indices) for changes in worker.changes(info["buckets"]) for each in changes
+                    )
                 else:
-                    self.sum = sum(sum_of(each) for tensors in worker.tensors(info["plan"]) for _, each in tensors)
+                    buckets = worker.tensors(info["plan"], info["buckets"], sliced=info["sliced"])
+                    self.sum = sum(sum_of(each) for tensors in buckets for _, each in tensors)
             case "finish_weight_update":
                 pass
             case "sum":

@@ -3,10 +3,12 @@
     python -m benchmarks.stream_plan --model deepseek-v3 --world 512
 
 The model has no memory, and every rank says that it holds its share of each parameter; the plan is real. Without a
-gather, the plan goes to the engine once: how long that takes, and its size, is said too.
+gather, the engine's workers get the plan too, of each bucket before it: of all tensors, or, of many workers, of the
+experts of each.
 """
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -71,14 +73,29 @@ def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
         yield
 
 
+def read_by(worker: int, workers: int, tensors: Any) -> dict[str, Any]:
+    """What a worker reads: of experts its own, as expert parallelism deals them out, and all of the rest."""
+    from hf_zero_stream.stream.reads import whole
+
+    experts = (re.search(r"experts\.(\d+)\.", each.name) for each in tensors)
+    mine = (expert is None or int(expert[1]) % workers == worker for expert in experts)
+    return {each.name: whole(each.shape) for each, is_mine in zip(tensors, mine, strict=True) if is_mine}
+
+
+def layouts_of(bucket: Any, read: list[dict[str, Any]]) -> Iterator[Any]:
+    from hf_zero_stream.stream.direct import shares_of, sliced
+
+    yield from [shares_of(bucket, 0)] if len(read) == 1 else sliced(bucket, 0, read)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Plan a weight stream of a very large world.")
     parser.add_argument("--model", default="deepseek-v3", choices=MODELS)
     parser.add_argument("--world", type=int, default=512)
+    parser.add_argument("--workers", type=int, default=32, help="of the engine")
     parser.add_argument("--bucket-mib", type=int, default=256)
     settings = parser.parse_args(arguments)
     import hf_zero_stream
-    from hf_zero_stream.stream.direct import shares_of
     from hf_zero_stream.stream.wire import encoded
 
     model = model_of(MODELS[settings.model][0]())
@@ -90,15 +107,22 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.perf_counter()
     rounds = sum(len(bucket.rounds) for bucket in stream.buckets)
     rounds_s = time.perf_counter() - began
-    began = time.perf_counter()
-    shares = [shares_of(bucket) for bucket in stream.buckets]
-    data = encoded([each.layout for each in shares])
-    direct_s = time.perf_counter() - began
-    messages = sum(len(each.layout.messages) for each in shares)
     print(f"{settings.model}, {settings.world} ranks: {len(stream.metadata)} tensors, {nbytes / 1e12:.2f} TB")
     print(f"plan {plan_s:.1f} s; {stream.bucket_count} buckets, of which each is planned when it is sent:")
     print(f"  {rounds} rounds, {1000 * rounds_s / stream.bucket_count:.1f} ms for a bucket")
-    print(f"without a gather: {messages} messages, a plan of {len(data) / 2**20:.1f} MiB, {direct_s:.1f} s")
+    for workers in (1, settings.workers):
+        began = time.perf_counter()
+        read = [read_by(worker, workers, stream.metadata) for worker in range(workers)]
+        layouts = [each.layout for bucket in stream.buckets for each in layouts_of(bucket, read)]
+        nbytes_of_plan = sum(len(encoded(each)) for each in layouts)
+        seconds = time.perf_counter() - began
+        messages = sum(len(each.messages) for each in layouts)
+        shared, mine = (sum(each.nbytes for each in layouts if each.is_shared == is_so) for is_so in (True, False))
+        print(
+            f"without a gather, {workers} workers: {messages} messages, {shared / 1e9:.0f} GB to all and "
+            f"{mine / workers / 1e9:.0f} GB to each; a plan of {nbytes_of_plan / 2**20:.1f} MiB, "
+            f"{1000 * seconds / stream.bucket_count:.1f} ms for a bucket"
+        )
     return 0
 
 

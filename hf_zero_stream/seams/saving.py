@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import StateDictSplit
 from transformers import PreTrainedModel, core_model_loading, modeling_utils
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..bindings.install import Moment, standing_in
 from ..bindings.table import installed
@@ -33,6 +34,7 @@ class _Noted:
 
     shards: list[NotedShard]
     packed: Mapping[str, tuple[TensorEntry, LazyTensor]]
+    in_one_shard: bool
 
 
 _noted: ContextVar[_Noted | None] = ContextVar("hf_zero_stream_noted_shards", default=None)
@@ -50,6 +52,8 @@ def split(original: Callable[..., Any], state_dict: dict[str, Any], *args: Any, 
     """Add what packed weights hold, under the names of the checkpoint, which transformers is done converting."""
     if (noted := _noted.get()) is not None:
         state_dict.update({name: lazy for name, (_, lazy) in noted.packed.items()})
+        if noted.in_one_shard:  # of tens of thousands of tensors, splitting them takes longer than all else
+            return StateDictSplit({}, {SAFE_WEIGHTS_NAME: list(state_dict)}, {})
     return original(state_dict, *args, **kwargs)
 
 
@@ -72,6 +76,7 @@ def lay_out_pretrained(
     dtype: torch.dtype | None,
     *,
     own_code: bool = True,
+    in_one_shard: bool = False,
     **kwargs: Any,
 ) -> list[NotedShard]:
     """Have ``model.save_pretrained`` write everything but the shards into `folder`, and return the shards.
@@ -82,8 +87,9 @@ def lay_out_pretrained(
         num_parameters: number of elements of all parameters, for the index.
         dtype: written to the config as the dtype of the weights; default: the model's own.
         own_code: run the ``save_pretrained`` of the model's class; false if that is what calls this.
+        in_one_shard: do not split the tensors, whatever their size.
     """
-    noted = _Noted([], _taken_out(model, state_dict))
+    noted = _Noted([], _taken_out(model, state_dict), in_one_shard)
     methods = {
         "num_parameters": lambda *_, **__: num_parameters,
         "should_save_on_this_rank": lambda *_: True,  # transformers asks since 5.15

@@ -1,17 +1,17 @@
-"""Fills a bucket: ranks exchange what its plan says, and owners compute what no ranges give."""
+"""A bucket, and how it is filled: ranks exchange what its plan says, and owners compute what no ranges give."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from ..checkpoint.nodes import Stored
-from ..destinations.holder import Holding
 from ..engine.execute import HugePages
 from ..errors import PeerError
 from ..ranks.coordinator import Coordinator, collective_device
-from ..saving.parameters import Values, evaluated, opened
+from ..saving.parameters import Parameters, Values, evaluated, opened
 from ..saving.plan import Round, Segment
 from ..saving.write import exchange
 from .merging import AdaptedLayers
@@ -20,6 +20,26 @@ from .plan import BucketPlan, Evaluation
 
 POPULATED_BYTES = 4 * 2**20
 """How much of a bucket gets its memory at once."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors in one piece of memory, which nobody else uses; of another rank's it is empty.
+
+    Attributes:
+        packed: the bytes of all tensors, one after the other. A tensor begins at a multiple of its elements' size: if
+            all have one dtype, there is nothing between them.
+        tensors: (name, tensor) of each, views of `packed`.
+    """
+
+    packed: torch.Tensor
+    tensors: Sequence[tuple[str, torch.Tensor]]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
 
 class Filling:
@@ -84,14 +104,19 @@ class Filling:
 
 @torch.no_grad()
 def filled(
-    plan: BucketPlan, holdings: Mapping[str, Holding], adapted: AdaptedLayers | None, coordinator: Coordinator
-) -> torch.Tensor:
-    """This rank's bytes of a bucket, in new memory (all ranks)."""
+    plan: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
+) -> Bucket:
+    """This rank's bucket, in new memory (all ranks)."""
     packed = torch.empty(plan.nbytes.get(coordinator.rank, 0), dtype=torch.uint8, device=collective_device())
     filling = Filling(coordinator, adapted)
-    with opened(holdings) as values:
+    with opened(parameters.holdings) as values:
         filling.exchange(plan.rounds, packed, values)
         for evaluation in plan.evaluations:
             filling.evaluate(evaluation, packed, values)
     coordinator.agree(filling.error)
-    return packed
+    tensors = [
+        (tensor.name, packed[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+        for tensor, owners, at in plan.entries
+        if coordinator.rank in owners
+    ]
+    return Bucket(packed, tensors)

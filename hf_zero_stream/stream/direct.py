@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +18,23 @@ from ..saving.plan import Part
 from ..saving.write import take
 from .buckets import Filling
 from .merging import AdaptedLayers
-from .plan import BucketPlan
+from .plan import BucketPlan, Named
+from .reads import Ranges, whole
 from .servers import VLLM
 from .weights import WeightStream
-from .wire import BACKEND, BucketLayout, Group, Message, Patch, Piece, encoded, name_of, packed_patches
+from .wire import (
+    BACKEND,
+    BucketLayout,
+    Group,
+    Message,
+    Patch,
+    Piece,
+    Slot,
+    decoded,
+    encoded,
+    name_of,
+    packed_patches,
+)
 
 
 MESSAGE_BYTES = 2 * 2**20
@@ -35,12 +48,13 @@ class Shares(NamedTuple):
         parts: what the pieces of each message are taken from; None is what rank 0 has computed.
     """
 
+    bucket: BucketPlan
     layout: BucketLayout
     parts: Sequence[Sequence[Part | None]]
 
 
-def shares_of(bucket: BucketPlan) -> Shares:
-    """Who sends what of a bucket, which a plan gives to rank 0."""
+def shares_of(bucket: BucketPlan, worker: int) -> Shares:
+    """Who sends what of a bucket, which a plan gives to rank 0, to the worker that shares it with the others."""
     filling: dict[int, list[tuple[Piece, Part | None]]] = defaultdict(list)
     sizes: Counter[int] = Counter()
     found: list[tuple[int, list[tuple[Piece, Part | None]]]] = []
@@ -64,48 +78,100 @@ def shares_of(bucket: BucketPlan) -> Shares:
                 nbytes = min(MESSAGE_BYTES, entry.tensor.nbytes - start)
                 add(0, Piece(entry.at + start, nbytes, "uint8", 0, (nbytes,), (1,)), None)
     found += filling.items()
-    entries = [(each.at, each.tensor) for each in bucket.entries]
-    tensors = [(tensor.name, name_of(tensor.dtype), tensor.shape, at) for at, tensor in entries]
+    slots = [
+        Slot(tensor.name, name_of(tensor.dtype), tensor.shape, at, whole(tensor.shape))
+        for tensor, _, at in bucket.entries
+    ]
     messages = [Message(giver, [piece for piece, _ in pieces]) for giver, pieces in found]
     parts = [[part for _, part in pieces] for _, pieces in found]
-    return Shares(BucketLayout(bucket.nbytes.get(0, 0), tensors, messages), parts)
+    return Shares(bucket, BucketLayout(bucket.nbytes.get(0, 0), slots, messages, worker, True), parts)
+
+
+def sliced(bucket: BucketPlan, worker: int, read: Sequence[Mapping[str, Ranges]]) -> list[Shares]:
+    """As :func:`shares_of`, of what each worker has `read`.
+
+    What all read in full, or rank 0 computes, goes to one `worker`, which shares it: it is planned and sent once.
+    """
+    planner, tensors = bucket.planner, [entry.tensor for entry in bucket.entries]
+    shared = {each.name: each for each in tensors if _is_read_by_all(each, read) or planner.is_computed(each)}
+    found = [shares_of(planner.bucket(list(shared.values())), worker)] if shared else []
+    for number, by_worker in enumerate(read):
+        mine = {each.name: each for each in tensors if each.name in by_worker and each.name not in shared}
+        shares = shares_of(planner.bucket([_narrowed(each, by_worker[name]) for name, each in mine.items()]), number)
+        slots = [
+            slot._replace(shape=mine[slot.name].shape, ranges=by_worker[slot.name])
+            if slot.shape != mine[slot.name].shape
+            else slot
+            for slot in shares.layout.slots
+        ]
+        found.append(shares._replace(layout=shares.layout._replace(slots=slots, is_shared=False)))
+    return found
+
+
+def _is_read_by_all(tensor: Named, read: Sequence[Mapping[str, Ranges]]) -> bool:
+    everything = whole(tensor.shape)
+    return all(tensor.name in each and tuple(map(tuple, each[tensor.name])) == everything for each in read)
+
+
+def _narrowed(tensor: Named, ranges: Ranges) -> Named:
+    """The elements of a tensor in these ranges; all of one that is read in another shape than it is stored."""
+    view = tensor.view
+    if view.sizes != tensor.shape:
+        return tensor
+    for dim, (start, stop) in enumerate(ranges):
+        view = view.narrow(dim, start, stop - start)
+    return tensor._replace(view=view, shape=view.sizes)
 
 
 @torch.no_grad()
 def messages_of(
-    shares: Shares,
-    bucket: BucketPlan,
-    parameters: Parameters,
-    adapted: AdaptedLayers | None,
-    coordinator: Coordinator,
-) -> Iterator[torch.Tensor]:
-    """This rank's messages, each made when it is asked for (all ranks)."""
-    computed = torch.empty(0, dtype=torch.uint8)
-    if bucket.evaluations:
-        filling = Filling(coordinator, adapted)
-        computed = torch.empty(bucket.nbytes.get(coordinator.rank, 0), dtype=torch.uint8, device=collective_device())
-        with opened(parameters.holdings) as values:
-            for evaluation in bucket.evaluations:
-                filling.evaluate(evaluation, computed, values)
-        coordinator.agree(filling.error)
+    shares: Sequence[Shares], parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """This rank's messages and the workers that get them, each made when it is asked for (all ranks)."""
+    computed = [_computed(each.bucket, parameters, adapted, coordinator) for each in shares]
     return _messages(shares, parameters, computed, coordinator.rank)
 
 
-def _messages(shares: Shares, parameters: Parameters, computed: torch.Tensor, rank: int) -> Iterator[torch.Tensor]:
+def _computed(
+    bucket: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
+) -> torch.Tensor:
+    """What rank 0 computes of a bucket, in its place there (all ranks)."""
+    if not bucket.evaluations:
+        return torch.empty(0, dtype=torch.uint8)
+    filling = Filling(coordinator, adapted)
+    memory = torch.empty(bucket.nbytes.get(coordinator.rank, 0), dtype=torch.uint8, device=collective_device())
     with opened(parameters.holdings) as values:
-        for message, parts in zip(shares.layout.messages, shares.parts, strict=True):
-            if message.giver == rank:
-                memory = message.new(collective_device())
-                for piece, at, part in zip(message.pieces, message.starts(), parts, strict=False):
-                    whole = computed[piece.position : piece.position + piece.nbytes]
-                    piece.view(memory, at).copy_(whole if part is None else take(part, values))
-                yield memory
+        for evaluation in bucket.evaluations:
+            filling.evaluate(evaluation, memory, values)
+    coordinator.agree(filling.error)
+    return memory
+
+
+def _messages(
+    shares: Sequence[Shares], parameters: Parameters, computed: Sequence[torch.Tensor], rank: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    # One order for all: who sends or gets an earlier message waits for nobody who is at a later one.
+    turns = [
+        (not each.layout.is_shared, turn, number)
+        for number, each in enumerate(shares)
+        for turn, message in enumerate(each.layout.messages)
+        if message.giver == rank
+    ]
+    with opened(parameters.holdings) as values:
+        for _, turn, number in sorted(turns):
+            layout, message = shares[number].layout, shares[number].layout.messages[turn]
+            memory = message.new(collective_device())
+            for piece, at, part in zip(message.pieces, message.starts(), shares[number].parts[turn], strict=False):
+                done = computed[number][piece.position : piece.position + piece.nbytes]
+                piece.view(memory, at).copy_(done if part is None else take(part, values))
+            yield layout.worker, memory
 
 
 class DirectVLLM(VLLM):
     """vLLM's server with the plugin of :mod:`.vllm_engine`: all ranks are in a group with its workers.
 
-    With `deltas`, an update after the first one has only what has changed since, found by the stream's `deltas`.
+    At the first update all workers get all tensors, and say what their loaders have read of them: of later ones each
+    gets its slices. With `deltas`, these have only what has changed since, found by the stream's `deltas`.
     """
 
     packs = False
@@ -114,9 +180,12 @@ class DirectVLLM(VLLM):
         super().__init__(*args)
         self._deltas = deltas
         self._changes = False
-        self._shares: list[Shares] = []
         self._of_plan: Any = None
         self._plans = 0
+        self._read: list[dict[str, Ranges]] | None = None
+        """By each worker, at the first update by the stream's plan."""
+        self._shares: list[list[Shares]] = []
+        """Of each bucket: what workers share, and what is one's alone."""
         self._number = 0
         """Of the bucket that comes next in this pass."""
 
@@ -164,28 +233,59 @@ class DirectVLLM(VLLM):
         parameters: Parameters,
         adapted: AdaptedLayers | None,
         coordinator: Coordinator,
-    ) -> Iterator[torch.Tensor]:
-        if stream.buckets is not self._of_plan:
-            self._of_plan, self._shares = stream.buckets, [shares_of(each) for each in stream.buckets]
-            self._plans += 1
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        if self._number == 0:
+            self._plan_again(stream, coordinator)
+        if self._number == len(self._shares):
+            self._shares.append(self._shares_of(bucket))
             if coordinator.is_main:
-                self._group.store.set(self._plan, encoded([each.layout for each in self._shares]))
-        return messages_of(self._shares[self._number], bucket, parameters, adapted, coordinator)
+                self._tell_workers(self._shares[-1])
+        return messages_of(self._shares[self._number], parameters, adapted, coordinator)
+
+    def _plan_again(self, stream: WeightStream, coordinator: Coordinator) -> None:
+        """Begin a new plan, if the stream has one, or if it is known since its first pass what the workers read."""
+        found = None
+        is_new = stream.buckets is not self._of_plan
+        if not is_new and self._read is None and self._group.workers > 1:
+            found = coordinator.broadcast(self._read_by_workers)
+        if is_new or found is not None:
+            self._of_plan, self._read, self._shares = stream.buckets, found, []
+            self._plans += 1
+
+    def _read_by_workers(self) -> list[dict[str, Ranges]] | None:
+        """What each has read of the tensors of the last plan; None if that says nothing of the next update."""
+        keys = [f"{self._plan} read by {worker}" for worker in range(self._group.workers)]
+        found = [decoded(self._group.store.get(key)) for key in keys]
+        return None if None in found else found
+
+    def _shares_of(self, bucket: BucketPlan) -> list[Shares]:
+        worker = self._number % self._group.workers
+        return [shares_of(bucket, worker)] if self._read is None else sliced(bucket, worker, self._read)
+
+    def _tell_workers(self, shares: Sequence[Shares]) -> None:
+        """Leave the layouts of a bucket in the group's store."""
+        key, layouts = f"{self._plan} {self._number}", [each.layout for each in shares]
+        if self._read is None:
+            self._group.store.set(key, encoded(layouts))
+        for worker in range(self._group.workers if self._read is not None else 0):
+            mine = [each for each in layouts if each.is_shared or each.worker == worker]
+            self._group.store.set(f"{key} {worker}", encoded(mine))
 
     @property
     def _plan(self) -> str:
-        """Under which the workers find the plan in the group's store."""
         return f"plan {self._plans}"
 
     def _update_info(self, stream: WeightStream) -> dict[str, Any]:
-        return {"plan": self._plan, "changes": self._changes}
+        sliced = self._read is not None
+        return {"plan": self._plan, "buckets": stream.bucket_count, "sliced": sliced, "changes": self._changes}
 
     def give(self, item: Any, coordinator: Coordinator) -> None:
         with coordinator.reporting():
             worker = self._number % self._group.workers
             self._number += 1
-            for message in self._packed(item, coordinator.is_main) if self._changes else item:
-                self._send_in_background(partial(self._group.send, message, worker))
+            messages = ((worker, each) for each in self._packed(item, coordinator.is_main)) if self._changes else item
+            for to, message in messages:
+                self._send_in_background(partial(self._group.send, message, to))
             self._wait_for_bytes()
 
     def _packed(self, patches: Sequence[Patch], is_main: bool) -> Iterable[torch.Tensor]:

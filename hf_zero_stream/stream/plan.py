@@ -135,7 +135,16 @@ class Planner:
             if number == len(found):
                 found.append([])
             found[number].append(Entry(tensor, mine, at))
-        return map(self._bucket, found)
+        return map(self._planned, found)
+
+    def bucket(self, tensors: Sequence[Named]) -> BucketPlan:
+        """These tensors in one bucket of rank 0."""
+        entries, at = [], 0
+        for tensor in tensors:
+            at += -at % tensor.dtype.itemsize
+            entries.append(Entry(tensor, (0,), at))
+            at += tensor.nbytes
+        return self._planned(entries)
 
     def _dealt(self, tensors: Sequence[Named]) -> list[tuple[int, ...]]:
         """An owner of each: who holds most of it, of those that have not got their share of all bytes yet."""
@@ -154,7 +163,7 @@ class Planner:
             owners.append((owner,))
         return owners
 
-    def _bucket(self, entries: Sequence[Entry]) -> BucketPlan:
+    def _planned(self, entries: Sequence[Entry]) -> BucketPlan:
         nbytes: dict[int, int] = {}
         for entry in entries:
             for rank in entry.owners:

@@ -2,42 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from .wire import BucketLayout, Group, Patch, decoded, unpacked_patches
+from .reads import Reads
+from .wire import BucketLayout, Group, Patch, decoded, encoded, unpacked_patches
 
 
 class Receiver:
-    """Worker number `worker` of an engine, in the group of which its server was told by `info`."""
+    """Worker number `worker` of an engine, in the group of which its server was told by `info`.
 
-    def __init__(self, info: Mapping[str, Any], worker: int, device: torch.device) -> None:
-        self._worker = worker
+    At the first update the workers get all tensors, each bucket in turns, and share them. By what their loaders read
+    of these, ranks know which slices each of them needs: of later updates it gets these alone, and nothing is shared.
+
+    Args:
+        keeps_slices: whether a worker's part of the model is the same at each update.
+    """
+
+    def __init__(
+        self, info: Mapping[str, Any], worker: int, device: torch.device, *, keeps_slices: bool = True
+    ) -> None:
         self._group = Group(info, info["rank_offset"] + worker, device)
         self._plan = ""
-        self._layouts: Sequence[BucketLayout] = ()
+        self._layouts: dict[str, list[BucketLayout]] = {}
+        self._looks = keeps_slices and self._group.workers > 1
+        self._reads: Reads | None = None
 
-    def tensors(self, plan: str) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """All tensors, bucket after bucket, by the `plan` that the group's store has under this key.
+    def tensors(self, plan: str, buckets: int, *, sliced: bool) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """All tensors, bucket after bucket, of a `plan` that the group's store has in pieces, a bucket each.
 
-        A bucket is new memory, because loaders keep views of it until a layer is complete.
+        What is `sliced` has the elements that the loaders have read at the first update, and others that are
+        arbitrary. A bucket is new memory, because loaders keep views of it until a layer is complete.
+
+        Raises:
+            RuntimeError: later, in the loader that reads others.
         """
-        for number, layout in enumerate(self._known(plan)):
-            bucket = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._group.device)
-            worker = number % self._group.workers  # receives it for all
-            if worker == self._worker:
-                for message in layout.messages:
-                    received = message.new(self._group.device)
-                    self._group.receive(received, message.giver)
-                    message.unpack(received, bucket)
-            self._group.share(bucket, worker)
-            yield layout.tensors_in(bucket)
+        self._reads = Reads() if self._looks else None
+        if plan != self._plan:
+            self._plan, self._layouts = plan, {}
+        for number in range(buckets):
+            key = f"{plan} {number} {self._group.number}" if sliced else f"{plan} {number}"
+            if key not in self._layouts:
+                self._layouts[key] = [BucketLayout.of(*each) for each in decoded(self._group.store.get(key))]
+            for layout in self._layouts[key]:
+                yield self._given(layout)
 
-    def changes(self, plan: str) -> Iterator[list[Patch]]:
-        """What has changed, bucket after bucket of a plan."""
-        for number in range(len(self._known(plan))):
+    def _given(self, layout: BucketLayout) -> list[tuple[str, torch.Tensor]]:
+        bucket = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._group.device)
+        if layout.worker == self._group.number:
+            for message in layout.messages:
+                received = message.new(self._group.device)
+                self._group.receive(received, message.giver)
+                message.unpack(received, bucket)
+        if layout.is_shared:
+            self._group.share(bucket, layout.worker)
+        found = [(slot.name, slot.whole(bucket)) for slot in layout.slots]
+        if self._reads is None:
+            return found
+        there = [slot.ranges for slot in layout.slots]
+        return self._reads.watched(found, there)
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """Loaders run inside of it."""
+        return self._reads or nullcontext()
+
+    def finish(self) -> None:
+        """All is loaded. Leave word of what has been read, for the ranks of the training."""
+        reads = None if self._reads is None else self._reads.end()
+        self._reads = None
+        self._group.store.set(f"{self._plan} read by {self._group.number}", encoded(reads))
+
+    def changes(self, buckets: int) -> Iterator[list[Patch]]:
+        """What has changed, bucket after bucket."""
+        for number in range(buckets):
             worker = number % self._group.workers
             sizes = self._received(torch.empty(2, dtype=torch.int64, device=self._group.device), worker).tolist()
             header, data = (
@@ -46,14 +86,9 @@ class Receiver:
             )
             yield unpacked_patches(header.cpu().numpy().tobytes(), data)
 
-    def _known(self, plan: str) -> Sequence[BucketLayout]:
-        if plan != self._plan:
-            self._plan, self._layouts = plan, decoded(self._group.store.get(plan))
-        return self._layouts
-
     def _received(self, memory: torch.Tensor, worker: int) -> torch.Tensor:
         if memory.numel():
-            if worker == self._worker:
+            if worker == self._group.number:
                 self._group.receive(memory, 0)
             self._group.share(memory, worker)
         return memory

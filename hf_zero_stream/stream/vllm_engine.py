@@ -36,9 +36,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass(kw_only=True)
 class UpdateInfo(WeightTransferUpdateInfo):
-    """What comes: all weights by a `plan`, or what has changed of them."""
+    """What comes in so many `buckets`: all weights by a `plan`, or slices of them, or what has changed of them."""
 
     plan: str
+    buckets: int
+    sliced: bool
     changes: bool
 
 
@@ -54,7 +56,9 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver = Receiver(vars(init_info), worker, self.device)
+        # It moves experts between workers while it serves.
+        keeps_slices = not parallel.enable_eplb
+        self._receiver = Receiver(vars(init_info), worker, self.device, keeps_slices=keeps_slices)
 
     def start_weight_update(self) -> None:
         self._reloads = False  # known when the update comes: vLLM applies patches outside its reload
@@ -65,7 +69,7 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         assert self._receiver is not None, "init_transfer_engine comes first"
         if update_info.changes:
-            for changes in self._receiver.changes(update_info.plan):
+            for changes in self._receiver.changes(update_info.buckets):
                 patches = [
                     CheckpointWeightPatch(name, shape, values.dtype, values, indices)
                     for name, shape, indices, values in changes
@@ -75,12 +79,16 @@ class Engine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not self._reloads:
             initialize_layerwise_reload(self.model)
         self._reloads = True
-        for tensors in self._receiver.tensors(update_info.plan):
-            self.model.load_weights(tensors)
+        for tensors in self._receiver.tensors(update_info.plan, update_info.buckets, sliced=update_info.sliced):
+            with self._receiver.loading():
+                self.model.load_weights(tensors)
 
     def finish_weight_update(self) -> None:
         if self._reloads:
-            finalize_layerwise_reload(self.model, self.model_config)
+            assert self._receiver is not None
+            with self._receiver.loading():
+                finalize_layerwise_reload(self.model, self.model_config)
+            self._receiver.finish()
 
     def shutdown(self) -> None:
         self._receiver = None

@@ -47,7 +47,7 @@ class Piece(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What the rank `giver` sends at once: pieces, each from a multiple of 16 bytes on."""
+    """What the rank `giver` sends to a worker at once: pieces, each from a multiple of 16 bytes on."""
 
     giver: int
     pieces: Sequence[Piece]
@@ -72,34 +72,58 @@ class Message(NamedTuple):
             memory[piece.to :].as_strided(list(piece.sizes), list(piece.strides)).copy_(piece.view(message, at))
 
 
+class Slot(NamedTuple):
+    """What a bucket has of a tensor, from byte `at` on: the elements in `ranges`, in row-major order.
+
+    Attributes:
+        shape: of the whole tensor.
+        ranges: first and last index, plus one, along each dimension.
+    """
+
+    name: str
+    dtype: str
+    shape: Sequence[int]
+    at: int
+    ranges: Sequence[Sequence[int]]
+
+    def whole(self, bucket: torch.Tensor) -> torch.Tensor:
+        """A tensor of the whole shape, with what the bucket has of it; all else in it is arbitrary."""
+        dtype, sizes = dtype_of(self.dtype), [stop - start for start, stop in self.ranges]
+        held = bucket[self.at : self.at + prod(sizes) * dtype.itemsize].view(dtype).view(sizes)
+        if sizes == list(self.shape):
+            return held
+        tensor = torch.empty(list(self.shape), dtype=dtype, device=bucket.device)
+        tensor[tuple(slice(*each) for each in self.ranges)] = held
+        return tensor
+
+
 class BucketLayout(NamedTuple):
-    """A bucket: its tensors, as (name, dtype, shape, first byte), and the messages that fill it, in their order."""
+    """A bucket of `nbytes`: its tensors, and the messages that fill it, in their order.
+
+    Attributes:
+        worker: who gets the messages.
+        is_shared: that worker gives the bucket to all others; else it is for itself.
+    """
 
     nbytes: int
-    tensors: Sequence[tuple[str, str, Sequence[int], int]]
+    slots: Sequence[Slot]
     messages: Sequence[Message]
+    worker: int
+    is_shared: bool
 
-    def tensors_in(self, bucket: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        found = []
-        for name, dtype_name, shape, at in self.tensors:
-            dtype = dtype_of(dtype_name)
-            nbytes = prod(shape) * dtype.itemsize
-            found.append((name, bucket[at : at + nbytes].view(dtype).view(list(shape))))
-        return found
-
-
-def encoded(layouts: Sequence[BucketLayout]) -> bytes:
-    return zlib.compress(json.dumps(layouts, separators=(",", ":")).encode())
+    @classmethod
+    def of(cls, nbytes: int, slots: Any, messages: Any, worker: int, is_shared: bool) -> BucketLayout:
+        """From what :func:`decoded` gives."""
+        given = [Message(giver, [Piece(*piece) for piece in pieces]) for giver, pieces in messages]
+        return cls(nbytes, [Slot(*slot) for slot in slots], given, worker, is_shared)
 
 
-def decoded(data: bytes) -> list[BucketLayout]:
-    def message(giver: int, pieces: Sequence[Sequence[Any]]) -> Message:
-        return Message(giver, [Piece(*piece) for piece in pieces])
+def encoded(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value, separators=(",", ":")).encode())
 
-    return [
-        BucketLayout(nbytes, tensors, [message(*each) for each in messages])
-        for nbytes, tensors, messages in json.loads(zlib.decompress(data))
-    ]
+
+def decoded(data: bytes) -> Any:
+    return json.loads(zlib.decompress(data))
 
 
 class Patch(NamedTuple):
@@ -153,13 +177,15 @@ class Group:
     """Ranks of a training, from 0 on, and after them workers of an engine, in a group of their own.
 
     Attributes:
-        store: where rank 0 leaves what all workers get.
+        number: of a worker, from 0 on.
+        store: where rank 0 leaves plans for the workers, and they leave word for the ranks.
         device: where what is sent must lie.
     """
 
     def __init__(self, info: Mapping[str, Any], rank: int, device: torch.device) -> None:
         size, self.first_worker = info["world_size"], info["rank_offset"]
         self.workers = size - self.first_worker
+        self.number = rank - self.first_worker
         self.device = torch.device("cpu") if info["backend"] == "gloo" else device
         self.store: Any = dist.TCPStore(
             info["master_address"], info["master_port"], size, rank == 0, timeout=JOIN_TIMEOUT, wait_for_workers=False
@@ -167,8 +193,7 @@ class Group:
         self._group = _group("all", self.store, rank, size, info["backend"])
         self._of_workers = None
         if rank >= self.first_worker and self.workers > 1:
-            worker = rank - self.first_worker
-            self._of_workers = _group("workers", self.store, worker, self.workers, info["backend"])
+            self._of_workers = _group("workers", self.store, self.number, self.workers, info["backend"])
 
     def send(self, tensor: torch.Tensor, worker: int) -> None:
         self._group.send([tensor], self.first_worker + worker, 0).wait()

@@ -59,7 +59,7 @@ def test_one_module_asks_torch_about_accelerators(module: str) -> None:
 
 def test_an_engine_needs_torch_alone() -> None:
     """What runs in vLLM's process, where the package is installed without what it depends on."""
-    of_engine = {f"hf_zero_stream.stream.{name}" for name in ("wire", "receiver", "vllm_plugin", "vllm_engine")}
+    of_engine = {f"hf_zero_stream.stream.{name}" for name in ("wire", "receiver", "reads", "vllm_plugin", "vllm_engine")}
     for module in of_engine:
         sources = {source for source, _ in imports_of(module)}
         own = {source for source in sources if source.startswith("hf_zero_stream")}
@@ -241,7 +241,9 @@ PUBLIC = {
         "torch.nn.parameter",
         "torch.optim.lr_scheduler",
         "torch.overrides",
-        "torch.utils._pytree",  # private by its name; torch's documentation and libraries around torch use it
+        # Private by their names; torch's documentation and libraries around torch use them.
+        "torch.utils._pytree",
+        "torch.utils._python_dispatch",
     ),
 }
 """Modules that any room that may import the package may import from."""
@@ -258,6 +260,7 @@ HOMES = {
     "torch.testing._internal.distributed.fake_pg": ("hf_zero_stream.ranks.stand_in",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("hf_zero_stream.destinations.fsdp",),
     "torch.distributed.tensor._dtensor_spec": ("hf_zero_stream.destinations.fsdp",),
+    "torch.multiprocessing.reductions": ("hf_zero_stream.stream.reads",),  # StorageWeakRef
 }
 """Other modules, or names, and who may import them; besides, ``seams`` may import anything of transformers."""
 

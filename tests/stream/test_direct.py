@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,11 +95,52 @@ def test_what_workers_get(
     if home != "adapters":
         assert differing(server.updates[-1], saved(tmp_path / "saved")) == []
     numel = sum(tensor.numel() for tensor in server.updates[0].values())
+    nbytes = sum(tensor.nbytes for tensor in server.updates[0].values())
+    assert server.shared[0] == nbytes <= server.received[0] < 1.05 * nbytes  # messages are aligned
+    for received, shared in zip(server.received[1:], server.shared[1:], strict=True):
+        assert deltas or home == "adapters" or (0 < shared < 0.7 * nbytes <= received < 1.5 * nbytes)
     assert len(server.patched) == (2 if deltas else 0)
     assert home == "adapters" or all(0 < count < numel / 3 for count in server.patched)
     calls = ["pause?mode=keep", "start_weight_update", "update_weights"]
     calls += ["finish_weight_update", "reset_prefix_cache", "resume"]
     assert server.paths[-18:] == calls * 3
+
+
+def test_an_engine_that_moves_experts(
+    cluster: None, zoo_checkpoint: Checkpoint, started: Callable[[Path], DirectServer], tmp_path: Path
+) -> None:
+    """Its workers get all of each update."""
+    checkpoint = zoo_checkpoint("qwen3_moe")
+    server = started(checkpoint)
+    server.keeps_slices = False
+    run_ranks(2, send, checkpoint, "zero3", server.url, tmp_path, False)
+    nbytes = sum(tensor.nbytes for tensor in server.updates[0].values())
+    assert server.shared == [nbytes] * 3
+    assert differing(server.updates[-1], saved(tmp_path / "saved")) == []
+
+
+def send_until_refused(checkpoint: Path, url: str) -> list[str]:
+    sender = hf_zero_stream.weight_sender(model_of(checkpoint, "zero3"), url, direct=True)
+    sender.send()
+    sender.send()
+    if dist.get_rank() == 0:
+        urllib.request.urlopen(f"{url}/moved").close()
+    dist.barrier()
+    messages = []
+    for _ in range(2):
+        with pytest.raises(StreamError) as caught:
+            sender.send()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_loader_that_reads_more_than_before(
+    cluster: None, zoo_checkpoint: Checkpoint, started: Callable[[Path], DirectServer]
+) -> None:
+    """It would load what nobody has sent."""
+    checkpoint = zoo_checkpoint("qwen3_moe")
+    for messages in run_ranks(2, send_until_refused, checkpoint, started(checkpoint).url):
+        assert all("so no more was sent" in each and "so it is lost" in each for each in messages)
 
 
 def computed_everywhere(folder: Path, url: str) -> None:

@@ -7,8 +7,9 @@ the real one would not take is answered with 400. For faults, a route may be giv
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -149,7 +150,10 @@ class VLLMServer(EngineServer):
 
 
 class DirectServer(VLLMServer):
-    """With the plugin of this package in two workers, which hold whole tensors."""
+    """With the plugin of this package in two workers, which hold parts of the tensors as tensor parallelism has them.
+
+    Of each tensor a worker's loader reads what :func:`part` says; all else that it holds is NaN, or 0.
+    """
 
     backend = "hf_zero_stream"
 
@@ -159,6 +163,14 @@ class DirectServer(VLLMServer):
         self._held: list[dict[str, torch.Tensor]] = [{}, {}]
         self.patched: list[int] = []
         """How many elements each update of changes had."""
+        self.received: list[int] = []
+        """How many bytes both workers got from ranks, together, in each update."""
+        self.shared: list[int] = []
+        """How many of these one gave to the other."""
+        self._received: list[int] = []
+        self._shared: list[int] = []
+        self.keeps_slices = True
+        self._swaps = False
 
     def answer(self, path: str, body: Any) -> Any:
         match path:
@@ -167,36 +179,94 @@ class DirectServer(VLLMServer):
             case "get_world_size":
                 return {"world_size": 2}
             case "init_weight_transfer_engine":
-                self._workers = in_two_threads(lambda n: Receiver(body["init_info"], n, torch.device("cpu")))
+                cpu, keeps = torch.device("cpu"), self.keeps_slices
+                self._workers = in_two_threads(lambda n: Receiver(body["init_info"], n, cpu, keeps_slices=keeps))
+                for worker in self._workers:
+                    self._count(worker._group)
+            case "moved":
+                self._swaps = True
             case "update_weights":
                 info = body["update_info"]
-                work = self._changes if info["changes"] else self._tensors
-                in_two_threads(lambda number: work(number, info["plan"]))
+                if info["changes"]:
+                    in_two_threads(lambda number: self._changes(number, info["buckets"]))
+                else:
+                    how = info["plan"], info["buckets"]
+                    in_two_threads(lambda number: self._tensors(number, *how, sliced=info["sliced"]))
             case "finish_weight_update":
-                first, second = self._held
-                assert first.keys() == second.keys()
-                assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
-                self.updates.append({name: tensor.clone() for name, tensor in first.items()})
+                for worker in self._workers:
+                    worker.finish()
+                self.updates.append(self._joined())
+                for sums, noted in ((self.received, self._received), (self.shared, self._shared)):
+                    sums.append(sum(noted))
+                    noted.clear()
             case _:
                 return super().answer(path, body)
         return {}
 
-    def _tensors(self, worker: int, plan: str) -> None:
-        self._held[worker] = {}
-        for tensors in self._workers[worker].tensors(plan):
-            assert not self._held[worker].keys() & dict(tensors).keys()
-            self._held[worker].update(tensors)
+    def _count(self, group: Any) -> None:
+        receive, share = group.receive, group.share
 
-    def _changes(self, worker: int, plan: str) -> None:
+        def received(tensor: torch.Tensor, giver: int) -> None:
+            self._received.append(tensor.nbytes)
+            receive(tensor, giver)
+
+        def shared(tensor: torch.Tensor, worker: int) -> None:
+            if worker == group.number:
+                self._shared.append(tensor.nbytes)
+            share(tensor, worker)
+
+        group.receive, group.share = received, shared
+
+    def _tensors(self, number: int, plan: str, buckets: int, *, sliced: bool) -> None:
+        held = self._held[number] = {}
+        worker = self._workers[number]
+        for tensors in worker.tensors(plan, buckets, sliced=sliced):
+            assert not held.keys() & dict(tensors).keys()
+            with worker.loading():
+                self._load(held, tensors, number)
+
+    def _load(self, held: dict[str, torch.Tensor], tensors: Sequence[tuple[str, torch.Tensor]], number: int) -> None:
+        for name, tensor in tensors:
+            mine = part(name, tuple(tensor.shape), number if not self._swaps else 1 - number)
+            if mine is not None:
+                held[name] = torch.full(tensor.shape, torch.nan).to(tensor.dtype)
+                held[name][mine].copy_(tensor[mine])
+
+    def _joined(self) -> dict[str, torch.Tensor]:
+        """What both workers hold, together; of what both hold, the same."""
+        joined: dict[str, torch.Tensor] = {}
+        for number, held in enumerate(self._held):
+            for name, tensor in held.items():
+                mine = part(name, tuple(tensor.shape), number)
+                if name in joined and mine == ...:
+                    assert torch.equal(joined[name], tensor), name
+                joined.setdefault(name, tensor.clone())[mine] = tensor[mine]
+        return joined
+
+    def _changes(self, worker: int, buckets: int) -> None:
         count = 0
-        for changes in self._workers[worker].changes(plan):
+        for changes in self._workers[worker].changes(buckets):
             for name, shape, indices, values in changes:
-                held = self._held[worker][name]
-                assert (held.shape, held.dtype) == (shape, values.dtype)
-                held.view(-1)[indices.long()] = values
                 count += len(values)
+                if name in self._held[worker]:
+                    held = self._held[worker][name]
+                    assert (held.shape, held.dtype) == (shape, values.dtype)
+                    held.view(-1)[indices.long()] = values
         if worker == 0:
             self.patched.append(count)
+
+
+def part(name: str, shape: tuple[int, ...], worker: int) -> Any:
+    """What one of two workers takes of a tensor, as vLLM's loaders do: rows, columns, or every other expert."""
+    expert = re.search(r"experts\.(\d+)\.", name)
+    if expert is not None:
+        return ... if int(expert[1]) % 2 == worker else None
+    half = {"q_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+    dim = next((each for key, each in half.items() if key in name), None)
+    if dim is None or len(shape) < 2:
+        return ...
+    size = shape[dim] // 2
+    return (slice(None),) * dim + (slice(worker * size, (worker + 1) * size if worker == 0 else None),)
 
 
 def in_two_threads(work: Callable[[int], T]) -> list[T]:
