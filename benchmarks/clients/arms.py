@@ -55,9 +55,14 @@ FRAMEWORKS = {
         ["sentence-transformers==6.2.0", "datasets"], {"sentence_transformers": Client(stock_saves=False)}
     ),
     "openrlhf": Framework(
-        ["peft", "pylatexenc", "torchdata"],
-        {"actor": Client(), "critic": Client(), "reward": Client()},
+        ["peft", "pylatexenc", "torchdata", "ray==2.60.0"],
+        {"actor": Client(), "critic": Client(), "reward": Client(), "broadcast": Client()},
         alone=["openrlhf==0.11.2"],
+    ),
+    "verl": Framework(
+        ["ray==2.60.0", "tensordict==0.10.0", "codetiming", "hydra-core"],
+        {"fsdp2": Client(), "fsdp2_lora": Client()},
+        alone=["verl==0.9.1"],
     ),
 }
 

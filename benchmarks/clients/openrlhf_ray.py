@@ -1,0 +1,120 @@
+"""OpenRLHF's trainer of an actor, and engines: actors of Ray, which run OpenRLHF's own code for vLLM's workers."""
+
+import argparse
+import os
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import deepspeed
+import ray
+import torch
+import torch.distributed as dist
+
+from benchmarks.clients.common import ADAMW, STEPS, Sent, batch, in_memory, rank, report
+from benchmarks.clients.openrlhf import Actor, begin, config_of, stand_in
+
+
+stand_in("vllm", "SamplingParams")
+stand_in("vllm.inputs", "TokensPrompt")
+stand_in("vllm.utils", "random_uuid")
+
+from openrlhf.trainer.ray import ppo_actor  # noqa: E402
+from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap  # noqa: E402
+
+from tests.support.streams import counted_gathers  # noqa: E402
+
+
+ENGINES = 2
+
+
+class Engine(WorkerWrap):  # type: ignore[misc]
+    """A worker of vLLM's, as far as OpenRLHF's code for it asks: it takes a note of what it loads."""
+
+    def __init__(self, store: str) -> None:
+        dist.init_process_group("gloo", init_method=f"file://{store}", world_size=1, rank=0)
+        torch.empty = partial(_on_cpu, torch.empty)
+        self.model_config, self.model_runner = SimpleNamespace(dtype=torch.float32), SimpleNamespace(model=self)
+        self._sent, self.resets = Sent(), 0
+
+    def load_weights(self, weights: Any) -> None:
+        self._sent.note(weights)
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
+
+    def found(self) -> tuple[str, int, int]:
+        return self._sent.digest(), self._sent.count, self.resets
+
+
+def _on_cpu(empty: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """``torch.empty`` of OpenRLHF's "cuda"."""
+    kwargs.pop("device", None)
+    found: torch.Tensor = empty(*args, **kwargs)
+    return found
+
+
+def arguments() -> Any:
+    return SimpleNamespace(
+        train=SimpleNamespace(max_epochs=1, colocate_all=False, async_enable=False, dynamic_batch_enable=False),
+        actor=SimpleNamespace(
+            eps_clip_low_high=[0.2, 0.2],
+            dual_clip=None,
+            loss_agg_mode="token-mean",
+            policy_loss_type="ppo",
+            aux_loss_coef=0.0,
+        ),
+        algo=SimpleNamespace(
+            advantage=SimpleNamespace(
+                is_correction_level="off",
+                is_correction_mode="mask",
+                is_correction_gating="ratio",
+                is_correction_threshold=[0.5, 5.0],
+            )
+        ),
+        ds=SimpleNamespace(zero_stage=3, tensor_parallel_size=1, packing_samples=False),
+        vllm=SimpleNamespace(
+            sync_backend="gloo",
+            sync_with_ray=True,
+            num_engines=ENGINES,
+            tensor_parallel_size=1,
+            enable_prefix_caching=True,
+        ),
+    )
+
+
+def broadcast(settings: argparse.Namespace) -> None:
+    """Three steps, and a broadcast to two engines after each."""
+    actor = Actor(str(settings.folder / "model"), **begin())
+    ppo_actor.torch_dist_barrier_and_cuda_sync = dist.barrier
+    engines: list[Any] = []
+    if rank() == 0:
+        ray.init(num_cpus=ENGINES, include_dashboard=False, object_store_memory=100_000_000, logging_level="ERROR")
+        engines = [
+            ray.remote(Engine).options(num_cpus=1).remote(str(settings.folder / f"store {os.getpid()} {each}"))
+            for each in range(ENGINES)
+        ]
+    model = actor.model
+    actor.model, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config_of(ADAMW)
+    )
+    trainer = ppo_actor.ActorPPOTrainer(
+        SimpleNamespace(args=arguments()), actor, None, None, None, vllm_engines=engines
+    )
+    losses = []
+    with counted_gathers() as gathers:
+        for step in range(STEPS):
+            ids = batch(step)
+            loss = actor.model(input_ids=ids, labels=ids).loss
+            actor.model.backward(loss)
+            actor.model.step()
+            losses.append(loss.detach())
+            gathers.clear()
+            trainer.broadcast_to_vllm()
+    found = [ray.get(engine.found.remote()) for engine in engines]
+    if rank() == 0:
+        assert len(set(found)) == 1 and found[0][1:] == (STEPS * len(list(model.parameters())), STEPS), found
+    digest = in_memory(model)
+    report(settings.folder, model, losses, streamed=not gathers, memory=digest, files=found[0][0] if found else "")
+    if rank() == 0:
+        ray.shutdown()
