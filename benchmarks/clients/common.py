@@ -122,9 +122,7 @@ def of_files(folder: Path) -> str:
     return digest(tensors.items())
 
 
-def report(
-    folder: Path, model: Any, losses: Iterable[Any], *, streamed: bool | None = None, **digests: str
-) -> None:
+def report(folder: Path, model: Any, losses: Iterable[Any], *, streamed: bool | None = None, **digests: str) -> None:
     """Write on rank 0 what a run gave: losses, the digests of `memory` and `files`, and whether its load streamed."""
     if rank() == 0:
         if streamed is None:

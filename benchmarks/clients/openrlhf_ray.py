@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,14 @@ from benchmarks.clients.common import ADAMW, STEPS, Sent, batch, in_memory, rank
 from benchmarks.clients.openrlhf import Actor, begin, config_of, stand_in
 
 
+stand_in("aiohttp")
 stand_in("vllm", "SamplingParams")
 stand_in("vllm.inputs", "TokensPrompt")
 stand_in("vllm.utils", "random_uuid")
 
 from openrlhf.trainer.ray import ppo_actor  # noqa: E402
 from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap  # noqa: E402
+from openrlhf.utils import distributed_util  # noqa: E402
 
 from tests.support.streams import counted_gathers  # noqa: E402
 
@@ -28,13 +31,35 @@ from tests.support.streams import counted_gathers  # noqa: E402
 ENGINES = 2
 
 
+class Group:
+    """In place of a group of NCCL's, whose ends are rank 0 and the engines."""
+
+    def __init__(self, address: str, port: int, rank: int, world_size: int, device: Any) -> None:
+        store = dist.TCPStore(address, port, world_size, rank == 0, timedelta(minutes=2), wait_for_workers=False)
+        self._group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(minutes=2))
+
+    def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        self._group.broadcast([tensor], options).wait()
+
+
+def without_cuda() -> None:
+    """What OpenRLHF asks of CUDA, for both ends."""
+    torch.cuda.current_device = torch.cuda.current_stream = lambda: 0  # type: ignore[assignment, return-value]
+    torch.empty = partial(_on_cpu, torch.empty)
+    ppo_actor.torch_dist_barrier_and_cuda_sync = dist.barrier
+    ppo_actor.stateless_init_process_group = distributed_util.stateless_init_process_group = Group
+
+
 class Engine(WorkerWrap):  # type: ignore[misc]
     """A worker of vLLM's, as far as OpenRLHF's code for it asks: it takes a note of what it loads."""
 
     def __init__(self, store: str) -> None:
         dist.init_process_group("gloo", init_method=f"file://{store}", world_size=1, rank=0)
-        torch.empty = partial(_on_cpu, torch.empty)
-        self.model_config, self.model_runner = SimpleNamespace(dtype=torch.float32), SimpleNamespace(model=self)
+        without_cuda()
+        self.device = torch.device("cpu")
+        self.model_config, self.model_runner = SimpleNamespace(dtype=torch.bfloat16), SimpleNamespace(model=self)
         self._sent, self.resets = Sent(), 0
 
     def load_weights(self, weights: Any) -> None:
@@ -49,8 +74,7 @@ class Engine(WorkerWrap):  # type: ignore[misc]
 
 def _on_cpu(empty: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
     """``torch.empty`` of OpenRLHF's "cuda"."""
-    kwargs.pop("device", None)
-    found: torch.Tensor = empty(*args, **kwargs)
+    found: torch.Tensor = empty(*args, **kwargs | ({"device": "cpu"} if kwargs.get("device") == "cuda" else {}))
     return found
 
 
@@ -75,7 +99,6 @@ def arguments() -> Any:
         ds=SimpleNamespace(zero_stage=3, tensor_parallel_size=1, packing_samples=False),
         vllm=SimpleNamespace(
             sync_backend="gloo",
-            sync_with_ray=True,
             num_engines=ENGINES,
             tensor_parallel_size=1,
             enable_prefix_caching=True,
@@ -86,7 +109,7 @@ def arguments() -> Any:
 def broadcast(settings: argparse.Namespace) -> None:
     """Three steps, and a broadcast to two engines after each."""
     actor = Actor(str(settings.folder / "model"), **begin())
-    ppo_actor.torch_dist_barrier_and_cuda_sync = dist.barrier
+    without_cuda()
     engines: list[Any] = []
     if rank() == 0:
         ray.init(num_cpus=ENGINES, include_dashboard=False, object_store_memory=100_000_000, logging_level="ERROR")
@@ -95,9 +118,7 @@ def broadcast(settings: argparse.Namespace) -> None:
             for each in range(ENGINES)
         ]
     model = actor.model
-    actor.model, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config_of(ADAMW)
-    )
+    actor.model, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config_of(ADAMW))
     trainer = ppo_actor.ActorPPOTrainer(
         SimpleNamespace(args=arguments()), actor, None, None, None, vllm_engines=engines
     )

@@ -5,7 +5,6 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import transformers
 
@@ -22,7 +21,11 @@ class CPU(PlatformCUDA):
 
     device_name = "cpu"
     device_module: Any = SimpleNamespace(
-        empty_cache=lambda: None, synchronize=lambda: None, memory_allocated=lambda: 0, current_device=lambda: "cpu"
+        empty_cache=lambda: None,
+        synchronize=lambda: None,
+        memory_allocated=lambda: 0,
+        memory_reserved=lambda: 0,
+        mem_get_info=lambda: (0, 0),
     )
 
     def is_available(self) -> bool:
@@ -35,12 +38,17 @@ class CPU(PlatformCUDA):
         return "gloo"
 
 
+from verl.models.transformers import monkey_patch  # noqa: E402
 from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
 from benchmarks.clients.common import STEPS, Sent, batch, in_memory, report  # noqa: E402
 from tests.support.streams import counted_gathers  # noqa: E402
+
+
+# It changes a class that TRL 1.16 has no more.
+monkey_patch.is_trl_available = lambda: False
 
 
 def train(settings: argparse.Namespace, **model: Any) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,15 +12,35 @@ from ..destinations.holder import Holding
 from ..engine.execute import HugePages
 from ..errors import PeerError
 from ..ranks.coordinator import Coordinator, collective_device
-from ..saving.parameters import Values, evaluated, opened
+from ..saving.parameters import Parameters, Values, evaluated, opened
 from ..saving.plan import Round, Segment
 from ..saving.write import exchange
 from .merging import AdaptedLayers
-from .plan import BucketPlan, Evaluation
+from .plan import BucketPlan, Evaluation, Named
 
 
 POPULATED_BYTES = 4 * 2**20
 """How much of a bucket gets its memory at once."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Some tensors in one piece of memory, which nobody else uses; of another rank's it is empty.
+
+    Attributes:
+        packed: the bytes of all tensors, one after the other. A tensor begins at a multiple of its elements' size: if
+            all have one dtype, there is nothing between them.
+        tensors: (name, tensor) of each, views of `packed`.
+    """
+
+    packed: torch.Tensor
+    tensors: Sequence[tuple[str, torch.Tensor]]
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
 
 
 class Filling:
@@ -95,3 +116,16 @@ def filled(
             filling.evaluate(evaluation, packed, values)
     coordinator.agree(filling.error)
     return packed
+
+
+def bucket_of(
+    plan: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
+) -> Bucket:
+    """What a pass of a stream gives of a bucket (all ranks)."""
+    packed = filled(plan, parameters.holdings, adapted, coordinator)
+    mine = [entry for entry in plan.entries if coordinator.rank in entry.owners]
+    return Bucket(packed, [(entry.tensor.name, _tensor(packed, entry.at, entry.tensor)) for entry in mine])
+
+
+def _tensor(packed: torch.Tensor, at: int, tensor: Named) -> torch.Tensor:
+    return packed[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

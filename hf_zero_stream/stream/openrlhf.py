@@ -18,8 +18,9 @@ import torch.distributed as dist
 from ..bindings.install import standing_in
 from ..destinations.marks import has_partition, is_packed
 from ..destinations.own_names import named_parameters
+from .buckets import Bucket
 from .merging import has_adapters
-from .weights import Bucket, StreamedTensor, WeightStream, weight_stream
+from .weights import StreamedTensor, WeightStream, weight_stream
 
 
 _streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()

@@ -19,8 +19,9 @@ import torch.distributed as dist
 from ..errors import StreamError, VersionError
 from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator
+from .buckets import Bucket
 from .calls import Calls
-from .weights import Bucket, StreamedTensor, WeightStream
+from .weights import StreamedTensor, WeightStream
 from .wire import name_of
 
 

@@ -20,10 +20,11 @@ from ..destinations.marks import has_partition, is_packed, is_sharded
 from ..ranks.coordinator import collective_device
 from ..ranks.presence import is_alone
 from ..seams.wrappers import unwrapped
+from .buckets import Bucket
 from .calls import Calls
 from .merging import has_adapters
 from .servers import Server, described, tensors_of
-from .weights import BUCKET_BYTES, Bucket, WeightStream, weight_stream
+from .weights import BUCKET_BYTES, WeightStream, weight_stream
 
 
 _CLIENT = "trl.generation.vllm_client"

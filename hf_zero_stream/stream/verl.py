@@ -1,4 +1,4 @@
-"""verl's FSDP engine gives its weights to a rollout: by a weight stream, where it would gather each parameter of FSDP2's.
+"""verl's FSDP engine gives its weights to a rollout: by a weight stream, where it would gather each parameter.
 
 All that takes weights from verl takes them from there: engines beside the training, and verl's checkpoint engines.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -34,10 +34,11 @@ from ..saving.save import make_ready
 from ..seams.adapted import lay_out_adapters
 from ..seams.saving import lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .buckets import filled
+from .buckets import Bucket, bucket_of
 from .deltas import Given, patches
 from .merging import AdaptedLayers, base_of, has_adapters, merging_of, trained_copies
 from .plan import BucketPlan, Named, Planner, by_layers, with_whole_layers
+from .vllm_source import weight_source
 from .wire import Patch
 
 
@@ -97,26 +98,6 @@ class StreamedTensor(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     owners: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Some tensors in one piece of memory, which nobody else uses; of another rank's it is empty.
-
-    Attributes:
-        packed: the bytes of all tensors, one after the other. A tensor begins at a multiple of its elements' size: if
-            all have one dtype, there is nothing between them.
-        tensors: (name, tensor) of each, views of `packed`.
-    """
-
-    packed: torch.Tensor
-    tensors: Sequence[tuple[str, torch.Tensor]]
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors)
-
-    def __len__(self) -> int:
-        return len(self.tensors)
 
 
 @dataclass(frozen=True)
@@ -219,7 +200,7 @@ class WeightStream:
 
         It yields what `give` makes of a bucket's plan, of the parameters that are held now, and of adapters to merge.
         """
-        return self._passing(coordinator, self._planned, give or _bucket)
+        return self._passing(coordinator, self._planned, give or bucket_of)
 
     def deltas(self, coordinator: Coordinator | None = None) -> Generator[Sequence[Patch]]:
         """A pass that gives what has changed since the last one, of each bucket (all ranks).
@@ -235,6 +216,17 @@ class WeightStream:
         if not self._deltas:
             raise ConfigError("deltas: this stream keeps nothing to compare with. Make it with deltas=True.")
         return self._passing(coordinator, self._given_before, self._patches)
+
+    def weight_source(self) -> Any:
+        """This stream as a ``WeightSource`` for vLLM's trainer engines ``"nccl"`` and ``"ipc"``, of 0.32 or 0.33.
+
+        Raises:
+            ConfigError: each tensor goes to another rank: expected ``to="rank0"`` for ``"nccl"``, else ``"all"``.
+            ImportError, VersionError: there is no vLLM here, or none that has such sources.
+        """
+        if self._to == "owners":
+            raise ConfigError("weight_source: expected a stream to 'rank0' or 'all'; got to='owners'")
+        return weight_source(self)
 
     def can_compare(self, coordinator: Coordinator) -> bool:
         """Whether :meth:`deltas` can tell what has changed (all ranks)."""
@@ -387,15 +379,3 @@ class WeightStream:
         copies = {name: entries[in_use] for name, in_use in trained_copies(self._base).items()}
         adapters = adapter_names(self._base)
         return {name: copies.get(name, entry) for name, entry in entries.items() if name not in adapters}
-
-
-def _bucket(
-    plan: BucketPlan, parameters: Parameters, adapted: AdaptedLayers | None, coordinator: Coordinator
-) -> Bucket:
-    packed = filled(plan, parameters.holdings, adapted, coordinator)
-    mine = [entry for entry in plan.entries if coordinator.rank in entry.owners]
-    return Bucket(packed, [(entry.tensor.name, _tensor(packed, entry.at, entry.tensor)) for entry in mine])
-
-
-def _tensor(packed: torch.Tensor, at: int, tensor: Named) -> torch.Tensor:
-    return packed[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)

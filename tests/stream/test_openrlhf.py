@@ -1,4 +1,4 @@
-"""OpenRLHF's engines get what they would get without streaming(), in the same calls, and nothing is gathered for it."""
+"""OpenRLHF's engines get what they would get without streaming(), in the same calls, and nothing is gathered."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def sync(folder: Path, streams: bool, fails: int = -1, frozen: str = "", **optio
 @pytest.mark.parametrize(
     "options", [{}, {"ipc": True}, {"vlm": True, "frozen": "layers.0"}], ids=["broadcast", "ipc", "vlm"]
 )
-def test_as_stock(
-    cluster: None, zoo_checkpoint: Callable[..., Path], options: dict[str, Any]
-) -> None:
+def test_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path], options: dict[str, Any]) -> None:
     folder = zoo_checkpoint("qwen3_moe")
     stock, *_ = run_ranks(2, _with, sync, folder, False, options)
     ours, *others = run_ranks(2, _with, sync, folder, True, options)

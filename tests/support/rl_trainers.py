@@ -6,7 +6,6 @@ The frameworks themselves are run by ``make ecosystem``.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -56,7 +55,9 @@ class Engines:
 class ActorPPOTrainer:
     """OpenRLHF's, of which this is the part that gives weights to engines (0.11.2)."""
 
-    def __init__(self, model: Any, engines: Engines, *, ipc: bool = False, vlm: bool = False, tensor_parallel: int = 1):
+    def __init__(
+        self, model: Any, engines: Engines, *, ipc: bool = False, vlm: bool = False, tensor_parallel: int = 1
+    ):
         self.actor = SimpleNamespace(model=SimpleNamespace(module=model), is_vlm=vlm)
         ds = SimpleNamespace(zero_stage=3, tensor_parallel_size=tensor_parallel)
         self.strategy = SimpleNamespace(args=SimpleNamespace(ds=ds))
