@@ -6,11 +6,13 @@ The frameworks themselves are run by ``make ecosystem``.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 def put(name: str, **functions: Any) -> Any:
@@ -95,3 +97,48 @@ class ActorPPOTrainer:
 
 def openrlhf() -> type[ActorPPOTrainer]:
     return put("openrlhf.trainer.ray.ppo_actor", ActorPPOTrainer=ActorPPOTrainer).ActorPPOTrainer
+
+
+class FSDPEngine:
+    """verl's, of which this is the part that gives weights to rollouts (0.9.1)."""
+
+    def __init__(self, module: Any, *, merges: bool = False, quantises: bool = False) -> None:
+        self.module, self._qat_enabled = module, quantises
+        self.model_config = SimpleNamespace(lora={"merge": merges}, hf_config=module.config)
+
+    def get_per_tensor_param(self, layered_summon: bool = False, base_sync_done: bool = False) -> Any:
+        if hasattr(self.module, "peft_config"):
+            return iter(()), self.module.peft_config["default"].to_dict()
+        whole = (
+            (name, param.full_tensor() if isinstance(param, DTensor) else param)
+            for name, param in convert_weight_keys(self.module.state_dict(), self.module).items()
+        )
+        return unfuse_moe_params(whole, self.module.config.model_type), None
+
+
+def normalize_peft_param_name(params: dict[str, Any]) -> dict[str, Any]:
+    names = {name: name.replace("base_model.model.", "").replace(".base_layer", "") for name in params}
+    return {new: params[name] for name, new in names.items() if "lora_" not in name}
+
+
+def convert_weight_keys(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Here: as with a model that is called otherwise in its checkpoint."""
+    return {name.replace("model.embed_tokens", "embeddings"): value for name, value in state_dict.items()}
+
+
+def unfuse_moe_params(weights: Iterator[tuple[str, torch.Tensor]], model_type: str | None = None) -> Iterator[Any]:
+    for name, tensor in weights:
+        if model_type == "gpt_oss" or not name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            yield name, tensor
+            continue
+        base, _, kind = name.rpartition(".")
+        for number, expert in enumerate(tensor):
+            parts = zip(("gate_proj", "up_proj"), expert.chunk(2), strict=True) if kind == "gate_up_proj" else None
+            for part, value in parts or [(kind, expert)]:
+                yield f"{base}.{number}.{part}.weight", value.contiguous()
+
+
+def verl() -> type[FSDPEngine]:
+    functions = (FSDPEngine, normalize_peft_param_name, convert_weight_keys, unfuse_moe_params)
+    put("verl.workers.engine.fsdp.transformer_impl", **{each.__name__: each for each in functions})
+    return FSDPEngine
