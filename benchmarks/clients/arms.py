@@ -64,6 +64,7 @@ FRAMEWORKS = {
         {"fsdp2": Client(), "fsdp2_lora": Client()},
         alone=["verl==0.9.1"],
     ),
+    "checkpoint-engine": Framework(["checkpoint-engine==0.4.2"], {"parameter_server": Client()}),
 }
 
 

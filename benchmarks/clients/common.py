@@ -22,6 +22,7 @@ MODULES = {
     "broadcast": "openrlhf_ray",
     "fsdp2": "verl",
     "fsdp2_lora": "verl",
+    "parameter_server": "checkpoint_engine",
 }
 """By the function of each client: its module."""
 
