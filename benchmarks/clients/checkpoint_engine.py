@@ -79,7 +79,7 @@ def parameter_server(settings: argparse.Namespace) -> None:
         import hf_zero_stream
 
         stream = hf_zero_stream.weight_stream(engine, to="owners")
-        register(server, named_tensors=dict(chain.from_iterable(stream)))
+        register(server, named_tensors={name: tensor.cpu() for bucket in stream for name, tensor in bucket})
     else:
         folder = settings.folder / TRAINED / "files"
         state = engine._zero3_consolidated_16bit_state_dict()

@@ -72,6 +72,14 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     return found.hexdigest()[:16]
 
 
+def assert_rows(package: str) -> None:
+    """What hf_zero_stream replaces in an imported `package`, or calls of it, is there."""
+    from hf_zero_stream.bindings.table import TABLE
+
+    rows = [row for rows in TABLE.values() for row in rows if row.package == package]
+    assert rows and all(row.is_imported() and row.places() and not row.lacking() for row in rows), rows
+
+
 class Sent:
     """What an engine gets: names, dtypes, shapes and bytes, in their order, as a digest."""
 

@@ -12,7 +12,7 @@ import ray
 import torch
 import torch.distributed as dist
 
-from benchmarks.clients.common import ADAMW, STEPS, Sent, batch, in_memory, rank, report
+from benchmarks.clients.common import ADAMW, STEPS, Sent, assert_rows, batch, in_memory, rank, report
 from benchmarks.clients.openrlhf import Actor, begin, config_of, stand_in
 
 
@@ -108,6 +108,7 @@ def arguments() -> Any:
 
 def broadcast(settings: argparse.Namespace) -> None:
     """Three steps, and a broadcast to two engines after each."""
+    assert_rows("openrlhf")
     actor = Actor(str(settings.folder / "model"), **begin())
     without_cuda()
     engines: list[Any] = []

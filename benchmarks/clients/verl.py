@@ -43,7 +43,7 @@ from verl.trainer.config import CheckpointConfig  # noqa: E402
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
-from benchmarks.clients.common import STEPS, Sent, batch, in_memory, report  # noqa: E402
+from benchmarks.clients.common import STEPS, Sent, assert_rows, batch, in_memory, report  # noqa: E402
 from tests.support.streams import counted_gathers  # noqa: E402
 
 
@@ -53,6 +53,7 @@ monkey_patch.is_trl_available = lambda: False
 
 def train(settings: argparse.Namespace, **model: Any) -> None:
     """Three steps, and what the engine gives after each, which is the same on all ranks."""
+    assert_rows("verl")
     dist.init_process_group("gloo")
     transformers.set_seed(42)
     engine = FSDPEngine(
