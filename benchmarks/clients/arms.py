@@ -56,7 +56,7 @@ FRAMEWORKS = {
     ),
     "openrlhf": Framework(
         ["peft", "pylatexenc", "torchdata", "ray==2.60.0"],
-        {"actor": Client(), "critic": Client(), "reward": Client(), "broadcast": Client()},
+        {"actor": Client(), "critic": Client(), "reward": Client(), "broadcast": Client(), "colocated": Client()},
         alone=["openrlhf==0.11.2"],
     ),
     "verl": Framework(

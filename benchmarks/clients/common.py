@@ -20,6 +20,7 @@ MODULES = {
     "critic": "openrlhf",
     "reward": "openrlhf",
     "broadcast": "openrlhf_ray",
+    "colocated": "openrlhf_ray",
     "fsdp2": "verl",
     "fsdp2_lora": "verl",
     "parameter_server": "checkpoint_engine",

@@ -15,6 +15,7 @@ from benchmarks.moe_checkpoint import make_moe_checkpoint
     ("framework", "name"),
     [
         ("openrlhf", "broadcast"),
+        ("openrlhf", "colocated"),
         ("verl", "fsdp2"),
         ("verl", "fsdp2_lora"),
         ("checkpoint-engine", "parameter_server"),

@@ -96,13 +96,13 @@ def test_adapters_are_merged(cluster: None, zoo_checkpoint: Callable[..., Path],
     assert run_ranks(2, merged, zoo_checkpoint(name), adapt) == [[], []]
 
 
-def left(folder: Path, adapt: Adapt | None, options: dict[str, Any]) -> int:
-    """How many streams were made."""
+def left(folder: Path, adapt: Adapt | None, options: dict[str, Any], lacks: str) -> int:
+    """How many streams were made; of a verl that `lacks` a function."""
     import hf_zero_stream
     from hf_zero_stream.stream import verl as ours
 
     model = fully_sharded(folder) if adapt is None else under_fsdp2(folder, adapt, torch.float32)
-    engine = verl()(model, **options)
+    engine = verl(lacks)(model, **options)
     with hf_zero_stream.streaming():
         tensors, config = engine.get_per_tensor_param()
         assert len(list(tensors)) == 0 if adapt else config is None
@@ -110,16 +110,22 @@ def left(folder: Path, adapt: Adapt | None, options: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("adapt", "options", "streams"),
-    [(None, {"quantises": True}, 0), (lora, {}, 0), (lora, {"merges": True}, 1)],
-    ids=["quantised", "adapters", "modules to save"],
+    ("adapt", "options", "lacks", "streams"),
+    [
+        (None, {"quantises": True}, "", 0),
+        (None, {}, "convert_weight_keys", 0),
+        (lora, {}, "", 0),
+        (lora, {"merges": True}, "", 1),
+    ],
+    ids=["quantised", "another version", "adapters", "modules to save"],
 )
 def test_left_to_verl(
     cluster: None,
     zoo_checkpoint: Callable[..., Path],
     adapt: Adapt | None,
     options: dict[str, Any],
+    lacks: str,
     streams: int,
 ) -> None:
-    """What it quantises, adapters that are not merged, and modules that are trained in full beside adapters."""
-    assert run_ranks(2, left, zoo_checkpoint("llama"), adapt, options) == [streams] * 2
+    """What it quantises, a version that we do not know, adapters alone, and modules trained in full beside them."""
+    assert run_ranks(2, left, zoo_checkpoint("llama"), adapt, options, lacks) == [streams] * 2

@@ -122,7 +122,7 @@ def normalize_peft_param_name(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def convert_weight_keys(state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
-    """Here: as with a model that is called otherwise in its checkpoint."""
+    """As with a model that is called otherwise in its checkpoint."""
     return {name.replace("model.embed_tokens", "embeddings"): value for name, value in state_dict.items()}
 
 
@@ -138,7 +138,10 @@ def unfuse_moe_params(weights: Iterator[tuple[str, torch.Tensor]], model_type: s
                 yield f"{base}.{number}.{part}.weight", value.contiguous()
 
 
-def verl() -> type[FSDPEngine]:
+def verl(lacks: str = "") -> type[FSDPEngine]:
     functions = (FSDPEngine, normalize_peft_param_name, convert_weight_keys, unfuse_moe_params)
-    put("verl.workers.engine.fsdp.transformer_impl", **{each.__name__: each for each in functions})
+    put(
+        "verl.workers.engine.fsdp.transformer_impl",
+        **{each.__name__: each for each in functions if each.__name__ != lacks},
+    )
     return FSDPEngine
