@@ -55,11 +55,23 @@ FRAMEWORKS = {
         ["sentence-transformers==6.2.0", "datasets"], {"sentence_transformers": Client(stock_saves=False)}
     ),
     "openrlhf": Framework(
-        ["peft", "pylatexenc", "torchdata"],
-        {"actor": Client(), "critic": Client(), "reward": Client()},
+        ["peft", "pylatexenc", "torchdata", "ray==2.60.0"],
+        {"actor": Client(), "critic": Client(), "reward": Client(), "broadcast": Client(), "colocated": Client()},
         alone=["openrlhf==0.11.2"],
     ),
+    "verl": Framework(
+        ["ray==2.60.0", "tensordict==0.10.0", "codetiming", "hydra-core"],
+        {"fsdp2": Client(), "fsdp2_lora": Client()},
+        alone=["verl==0.9.1"],
+    ),
+    "checkpoint-engine": Framework(["checkpoint-engine==0.4.2"], {"parameter_server": Client()}),
 }
+
+
+def environment_for(name: str) -> Path:
+    """The venv of a framework, installed if it is not there."""
+    framework = FRAMEWORKS[name]
+    return venv_of(name, framework.packages, framework.alone, pinned=("transformers", "accelerate"))
 
 
 def make_encoder(folder: Path) -> None:
@@ -129,7 +141,7 @@ def compare(names: Sequence[str], folder: Path) -> tuple[list[str], bool]:
     lines, failed = [], False
     for each in names:
         framework = FRAMEWORKS[each]
-        venv = venv_of(each, framework.packages, framework.alone, pinned=("transformers", "accelerate"))
+        venv = environment_for(each)
         shown = [package.partition("==")[0].partition("[")[0] for package in (*framework.packages, *framework.alone)]
         versions = versions_in(venv, [*shown, "transformers", "deepspeed"])
         for name, client in framework.clients.items():

@@ -19,6 +19,11 @@ MODULES = {
     "actor": "openrlhf",
     "critic": "openrlhf",
     "reward": "openrlhf",
+    "broadcast": "openrlhf_ray",
+    "colocated": "openrlhf_ray",
+    "fsdp2": "verl",
+    "fsdp2_lora": "verl",
+    "parameter_server": "checkpoint_engine",
 }
 """By the function of each client: its module."""
 
@@ -64,9 +69,36 @@ def digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Of names, dtypes, shapes and bytes."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors):
-        found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        found.update(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+        found.update(_described(name, tensor))
     return found.hexdigest()[:16]
+
+
+def assert_rows(package: str) -> None:
+    """What hf_zero_stream replaces in an imported `package`, or calls of it, is there."""
+    from hf_zero_stream.bindings.table import TABLE
+
+    rows = [row for rows in TABLE.values() for row in rows if row.package == package]
+    assert rows and all(row.is_imported() and row.places() and not row.lacking() for row in rows), rows
+
+
+class Sent:
+    """What an engine gets: names, dtypes, shapes and bytes, in their order, as a digest."""
+
+    def __init__(self) -> None:
+        self._found, self.count = hashlib.sha256(), 0
+
+    def note(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in tensors:
+            self.count += 1
+            self._found.update(_described(name, tensor))
+
+    def digest(self) -> str:
+        return self._found.hexdigest()[:16]
+
+
+def _described(name: str, tensor: torch.Tensor) -> bytes:
+    values: bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{name} {tensor.dtype} {list(tensor.shape)}".encode() + values
 
 
 def in_memory(model: torch.nn.Module) -> str:
@@ -100,9 +132,10 @@ def of_files(folder: Path) -> str:
     return digest(tensors.items())
 
 
-def report(folder: Path, model: Any, losses: Iterable[Any], **digests: str) -> None:
+def report(folder: Path, model: Any, losses: Iterable[Any], *, streamed: bool | None = None, **digests: str) -> None:
     """Write on rank 0 what a run gave: losses, the digests of `memory` and `files`, and whether its load streamed."""
     if rank() == 0:
-        streamed = getattr(model, "streaming_report", None) is not None
+        if streamed is None:
+            streamed = getattr(model, "streaming_report", None) is not None
         found = {"losses": [f"{float(loss):.7f}" for loss in losses], **digests, "streamed": streamed}
         (folder / RESULT).write_text(json.dumps(found))

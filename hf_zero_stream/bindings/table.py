@@ -17,6 +17,7 @@ _MODELING, _LOADING = "transformers.modeling_utils", "transformers.core_model_lo
 _MODEL = f"{_MODELING}:PreTrainedModel"
 _TRAINER, _ENGINE = "transformers.trainer", "deepspeed.runtime.engine:DeepSpeedEngine"
 _ONLINE_DPO = "trl.experimental.online_dpo.online_dpo_trainer:OnlineDPOTrainer"
+_OPENRLHF, _VERL = "openrlhf.trainer.ray.ppo_actor", "verl.workers.engine.fsdp.transformer_impl"
 _ASYNC_GRPO = "trl.experimental.async_grpo.async_grpo_trainer"
 _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 
@@ -161,6 +162,22 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             for name, leads_to in (
                 ("_move_model_to_vllm", "stream.trl:move_model_to_vllm"),
                 ("_move_model_to_vllm_inner", ""),
+            )
+        ],
+        # OpenRLHF and verl: the same, and what of verl's gives tensors their names.
+        Row(
+            f"{_OPENRLHF}:ActorPPOTrainer.broadcast_to_vllm",
+            "stream.openrlhf:broadcast_to_vllm",
+            feature="weights for vLLM by OpenRLHF",
+            since="0.11",
+        ),
+        *[
+            Row(f"{_VERL}:{name}", leads_to, relies_on, feature="weights for engines by verl's FSDP2", since="0.9")
+            for name, leads_to, relies_on in (
+                ("FSDPEngine.get_per_tensor_param", "stream.verl:get_per_tensor_param", ""),
+                ("normalize_peft_param_name", "", "params"),
+                ("convert_weight_keys", "", "state_dict model"),
+                ("unfuse_moe_params", "", "weights model_type"),
             )
         ],
     ],

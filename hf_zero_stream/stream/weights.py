@@ -38,6 +38,7 @@ from .buckets import Bucket, filled
 from .deltas import Given, patches
 from .merging import AdaptedLayers, base_of, has_adapters, merging_of, trained_copies
 from .plan import BucketPlan, Named, Planner, by_layers, with_whole_layers
+from .vllm_source import weight_source
 from .wire import Patch
 
 
@@ -215,6 +216,17 @@ class WeightStream:
         if not self._deltas:
             raise ConfigError("deltas: this stream keeps nothing to compare with. Make it with deltas=True.")
         return self._passing(coordinator, self._given_before, self._patches)
+
+    def weight_source(self) -> Any:
+        """This stream as a ``WeightSource`` for vLLM's trainer engines ``"nccl"`` and ``"ipc"``, of 0.32 or 0.33.
+
+        Raises:
+            ConfigError: each tensor goes to another rank: expected ``to="rank0"`` for ``"nccl"``, else ``"all"``.
+            ImportError, VersionError: there is no vLLM here, or none that has such sources.
+        """
+        if self._to == "owners":
+            raise ConfigError("weight_source: expected a stream to 'rank0' or 'all'; got to='owners'")
+        return weight_source(self)
 
     def can_compare(self, coordinator: Coordinator) -> bool:
         """Whether :meth:`deltas` can tell what has changed (all ranks)."""

@@ -19,7 +19,15 @@ from hf_zero_stream.errors import PACKAGE, VersionError
 from tests.support.cluster import ROOT
 
 
-ROWS = [pytest.param(row, id=f"{moment.name}-{row.of}") for moment, rows in TABLE.items() for row in rows]
+ELSEWHERE = {"openrlhf", "verl"}
+"""Packages in environments of their own: clients of ``make ecosystem`` look at their rows there."""
+
+ROWS = [
+    pytest.param(row, id=f"{moment.name}-{row.of}")
+    for moment, rows in TABLE.items()
+    for row in rows
+    if row.package not in ELSEWHERE
+]
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -31,6 +39,16 @@ def test_it_is_there_and_leads_to_a_function(row: Row) -> None:
     if row.leads_to:
         module, _, name = row.leads_to.partition(":")
         assert callable(getattr(importlib.import_module(f"{PACKAGE}.{module}"), name))
+
+
+@pytest.mark.parametrize("row", [row for rows in TABLE.values() for row in rows if row.package in ELSEWHERE])
+def test_it_leads_to_a_function_and_a_client_looks_at_the_original(row: Row) -> None:
+    """The client asserts in its environment what the test above asserts here."""
+    if row.leads_to:
+        module, _, name = row.leads_to.partition(":")
+        assert callable(getattr(importlib.import_module(f"{PACKAGE}.{module}"), name))
+    texts = [path.read_text() for path in (ROOT / "benchmarks" / "clients").glob("*.py")]
+    assert any(f'assert_rows("{row.package}")' in text for text in texts)
 
 
 def test_the_page_names_each_row_in_its_order() -> None:
