@@ -2,9 +2,10 @@
 
     python -m scripts.check_package             # builds wheel and sdist, checks them, and tries the wheel alone
     python -m scripts.check_package --stranger  # a clone, what pip brings today, and what README.md shows, as pasted
+    python -m scripts.check_package --stranger --cuda  # the same with pip's own torch, a build for CUDA: gigabytes
 
-The first gets the versions in constraints.txt. It runs `hf-zero-stream doctor`, `inspect` and a load. The second gets
-the newest versions of everything but torch, and loads also without DeepSpeed.
+The first gets the versions in constraints.txt. It runs `hf-zero-stream doctor`, `inspect` and a load. A stranger gets
+the newest versions of everything, but of torch only with `--cuda`, and loads also without DeepSpeed.
 """
 
 import argparse
@@ -67,13 +68,13 @@ def pasted() -> list[str]:
     return [line for line in lines if not line.startswith(NOT_PASTED)]
 
 
-def try_as_stranger(folder: Path) -> None:
+def try_as_stranger(folder: Path, *, cuda: bool) -> None:
     run("git", "clone", "--quiet", ROOT, folder / "clone", cwd=folder)
     venv.create(folder / "env", with_pip=True)
     python = folder / "env" / "bin" / "python"
     (torch,) = re.findall(r"^torch==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
-    # The one thing that a reader need not type: without it pip brings gigabytes for CUDA, where there is no GPU.
-    run(python, "-m", "pip", "install", "--quiet", torch, cwd=folder)
+    if not cuda:  # the one thing that a reader need not type: pip brings gigabytes else, also where there is no GPU
+        run(python, "-m", "pip", "install", "--quiet", torch, cwd=folder)
     path = {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}", "VIRTUAL_ENV": str(folder / "env")}
     for command in pasted():
         print(f"$ {command}", flush=True)
@@ -89,9 +90,11 @@ def try_as_stranger(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Try the package as others get it.")
     parser.add_argument("--stranger", action="store_true", help="paste what README.md shows")
-    if parser.parse_args().stranger:
+    parser.add_argument("--cuda", action="store_true", help="as a stranger, with a torch for CUDA")
+    options = parser.parse_args()
+    if options.stranger:
         with tempfile.TemporaryDirectory(prefix="hf_zero_stream-stranger-") as name:
-            try_as_stranger(Path(name))
+            try_as_stranger(Path(name), cuda=options.cuda)
         return
     out = ROOT / "dist"
     shutil.rmtree(out, ignore_errors=True)

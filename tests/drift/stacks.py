@@ -26,6 +26,13 @@ STACKS: dict[str, dict[str, str]] = {
     "ms-swift's": {"transformers": "5.19.0"},
     "one before the newest": {"transformers": "5.23.0"},
     "newest": {"transformers": "5.24.0", "accelerate": "1.15.0", "deepspeed": "0.19.8", "peft": "0.21.2"},
+    "newest, torch for CUDA and no driver": {
+        "torch": "2.14.1",
+        "transformers": "5.24.0",
+        "accelerate": "1.15.0",
+        "deepspeed": "0.19.8",
+        "peft": "0.21.2",
+    },
     "newest, transformers held back": {"transformers": "5.17.0"},
     "newest, accelerate held back": {"transformers": "5.24.0", "accelerate": "1.11.0"},
     "newest, deepspeed held back": {"transformers": "5.24.0", "deepspeed": "0.18.9"},
@@ -60,11 +67,13 @@ def outcomes(name: str) -> Iterator[tuple[str, str]]:
     """Each home of the smoke run, and what came of it."""
     python = python_of(name)
     environment = environment_of(python.parents[1])
-    own = versions_in(python)["deepspeed"]
-    # What it compiles is not shared between its versions.
-    shares = own == importlib.metadata.version("deepspeed")
+    own = versions_in(python)
+    # What DeepSpeed compiles is not shared between versions of it and of torch.
+    compiled = {package: own[package].partition("+")[0] for package in ("deepspeed", "torch")}
+    shares = all(importlib.metadata.version(package).partition("+")[0] == own for package, own in compiled.items())
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") if shares else None
-    environment["TORCH_EXTENSIONS_DIR"] = folder or str(ROOT / ".drift" / f"extensions-{own}")
+    own_folder = ROOT / ".drift" / "-".join(["extensions", *compiled.values()])
+    environment["TORCH_EXTENSIONS_DIR"] = folder or str(own_folder)
     launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*launcher, str(Path(__file__).with_name("smoke.py"))],
