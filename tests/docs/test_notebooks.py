@@ -23,7 +23,12 @@ EXPECTED = {
         r"loss of one step: \d",
         r"saved [\d.]+ [MG]iB in \d shards? to",
         r"reloaded: (\d+) of \1 partitions",
-    ]
+    ],
+    "weight_stream.ipynb": [
+        r"the engine got (\d+) tensors; \1 of \1 are what a gather gives",
+        r"gathered, rank 1: [\d.]+ s, host memory grew by at most \d+ MiB",
+        r"streamed, rank 1: [\d.]+ s, host memory grew by at most \d+ MiB",
+    ],
 }
 
 
