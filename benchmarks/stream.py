@@ -7,8 +7,9 @@ One training gives all its tensors away, in turns by all ways: as TRL does it, e
 and by a weight stream in buckets, which is in the hub's layout. `stock, packed`: what vLLM's packer makes of stock's:
 chunks of up to 1 GB, of copies. `ours, direct`: nothing is gathered, and each rank sends what it holds to a server, a
 process of its own that puts tensors together; `changes`: one element of a hundred is another, and no others are sent.
-The other ways send nothing. Growth is that of anonymous memory, beside what the training holds. All give the same
-values, or the exit code is 1.
+The other ways send nothing. On a CPU DeepSpeed gathers through shared memory where all ranks are on one host, and by
+gloo where they are not: `--gathers` chooses. A stream sends by gloo. Growth is that of anonymous memory, beside what the
+training holds. All give the same values, or the exit code is 1.
 """
 
 import argparse
@@ -105,12 +106,14 @@ def change(model: Any) -> None:
             param.ds_tensor.view(-1)[::100] += 1.0
 
 
-def measure(source: str, repeats: int, bucket_bytes: int) -> dict[str, Any]:
+def measure(source: str, repeats: int, bucket_bytes: int, gathers: str) -> dict[str, Any]:
     """Each arm `repeats` times, with all ranks; this rank's seconds and bytes."""
     import deepspeed
 
     import hf_zero_stream
 
+    if gathers == "gloo":
+        vars(sys.modules["deepspeed.comm.torch"])["build_shm_op"] = lambda: None
     deepspeed.init_distributed("gloo")
     model = hf_zero_stream.StreamingAutoModelForCausalLM.from_pretrained(source, ds_config=CONFIG)
     engine, *_ = deepspeed.initialize(model=model, config=CONFIG)
@@ -162,6 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gigabytes", type=float, default=0.7, help="size of the checkpoint, in units of 10^9 bytes")
     parser.add_argument("--worlds", type=lambda text: [int(part) for part in text.split(",")], default=[2])
     parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument("--gathers", choices=("gloo", "shared memory"), default="gloo", help="of DeepSpeed, on a CPU")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every run")
     settings = parser.parse_args(arguments)
@@ -169,10 +173,11 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"{checkpoint.nbytes / 1e9:.2f} GB, bf16\n{machine.in_words(machine.describe(checkpoint.folder))}")
     same, everything = True, {}
     for world in settings.worlds:
-        task = json.dumps([str(checkpoint.folder), settings.repeats, settings.bucket_mib << 20])
+        task = json.dumps([str(checkpoint.folder), settings.repeats, settings.bucket_mib << 20, settings.gathers])
         ranks = everything[world] = run(task, world, 1800, module="benchmarks.stream")
         plan_s = max(rank["plan_s"] for rank in ranks)
-        print(f"\n{world} ranks, buckets of {settings.bucket_mib} MiB, plan {plan_s:.2f} s")
+        how = f"buckets of {settings.bucket_mib} MiB, plan {plan_s:.2f} s, gathers by {settings.gathers}"
+        print(f"\n{world} ranks, {how}")
         print("| arm | s (range) | of stock | growth MiB, rank 0 | others |\n|---|--:|--:|--:|--:|")
         sums = set()
         stock = median(one["seconds"] for one in ranks[0]["arms"]["stock"])
