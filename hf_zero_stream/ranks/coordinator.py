@@ -237,22 +237,27 @@ class Coordinator:
 
     def run(self, collective: Callable[..., Any], *args: Any, group: Any = None) -> None:
         """Make a `collective` of torch's, and wait for it; raises :class:`PeerError` if a rank dies."""
+        self.begin(collective, *args, group=group)()
+
+    def begin(self, collective: Callable[..., Any], *args: Any, group: Any = None) -> Callable[[], None]:
+        """Begin a `collective` of torch's; returns what waits for it. Both raise :class:`PeerError` if a rank dies."""
         begin = partial(collective, *args, group=group, async_op=True)
         with self.naming_dead_rank():
-            watch = self._watch
-            if watch is None:
-                begin().wait()
-                return
             device = collective_device()
-            if group not in self._connected and is_accelerator(device):
-                work = _begun_beside(begin, device, watch)
+            if self._watch is not None and group not in self._connected and is_accelerator(device):
+                work = _begun_beside(begin, device, self._watch)
                 self._connected.add(group)
             else:
                 work = begin()
-            for _ in pauses(0.005, share=0.1):
-                if work.is_completed():
-                    break
-                watch.check(dead_only=True)
+        return partial(self._wait_for, work)
+
+    def _wait_for(self, work: Any) -> None:
+        with self.naming_dead_rank():
+            if self._watch is not None:
+                for _ in pauses(0.005, share=0.1):
+                    if work.is_completed():
+                        break
+                    self._watch.check(dead_only=True)
             work.wait()
 
     @contextmanager

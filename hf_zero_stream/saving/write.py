@@ -109,7 +109,8 @@ def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, torch.Tenso
         sources = [part.source for part in segment.parts if isinstance(part.source, str)]
         device = values(sources[0], 0).device if sources else torch.device("cpu")
         buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
-        _assemble(segment, buffer, partial(take, values=values))
+        for part in segment.parts:
+            _put(part, take(part, values), buffer)
         yield segment.position, buffer
         return
     (part,) = segment.parts
@@ -122,12 +123,20 @@ def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, torch.Tenso
 
 def exchange(
     of_round: Round, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
-) -> Iterator[tuple[Segment, torch.Tensor]]:
-    """Send what this rank holds of the segments to their writers; yield those that this rank writes, in flat buffers.
+) -> list[tuple[Segment, torch.Tensor]]:
+    """Send what this rank holds of the segments to their writers; returns those that this rank writes, in buffers.
 
     An error of this rank's is raised after the exchange, because the others wait for it.
     """
+    return begin_exchange(of_round, values, coordinator, buffer_of)()
+
+
+def begin_exchange(
+    of_round: Round, values: Values, coordinator: Coordinator, buffer_of: Callable[[Segment], torch.Tensor]
+) -> Callable[[], list[tuple[Segment, torch.Tensor]]]:
+    """As :func:`exchange`, but returns what ends it: all that this rank holds has been taken by then."""
     device, rank = collective_device(), coordinator.rank
+    mine: list[tuple[Segment, torch.Tensor]] = []
     outgoing: list[list[Part]] = [[] for _ in range(coordinator.world_size)]
     sent, arriving = [0] * coordinator.world_size, [0] * coordinator.world_size  # bytes, by the other rank
     for writer, segment in of_round:
@@ -139,6 +148,7 @@ def exchange(
             elif part.rank != rank == writer:
                 arriving[part.rank] += nbytes
     send = torch.empty(sum(sent), dtype=torch.uint8, device=device)
+    received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
     error: Exception | None = None
     try:
         position = 0
@@ -148,39 +158,46 @@ def exchange(
             position += len(taken)
     except Exception as caught:
         error = caught
-    received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
-    if any(part.rank != writer for writer, segment in of_round for part in segment.parts):  # the same on all ranks
-        coordinator.run(dist.all_to_all_single, received, send, arriving, sent)
-    if error is not None:
-        raise error
-    starts = [0, *accumulate(arriving)]  # where what comes from each peer begins
+    # The same on all ranks.
+    are_sent = any(part.rank != writer for writer, segment in of_round for part in segment.parts)
+    collective = partial(dist.all_to_all_single, received, send, arriving, sent)
+    wait = coordinator.begin(collective) if are_sent else None
+    try:
+        mine = [(segment, buffer_of(segment)) for writer, segment in of_round if writer == rank and error is None]
+        for segment, buffer in mine:  # while the rest is on its way
+            for part in segment.parts:
+                if part.rank == rank:
+                    _put(part, take(part, values), buffer)
+    except Exception as caught:
+        error = caught
 
-    def taken_or_received(part: Part, dtype: torch.dtype) -> torch.Tensor:
-        if part.rank == rank:
-            return take(part, values)
-        begin = starts[part.rank]
-        starts[part.rank] += part.box.numel * dtype.itemsize
-        values_there = received[begin : starts[part.rank]]
-        if begin % dtype.itemsize:  # a view in another dtype wants them aligned
-            values_there = values_there.clone()
-        return values_there.view(dtype).view(part.box.sizes)
+    def end() -> list[tuple[Segment, torch.Tensor]]:
+        if wait is not None:
+            wait()
+        if error is not None:
+            raise error
+        starts = [0, *accumulate(arriving)]  # where what comes from each peer begins
+        for segment, buffer in mine:
+            for part in segment.parts:
+                if part.rank != rank:
+                    begin = starts[part.rank]
+                    starts[part.rank] += part.box.numel * segment.dtype.itemsize
+                    there = received[begin : starts[part.rank]]
+                    if begin % segment.dtype.itemsize:  # a view in another dtype wants them aligned
+                        there = there.clone()
+                    _put(part, there.view(segment.dtype).view(part.box.sizes), buffer)
+        return mine
 
-    for writer, segment in of_round:
-        if writer == rank:
-            buffer = buffer_of(segment)
-            _assemble(segment, buffer, partial(taken_or_received, dtype=segment.dtype))
-            yield segment, buffer
+    return end
 
 
 def _new_buffer(segment: Segment) -> torch.Tensor:
     return torch.empty(segment.numel, dtype=segment.dtype, device=collective_device())
 
 
-def _assemble(segment: Segment, buffer: torch.Tensor, take: Callable[[Part], torch.Tensor]) -> None:
-    """Put the elements of a segment into a flat `buffer`; `take` gives those of a part, cast, in its box's shape."""
-    for part in segment.parts:
-        box = part.box
-        copy_strided(buffer[box.to :].as_strided(box.sizes, box.to_strides), take(part))
+def _put(part: Part, taken: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Put the elements of a part, cast and in its box's shape, into the flat buffer of its segment."""
+    copy_strided(buffer[part.box.to :].as_strided(part.box.sizes, part.box.to_strides), taken)
 
 
 def take(part: Part, values: Values) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from ..errors import PeerError
 from ..ranks.coordinator import Coordinator, collective_device
 from ..saving.parameters import Parameters, Values, evaluated, opened
 from ..saving.plan import Round, Segment
-from ..saving.write import exchange
+from ..saving.write import begin_exchange
 from .merging import AdaptedLayers
 from .plan import BucketPlan, Evaluation
 
@@ -62,10 +63,14 @@ class Filling:
                 populated = ahead
             return memory[segment.position : stop].view(segment.dtype)
 
-        for of_round in rounds:
+        end: Callable[[], Any] | None = None
+        for of_round in (*rounds, None):
+            begun = end
+            # The next one is on its way while what has arrived is put into its place.
+            end = None if of_round is None else begin_exchange(of_round, values, self._coordinator, place)
             try:
-                for _ in exchange(of_round, values, self._coordinator, place):
-                    pass
+                if begun is not None:
+                    begun()
             except PeerError:
                 raise  # no exchange will come to an end any more
             except BaseException as caught:  # the others still wait, in the next rounds, for what this rank holds

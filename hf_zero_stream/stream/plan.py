@@ -208,8 +208,8 @@ class Planner:
 
     @property
     def _round_bytes(self) -> int:
-        """What a rank may send or receive at once."""
-        return max(LEAST_ROUND_BYTES, self.bucket_bytes // 8)
+        """What a rank may send or receive at once; two rounds are on their way."""
+        return max(LEAST_ROUND_BYTES, self.bucket_bytes // 16)
 
     def _segments(self, view: View, at: int, owners: tuple[int, ...]) -> list[tuple[Segment, tuple[int, ...]]]:
         limit = max(1, self._round_bytes // len(owners) // view.node.dtype.itemsize)

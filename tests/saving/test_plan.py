@@ -72,7 +72,8 @@ class Held:
 def exchanged(segment: Segment, values: list[Values]) -> torch.Tensor:
     """What an exchange between all ranks gives the writer; each rank takes only from what it holds."""
     buffer = torch.empty(segment.numel, dtype=segment.dtype)
-    write._assemble(segment, buffer, lambda part: write.take(part, values[part.rank]))
+    for part in segment.parts:
+        write._put(part, write.take(part, values[part.rank]), buffer)
     return buffer
 
 
