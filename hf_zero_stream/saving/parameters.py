@@ -24,7 +24,7 @@ from ..errors import SaveError
 from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
-from .lazy_parameters import Held, LazyParameters, digests_of
+from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
 
 
@@ -123,7 +123,7 @@ class Parameters:
         def digests(layout: Layout, holdings: Mapping[str, Holding] | None) -> Digests | None:
             if holdings is None or _held_by(holdings) != layout.held:
                 return None
-            return digests_of(holdings, threads) if compares else {}
+            return digests_of([holdings], threads) if compares else {}
 
         with coordinator.reporting():
             held = [holdings() for _, holdings in wanted]
@@ -169,8 +169,9 @@ class Parameters:
 class NewParameters(Parameters):
     """Parameters whose layout is not known yet, saved in `dtype` or as they are held (all ranks).
 
-    If `held` is given, it is saved under the names of the parameters, and nothing else is. If several ranks hold all
-    of a parameter, `threads` compare it if `compares` is true; else the first of these ranks gives it.
+    If `held` is given, it is saved under the names of the parameters, and nothing else is. What is `beside` it has the
+    same layout: :attr:`beside` is that, with other values. If several ranks hold all of a parameter, `threads` compare
+    all of these values if `compares` is true; else the first of these ranks gives them.
     """
 
     def __init__(
@@ -182,15 +183,20 @@ class NewParameters(Parameters):
         compares: bool,
         threads: int,
         held: Held | None = None,
+        beside: Sequence[Held] = (),
     ) -> None:
         with coordinator.reporting():
             self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
+            others = [holdings_of_model(model, coordinator, dtype, other) for other in beside]
         holdings = self._lazy.holdings
         self._names = holdings.keys()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
-        self._agree_on_shares(holdings, compares, threads)
+        with coordinator.reporting():
+            digests = digests_of([holdings, *others], threads) if compares else {}
+        self._agree_on_shares(holdings, digests)
         self.holdings = {source: holdings[name] for source, name in self.layout.names.items()}
+        self.beside = [Parameters(coordinator, other, self.layout) for other in others]
 
     def entries(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together."""
@@ -214,9 +220,7 @@ class NewParameters(Parameters):
         entries = self._lazy.state_dict(keeps_adapters=False)
         return {name: entry for name, entry in entries.items() if name not in self._lazy.by_name.keys() - self._names}
 
-    def _agree_on_shares(self, holdings: Mapping[str, Holding], compares: bool, threads: int) -> None:
-        with self._coordinator.reporting():
-            digests = digests_of(holdings if compares else {}, threads)
+    def _agree_on_shares(self, holdings: Mapping[str, Holding], digests: Digests) -> None:
         mine = [
             _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))
             for name, each in holdings.items()

@@ -6,13 +6,13 @@ The plans are made anew, or are those of the last save of the same training if n
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,12 +30,8 @@ from .parameters import Layout, NewParameters, Parameters
 from .plan import SavePlan, make_save_plan
 
 
-class _KeptPlan(NamedTuple):
-    """A :class:`Planned` without what would keep a model or its optimizer alive."""
-
-    layout: Layout
-    shards: list[ShardToWrite]
-    plan: SavePlan
+_KeptPlan = tuple[Layout, list[ShardToWrite], SavePlan]
+"""What a :class:`Planned` consists of, without what would keep a model or its optimizer alive."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +40,12 @@ class _Kept:
 
     Attributes:
         circumstances: what else the plans depend on.
-        plans: of each content, and of all that is beside it.
+        plans: of each content.
         files: on rank 0 what was laid out beside the weights, of each content.
     """
 
     circumstances: Any
-    plans: list[list[_KeptPlan]]
+    plans: list[_KeptPlan]
     files: list[dict[str, bytes]]
 
 
@@ -73,25 +69,27 @@ class Preparation:
     threads: int
     settings: Any = None
 
-    def plan(self, folder: Path, contents: Sequence[Content]) -> list[list[Planned]]:
-        """For each of `contents`, the plans of what it consists of; the `folder` is that of rank 0."""
+    def plan(self, folder: Path, contents: Sequence[Content]) -> list[Planned]:
+        """The plans of `contents`, and of what is beside them; the `folder` is that of rank 0."""
         if self.coordinator.is_main:
             for content in contents:
                 (folder / content.folder).mkdir(exist_ok=True)
         if self.settings is None:
-            return [self._planned_anew(folder, content) for content in contents]
+            return [each for content in contents for each in self._planned_anew(folder, content)]
         found = self._planned_as_before(folder, contents)
         if found is not None:
             return found
         _kept.pop(self.model, None)
         already = set(self._files(folder))
-        planned, files = [], []
+        planned: list[Planned] = []
+        plans, files = [], []
         for content in contents:
-            planned.append(self._planned_anew(folder, content))
+            first, *others = self._planned_anew(folder, content)
+            planned += [first, *others]
+            plans.append((first.parameters.layout, first.shards, first.plan))
             new = [path for path in self._files(folder) if path not in already]
             files.append({str(path.relative_to(folder / content.folder)): path.read_bytes() for path in new})
             already.update(new)
-        plans = [[_KeptPlan(each.parameters.layout, each.shards, each.plan) for each in group] for group in planned]
         # Looked at again: transformers completes a model's config when it writes it.
         _kept[self.model] = _Kept(self._circumstances(contents), plans, files)
         return planned
@@ -106,67 +104,53 @@ class Preparation:
         settings = (self.single_writer, self.coordinator.world_size, self.settings)
         return circumstances(self.model), kinds, settings
 
-    def _planned_as_before(self, folder: Path, contents: Sequence[Content]) -> list[list[Planned]] | None:
+    def _planned_as_before(self, folder: Path, contents: Sequence[Content]) -> list[Planned] | None:
         """By the plans of the last save; None if anything but values is another on any rank."""
         kept = _kept.get(self.model)
         is_same = kept is not None and kept.circumstances == self._circumstances(contents)
         if not all(self.coordinator.all_gather(is_same)) or kept is None:
             return None
         wanted = [
-            (plan.layout, self._held(content, held))
-            for content, plans in zip(contents, kept.plans, strict=True)
-            for plan, held in zip(plans, [content.held, *(each.held for each in content.beside)], strict=True)
+            (layout, partial(holdings_of_model, self.model, self.coordinator, content.dtype, held))
+            for content, (layout, _, _) in zip(contents, kept.plans, strict=True)
+            for held in (content.held, *(each.held for each in content.beside))
         ]
-        found = iter(self._following(wanted))
-        planned = []
-        for content, plans in zip(contents, kept.plans, strict=True):
-            group = [(next(found), plan) for plan in plans]
-            planned.append([Planned(each, p.shards, p.plan, content.folder) for each, p in group if each is not None])
-        if [len(group) for group in planned] != [len(plans) for plans in kept.plans]:
+        found = Parameters.following(wanted, self.coordinator, self._compares, self.threads)
+        parameters = [each for each in found if each is not None]
+        if len(parameters) < len(wanted):
             return None
 
         for content, files in zip(contents, kept.files, strict=True):  # none but on rank 0
             for name, data in files.items():
                 (folder / content.folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / content.folder / name).write_bytes(data)
-        return planned
+        rest = iter(parameters)
+        return [
+            each
+            for content, (_, shards, plan) in zip(contents, kept.plans, strict=True)
+            for each in content.planned([*islice(rest, 1 + len(content.beside))], shards, plan)
+        ]
 
     def _files(self, folder: Path) -> list[Path]:
         """On rank 0, all files in `folder`."""
         return [path for path in folder.rglob("*") if path.is_file()] if self.coordinator.is_main else []
 
-    def _held(self, content: Content, held: Held | None) -> Callable[[], Any]:
-        return partial(holdings_of_model, self.model, self.coordinator, content.dtype, held)
-
-    def _following(self, wanted: Sequence[tuple[Layout, Callable[[], Any]]]) -> list[Parameters | None]:
-        return Parameters.following(wanted, self.coordinator, self._compares, self.threads)
-
     def _planned_anew(self, folder: Path, content: Content) -> list[Planned]:
-        root = folder / content.folder
-        first = self._planned(root, content.lay_out, content, content.held)
-        wanted = [(first.parameters.layout, self._held(content, alike.held)) for alike in content.beside]
-        followers = self._following(wanted) if wanted else []
-        others = []
-        for alike, parameters in zip(content.beside, followers, strict=True):
-            if parameters is None:
-                others.append(self._planned(root, alike.lay_out, content, alike.held))
-                continue
-            if self.coordinator.is_main:
-                alike.write_index(root, content.index_name)
-            others.append(first.like(alike, parameters))
-        return [first, *others]
-
-    def _planned(self, folder: Path, lay_out: LayOut, content: Content, held: Held | None) -> Planned:
         """What to write; on rank 0 everything but the weights gets into `folder`."""
         coordinator = self.coordinator
         parameters = NewParameters(
-            self.model, coordinator, content.dtype, compares=self._compares, threads=self.threads, held=held
+            self.model,
+            coordinator,
+            content.dtype,
+            compares=self._compares,
+            threads=self.threads,
+            held=content.held,
+            beside=[each.held for each in content.beside],
         )
-
-        def planned() -> Planned:
+        with coordinator.reporting():
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
-                noted = lay_out(folder if coordinator.is_main else Path(elsewhere), parameters)
-            shards = [lay_out_shard(shard) for shard in noted]
+                place = folder / content.folder if coordinator.is_main else Path(elsewhere)
+                shards = [*map(lay_out_shard, content.lay_out(place, parameters))]
             plan = make_save_plan(
                 shards,
                 parameters.sources,
@@ -174,13 +158,9 @@ class Preparation:
                 world_size=coordinator.world_size,
                 single_writer=self.single_writer,
             )
-            return Planned(parameters, shards, plan, content.folder)
-
-        with coordinator.reporting():
-            found = planned()
-            mine = hashlib.sha256(b"".join(shard.header for shard in found.shards)).hexdigest()
+            mine = hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest()
         refuse_other_tensors(coordinator, mine, "save")
-        return found
+        return content.planned([parameters, *parameters.beside], shards, plan)
 
 
 def refuse_other_tensors(coordinator: Coordinator, mine: str, doing: str) -> None:
@@ -226,29 +206,11 @@ LayOut = Callable[[Path, NewParameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
 
 
-@dataclass(frozen=True)
-class Alike:
-    """What is saved beside something else, under the same names and in the same layout, in files of other names.
-
-    Attributes:
-        held: what this rank holds of it.
-        lay_out: lays it out by itself, where it is not held as the other is.
-        index_name: the file name of its index.
-        renamed: what the other's shard of a name is called here.
-    """
+class Beside(NamedTuple):
+    """What is held and saved as something else is, in files of other names: `renamed` gives them."""
 
     held: Held
-    lay_out: LayOut
-    index_name: str
     renamed: Callable[[str], str]
-
-    def write_index(self, folder: Path, index_name: str) -> None:
-        """Write the index after that of the other, of this name, if it has one."""
-        if (folder / index_name).exists():
-            index = json.loads((folder / index_name).read_text(encoding="utf-8"))
-            index["weight_map"] = {name: self.renamed(shard) for name, shard in index["weight_map"].items()}
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (folder / self.index_name).write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +225,7 @@ class Content:
         held: what is saved under the names of parameters in place of their values; None: the values.
         check: raises if what is laid out cannot be loaded; called on rank 0, with a folder where shards have their
             headers and no values yet.
-        beside: what is held, most likely, as this is: it is saved by the same plan. Planning takes as long as writing
-            some hundred MB, because transformers' conversions run over thousands of lazy tensors.
+        beside: what is held as this is, and is saved by the same plan.
     """
 
     lay_out: LayOut
@@ -273,7 +234,16 @@ class Content:
     dtype: torch.dtype | None = None
     held: Held | None = None
     check: Callable[[Path], None] | None = None
-    beside: Sequence[Alike] = ()
+    beside: Sequence[Beside] = ()
+
+    def planned(self, parameters: Sequence[Parameters], shards: list[ShardToWrite], plan: SavePlan) -> list[Planned]:
+        """What is written of this by one plan, and of what is beside it, for each from its `parameters`."""
+        first, *others = parameters
+        found = [Planned(first, shards, plan, self.folder)]
+        for each, of_each in zip(self.beside, others, strict=True):
+            renamed = [replace(shard, name=each.renamed(shard.name)) for shard in shards]
+            found.append(Planned(of_each, renamed, plan, self.folder))
+        return found
 
 
 _SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
@@ -294,11 +264,6 @@ class Planned(NamedTuple):
 
     def paths(self, root: Path) -> list[Path]:
         return [root / name for name in self.names]
-
-    def like(self, alike: Alike, parameters: Parameters) -> Planned:
-        """The same of what is `alike`, from `parameters` that lie in memory as these do."""
-        shards = [replace(shard, name=alike.renamed(shard.name)) for shard in self.shards]
-        return Planned(parameters, shards, self.plan, self.folder)
 
 
 @dataclass(frozen=True)

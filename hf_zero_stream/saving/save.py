@@ -228,10 +228,9 @@ class Save:
                 write_from = "rank0" if self._is_hidden(folder) else "all"
             with self._clock("plan"):
                 planned = self._preparation(write_from == "rank0").plan(folder, contents)
-                everything = [each for group in planned for each in group]
 
                 def reserve_all() -> None:
-                    for each in everything:
+                    for each in planned:
                         reserve(folder / each.folder, each.shards)
 
                 coordinator.run_on_main(reserve_all)
@@ -239,7 +238,7 @@ class Save:
                     if content.check is not None:
                         coordinator.run_on_main(partial(content.check, folder / content.folder))
             index = next((content.index_name for content in contents if not content.folder), "")
-            yield Prepared(publication, everything, index, ending, write_from == "rank0")
+            yield Prepared(publication, planned, index, ending, write_from == "rank0")
         except BaseException:
             if publication is not None and coordinator.is_main:
                 publication.abandon()
