@@ -25,7 +25,7 @@ from ..planning.plan import partition_range
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
 from . import fsdp
-from .base import Batch, Destination, Item, allocating, flat_items, item_of, narrowed, replace_lazy
+from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
 from .holder import Holding, open_flat
 from .marks import local_of
@@ -81,6 +81,7 @@ class DTensors(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         shards: dict[str, Shard] = {}
+        device = torch.device("meta") if only_planned else self.device
 
         def parameter(name: str, old: torch.Tensor) -> nn.Parameter | None:
             sharded = self._sharded.get(name)
@@ -96,16 +97,12 @@ class DTensors(Destination):
             else:
                 shards[name] = shard_of(name, sharded, self._managed.get(name))
             nbytes = shards[name].box.numel * old.dtype.itemsize
-            device = torch.device("meta") if only_planned else self.device
             with allocating(name, nbytes, device, self._coordinator.rank):
                 return self._new(name, sharded, shards[name].box, old, device)
 
-        def buffer(old: torch.Tensor) -> torch.Tensor:
-            if not isinstance(old, LazyTensor) and not old.is_meta:
-                return old.to(self.device)
-            return torch.empty(old.shape, dtype=old.dtype, device="meta" if only_planned else self.device)
-
-        parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        parameters, buffers, _ = replace_lazy(
+            model, missing, tied, parameter=parameter, buffer=partial(buffer_on, device)
+        )
         items: list[Item] = []
         to_quantise: list[ToQuantise] = []
         together: list[Columns] = []

@@ -17,7 +17,7 @@ from ...checkpoint.lazy import LazyTensor
 from ...errors import UnsupportedError
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ..base import Batch, Destination, Item, flat_items, replace_lazy
+from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy
 from . import zero3
 
 
@@ -73,7 +73,7 @@ class Partitioned(Destination):
 
             experts.convert(model, self._ds_config, missing, rank, world_size, make_groups=not only_planned)
         parameters, buffers, self.recast = replace_lazy(
-            model, missing, tied, parameter=self._parameter, buffer=self._buffer
+            model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
         )
         items: dict[int, Item] = {}
         together: list[tuple[str, Any, Callable[[torch.Tensor], None]]] = []
@@ -112,11 +112,6 @@ class Partitioned(Destination):
         dtype = self._dtype if self._dtype is not None and param.is_floating_point() else param.dtype
         requires_grad = param.requires_grad if isinstance(param, LazyTensor) else param.is_floating_point()
         return zero3.placeholder(name, param.shape, dtype, self.device, requires_grad)
-
-    def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        if not isinstance(buffer, LazyTensor) and not buffer.is_meta:
-            return buffer.to(self.device)
-        return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
 
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
         from . import engine_memory
