@@ -66,18 +66,14 @@ def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
     found: dict[int, list[Master]] = {}
     for optimizer, groups in _optimizers_of(trained):
         _refuse_unreachable(optimizer)
-        for param, master in _masters(optimizer, groups):
+        is_whole = isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
+        for param, part, first, start, stop in _fragments(optimizer, groups):
             if id(param) in trained:
-                found.setdefault(id(param), []).extend([] if master is None else [master])
+                of_param = found.setdefault(id(param), [])
+                if start < stop:
+                    values = part.detach().view(-1)[first : first + stop - start]
+                    of_param.append(Master(values, start, stop, is_whole))
     return found
-
-
-def _masters(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, Master | None]]:
-    """Each parameter that an optimizer trains, with what this rank trains of it; `groups`: :data:`_ATTRIBUTES`."""
-    is_shared = not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
-    for param, part, first, start, stop in _fragments(optimizer, groups):
-        values = part.detach().view(-1)[first : first + stop - start]
-        yield param, Master(values, start, stop, is_whole=not is_shared) if start < stop else None
 
 
 def _fragments(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
