@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import closing
 from functools import partial
@@ -13,8 +13,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..checkpoint.nodes import View
-from ..destinations.base import source_of
 from ..destinations.marks import has_partition, is_adapted
 from ..destinations.own_names import named_parameters
 from ..destinations.skeleton import StandIn
@@ -153,10 +151,8 @@ def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:
         )
 
 
-_Views = Mapping[str, View | None]
-
-States = Callable[[Load, Sequence[str]], _Views]
-"""Gives the lazy values of these states, by names of parameters with that of a state before each, for a load."""
+States = Callable[[Load, Sequence[str]], dict[str, Any]]
+"""Gives lazy tensors of the states of these names, by names of parameters with that of the state before each."""
 
 
 @collector_paused()
@@ -178,16 +174,17 @@ def load_states(
     with coordinator.reporting():
         load = Load(settings_in_force(), {}, coordinator, memory)
         with closing(load), torch.no_grad():
-            views = {name: view for name, view in states(load, used).items() if view is not None}
-            load.place(StandIn.of_views(load.checkpoint.materialise, views, {}), set(), set())
+            load.place(StandIn(states(load, used), {}), set(), set())
 
 
-def _states_in(training: Training, place: Path, record: StateRecord, load: Load, keys: Sequence[str]) -> _Views:
+def _states_in(
+    training: Training, place: Path, record: StateRecord, load: Load, keys: Sequence[str]
+) -> dict[str, Any]:
     """:data:`States` in the folder `place`, of which this is the `record`."""
     read = opened_from_hub_layout if record.is_in_hub_layout else opened
-    found: dict[str, View | None] = {}
+    found: dict[str, Any] = {}
     for key in keys:
         lazy, missing, _ = read(load, training.model, place, key)
         training.prepare_lazy(lazy, missing)
-        found |= {f"{key}.{name}": source_of(it) for name, it in lazy.named_parameters() if name not in missing}
+        found |= {f"{key}.{name}": tensor for name, tensor in lazy.named_parameters() if name not in missing}
     return found

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers.utils import logging
 
+from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
 from ..destinations.marks import is_adapted
 from ..destinations.own_names import named_parameters
@@ -109,9 +110,10 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
     if coordinator.is_main:
         _say_what_is_not_there(training, zero)
 
-    def states(load: Load, keys: Sequence[str]) -> dict[str, View]:
+    def states(load: Load, keys: Sequence[str]) -> dict[str, LazyTensor]:
         first = load.checkpoint.add(zero.shards)
-        return {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()}
+        views = {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()}
+        return {name: LazyTensor.of(view, load.checkpoint.materialise) for name, view in views.items()}
 
     if is_adapted(training.model):  # its base is what it was
         load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=True)
