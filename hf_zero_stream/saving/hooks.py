@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +37,7 @@ from ..seams.wrappers import (
     shares_its_model,
     unwrapped,
 )
-from ..settings.scope import active_configs
+from ..settings.scope import active_configs, having
 from . import calls
 from .calls import refuse_url
 from .outside_models import values_outside_models
@@ -87,11 +87,8 @@ def save_model(
         return original(self, model, save_directory, *args, **kwargs)
     others = replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"])
     if others:
-        token = _asked_by.set(others)
-        try:
+        with having(_asked_by, others):
             return original(self, model, save_directory, *args, **kwargs)
-        finally:
-            _asked_by.reset(token)
     from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
@@ -132,15 +129,9 @@ class NotedSaves:
 _noted: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
 
 
-@contextmanager
-def noting_saves(begin: Callable[[Path], object]) -> Iterator[NotedSaves]:
+def noting_saves(begin: Callable[[Path], object]) -> AbstractContextManager[NotedSaves]:
     """Inside, saves are noted."""
-    noted = NotedSaves(begin)
-    token = _noted.set(noted)
-    try:
-        yield noted
-    finally:
-        _noted.reset(token)
+    return having(_noted, NotedSaves(begin))
 
 
 def noted_saves() -> NotedSaves | None:

@@ -25,7 +25,7 @@ from ..reports.save import SaveReport
 from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
-from ..settings.scope import active_configs
+from ..settings.scope import active_configs, having
 from .record import FILE, LATEST, write_latest
 from .zero_tools import SCRIPT, write_scripts
 
@@ -68,13 +68,10 @@ def current() -> Caller | None:
 @contextmanager
 def entered(caller: Caller) -> Iterator[Caller]:
     """Inside, `caller` calls. Models whose optimizer never came are saved at the end, in the stock way."""
-    token = _caller.set(caller)
-    try:
+    with having(_caller, caller):
         yield caller
         while caller.waiting:
             caller.waiting.popitem()[1]()
-    finally:
-        _caller.reset(token)
 
 
 def is_on() -> bool:
