@@ -75,7 +75,7 @@ class Preparation:
             for content in contents:
                 (folder / content.folder).mkdir(exist_ok=True)
         if self.settings is None:
-            return [each for content in contents for each in self._planned_anew(folder, content)]
+            return [each for content in contents for each in self._planned(folder, content)]
         found = self._planned_as_before(folder, contents)
         if found is not None:
             return found
@@ -84,7 +84,7 @@ class Preparation:
         planned: list[Planned] = []
         plans, files = [], []
         for content in contents:
-            first, *others = self._planned_anew(folder, content)
+            first, *others = self._planned(folder, content)
             planned += [first, *others]
             plans.append((first.parameters.layout, first.shards, first.plan))
             new = [path for path in self._files(folder) if path not in already]
@@ -135,7 +135,7 @@ class Preparation:
         """On rank 0, all files in `folder`."""
         return [path for path in folder.rglob("*") if path.is_file()] if self.coordinator.is_main else []
 
-    def _planned_anew(self, folder: Path, content: Content) -> list[Planned]:
+    def _planned(self, folder: Path, content: Content) -> list[Planned]:
         """What to write; on rank 0 everything but the weights gets into `folder`."""
         coordinator = self.coordinator
         parameters = NewParameters(

@@ -76,8 +76,7 @@ def _write_alone(plan: SavePlan, parameters: Parameters, put: Put, threads: int)
     def work(groups: Iterator[Sequence[Segment]]) -> None:
         with opened(parameters.holdings) as values:
             for group in groups:
-                for run in in_runs(chain.from_iterable(_pieces(segment, values) for segment in group)):
-                    put(*run)
+                _write(group, values, put)
 
     in_memory = sorted(filterfalse(swap_file, segments))
     near = groupby(in_memory, lambda segment: (segment.shard, segment.position // WRITE_BYTES))
@@ -106,6 +105,12 @@ def in_runs(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, list[torch.Tens
         following = shard, position + values.nbytes
     if run:
         yield *first, run
+
+
+def _write(segments: Sequence[Segment], values: Values, put: Put) -> None:
+    """Write segments all of which this rank holds."""
+    for run in in_runs(chain.from_iterable(_pieces(segment, values) for segment in segments)):
+        put(*run)
 
 
 def _pieces(segment: Segment, values: Values) -> Iterator[Piece]:
