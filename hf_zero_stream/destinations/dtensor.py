@@ -21,7 +21,6 @@ from ..packed.modules import packed_weights
 from ..packed.together import Quantised
 from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
-from ..planning.plan import partition_range
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
 from . import fsdp
@@ -31,7 +30,7 @@ from .holder import Holding, open_flat
 from .marks import local_of
 from .own_names import named_parameters
 from .quantising import ToQuantise, quantising_batches
-from .shards import Shard, cuts_of, shard_of
+from .shards import Shard, cuts_of, held_of, shard_of
 from .whole import WholeParameters
 
 
@@ -90,12 +89,8 @@ class DTensors(Destination):
                 return None
             if sharded is not None and sharded.shape != old.shape:  # it is packed
                 sharded = fsdp.recut(self._managed[name], old.shape, old.dtype)
-            if sharded is None:
-                shards[name] = Shard(
-                    ParameterBox.whole(old.shape), self._coordinator.rank, self._coordinator.world_size
-                )
-            else:
-                shards[name] = shard_of(name, sharded, self._managed.get(name))
+            param = old if sharded is None else sharded
+            shards[name] = held_of(name, param, self._managed.get(name), self._coordinator)
             nbytes = shards[name].box.numel * old.dtype.itemsize
             with allocating(name, nbytes, device, self._coordinator.rank):
                 return self._new(name, sharded, shards[name].box, old, device)
@@ -183,9 +178,8 @@ def held_shards(
         record = managed.get(name)
         # FSDP2 may have put gathered parameters in place of its own.
         mine = record if record is not None and record.sharded_param is param else None
-        box, copy, copies, _ = shard_of(name, param, mine)
-        _, start, stop = partition_range(box.numel, copy, copies)
-        return Holding(box, param.dtype, start, stop, partial(open_flat, local_of(param)), is_whole=copies > 1)
+        shard, values = shard_of(name, param, mine), partial(open_flat, local_of(param))
+        return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
 
     return {name: holding(name, param) for name, param in params.items() if isinstance(param, DTensor)}
 

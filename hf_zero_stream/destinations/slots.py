@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LoadError, UnsupportedError
 from ..planning.boxes import ParameterBox
-from ..planning.plan import Target, partition_range
+from ..planning.plan import Target
+from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Item, narrowed, source_of
 from .holder import Holding
 from .marks import local_of
 from .own_names import named_parameters
-from .shards import shard_of
+from .shards import held_of
 
 
 MASTER = "fp32"
@@ -78,9 +79,7 @@ class Slot:
         return torch.zeros_like(local_of(self.values).view(-1)) if value is None else local_of(value).view(-1)
 
 
-def slots_of_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, world_size: int
-) -> list[Slot]:
+def slots_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, coordinator: Coordinator) -> list[Slot]:
     """The slots of an optimizer that trains the parameters of `model` themselves, sharded by DTensor or whole."""
     names = {id(param): name for name, param in named_parameters(model)}
     records = fsdp.records_by_id(model)
@@ -93,12 +92,8 @@ def slots_of_parameters(
                     f"The optimizer's group {number} trains a parameter of shape {tuple(param.shape)} that is none of "
                     f"the {type(model).__name__}'s. Give the model that it trains."
                 )
-            if isinstance(param, DTensor):
-                box, copy, copies, _ = shard_of(name, param, records.get(id(param)))
-            else:
-                box, copy, copies = ParameterBox.whole(param.shape), rank, world_size
-            _, start, stop = partition_range(box.numel, copy, copies)
-            members = [Member(name, box, 0, start, stop, is_whole=copies > 1)]
+            held = held_of(name, param, records.get(id(param)), coordinator)
+            members = [Member(name, held.box, 0, *held.share, is_whole=held.copies > 1)]
             # What is frozen for a while keeps the moments that it has.
             is_frozen = not (param.requires_grad or optimizer.state[param])
             slots.append(Slot(number, param, optimizer.state[param], members, is_frozen=is_frozen))

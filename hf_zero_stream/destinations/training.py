@@ -78,8 +78,7 @@ def training_of_model(
 ) -> Training:
     """That of an optimizer that trains the parameters of `model` themselves: FSDP2, tensor parallelism, one rank."""
     fsdp.reshard(model)  # else the model has gathered parameters, which the optimizer does not know
-    ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
-    slots = slots_of_parameters(model, optimizer, **ranks)
+    slots = slots_of_parameters(model, optimizer, coordinator)
     device = next((slot.values.device for slot in slots), torch.device("cpu"))
     return Training(
         model=model,

@@ -50,7 +50,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         slots = list(_stage_3(model, wrapper))
     elif wrapper is optimizer:
-        slots = slots_of_parameters(model, optimizer, rank=coordinator.rank, world_size=coordinator.world_size)
+        slots = slots_of_parameters(model, optimizer, coordinator)
     else:
         slots = _stages_0_to_2(model, wrapper, coordinator)
     return Training(
@@ -59,7 +59,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         slots=slots,
         scheduler=engine.lr_scheduler if scheduler is None else scheduler,
         scaler_state=_scaler_state(wrapper),
-        set_scaler_state=partial(_set_scaler_state, wrapper),
+        set_scaler_state=lambda state: vars(_scaler(wrapper)).update(state),
         counters={name: getattr(engine, name) for name in _COUNTERS},
         set_counters=partial(_set_counters, engine),
         is_between_steps=_is_between_steps(engine),
@@ -143,10 +143,6 @@ def _scaler_state(wrapper: Any) -> dict[str, Any] | None:
     if scaler is None:
         return None
     return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float, type(None)))}
-
-
-def _set_scaler_state(wrapper: Any, state: Mapping[str, Any]) -> None:
-    vars(_scaler(wrapper)).update(state)
 
 
 @contextmanager
