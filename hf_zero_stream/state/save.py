@@ -146,12 +146,11 @@ def save_state(
         refuse_ranks_apart(digests)
         record = record.with_data_of(data)
         name, older = coordinator.broadcast(partial(_free_name, folder, tag, keep_older))
-        contents, fingerprinted = [], _fingerprint_of_older
+        contents: list[Content] = []
         in_state = record.with_masters | {*exact}
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights:
             contents.append(_weights(training.model, save, in_state, max_shard_size, coordinator))
-            fingerprinted = _no_fingerprint if is_adapted(training.model) else fingerprint_of_new
         elif not is_adapted(training.model):
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, folder))
         together = _of_same_dtypes(training, keys)
@@ -161,6 +160,13 @@ def save_state(
             held = partial(held_values, training.model, exact, coordinator)
             laid_out = partial(lay_out_exact, training.model, exact)
             contents.append(Content(lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held))
+
+        def fingerprinted(folder: Path) -> str | None:
+            if not with_weights:
+                return fingerprint(folder.parent)  # the final folder, around the temporary one
+            # Adapters have the values that are trained in the state too.
+            return None if is_adapted(training.model) else fingerprint_of_new(folder)
+
         act = save.start if asynchronous else save.run
         names = zero_tools.names_of(training, keys) if coordinator.is_main else {}  # rank 0 writes them
         beside = partial(
@@ -251,15 +257,6 @@ def _free_name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]
         if not os.path.lexists(folder / name):
             return name, sorted(path.parent.name for path in folder.glob(f"*/{FILE}")) + of_deepspeed
     raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
-
-
-def _fingerprint_of_older(folder: Path) -> str | None:
-    """That of weights that were in the final folder before, around the temporary `folder`."""
-    return fingerprint(folder.parent)
-
-
-def _no_fingerprint(folder: Path) -> None:
-    """Of adapters, which have the values that are trained in the state too."""
 
 
 def _write_record(
