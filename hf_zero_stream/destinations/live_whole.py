@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class LiveWhole(Destination):
 
     into = "the memory of a model in use"
 
-    exchange_settings = ("staging_bytes",)
+    exchange_settings: Sequence[str] = ("staging_bytes",)
 
     def __init__(self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int) -> None:
         self._model = model
