@@ -1,7 +1,7 @@
 """One streaming load, from its checkpoint's headers to filled memory; knows neither transformers nor DeepSpeed.
 
-Its callers are the seams of transformers. They call, in this order: :meth:`Load.read_ahead`, :meth:`Load.open`,
-:meth:`Load.place` once the model's parameters and buffers are lazy, and :meth:`Load.finish`.
+Its callers are the seams of transformers. They call, in this order: :meth:`.OpenCheckpoint.read_ahead`,
+:meth:`Load.open`, :meth:`Load.place` once the model's parameters and buffers are lazy, and :meth:`Load.finish`.
 """
 
 from __future__ import annotations

@@ -82,63 +82,39 @@ def load_values_alone(
 
 
 def _load_weights(
-    model: Any,
-    folder: Path,
-    without: set[str],
-    coordinator: Coordinator,
-    *,
-    strict: bool,
-    with_masters: bool,
+    model: Any, folder: Path, without: set[str], coordinator: Coordinator, *, strict: bool, with_masters: bool
 ) -> None:
+    how: dict[str, Any] = {"strict": strict, "with_masters": with_masters, "coordinator": coordinator}
     if isinstance(model, PreTrainedModel):
-        load_some_into(
-            model,
-            str(folder),
-            without,
-            strict=strict,
-            needs_adapters=True,
-            with_masters=with_masters,
-            coordinator=coordinator,
-        )
+        load_some_into(model, str(folder), without, needs_adapters=True, **how)
         return
-
-    def lazy_model(load: Load) -> LazyModel:
-        found = opened(load, model, folder, None, strict=strict)
-        params = {name for name, _ in named_parameters(model)}
-        _refuse_lacking(folder, found, (params | persistent_buffers(model)) - without if strict else set())
-        return found
-
-    place_into(
-        model,
-        str(folder),
-        lazy_model,
-        without,
-        with_masters=with_masters,
-        coordinator=coordinator,
-    )
+    needed = {name for name, _ in named_parameters(model)} | persistent_buffers(model)
+    _load_laid_out(model, folder, None, needed - without, without, **how)
 
 
 def _load_state(
-    model: Any,
-    place: Path,
-    record: StateRecord,
-    key: str,
-    needed: set[str],
-    coordinator: Coordinator,
-    *,
-    strict: bool,
+    model: Any, place: Path, record: StateRecord, key: str, needed: set[str], coordinator: Coordinator, *, strict: bool
 ) -> None:
     """Values from the state itself: those that were trained, or what no weights have as it is."""
+    without = record.with_masters - needed
+    if record.is_in_hub_layout:
+        lazy_model = partial(opened_from_hub_layout, model=model, place=place, key=key)
+        place_into(model, str(place), lazy_model, without, coordinator=coordinator)
+    else:
+        _load_laid_out(model, place, key, needed, without, strict=strict, coordinator=coordinator)
+
+
+def _load_laid_out(
+    model: Any, place: Path, key: str | None, needed: set[str], without: set[str], *, strict: bool, **how: Any
+) -> None:
+    """Values of the state `key` in the folder `place`, or of weights; `needed` must be there, if it is `strict`."""
 
     def lazy_model(load: Load) -> LazyModel:
-        if record.is_in_hub_layout:
-            return opened_from_hub_layout(load, model, place, key)
         found = opened(load, model, place, key, strict=strict)
         _refuse_lacking(place, found, needed if strict else set())
         return found
 
-    without = record.with_masters - needed
-    place_into(model, str(place), lazy_model, without, coordinator=coordinator)
+    place_into(model, str(place), lazy_model, without, **how)
 
 
 def _refuse_lacking(place: Path, found: LazyModel, needed: set[str]) -> None:
