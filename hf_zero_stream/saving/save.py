@@ -36,7 +36,7 @@ from .files import Comparison, Publication, ShardWriter, reserve, sync_all
 from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
-from .pending import Finished, PendingSave, finish_pending
+from .pending import PendingSave, finish_pending
 from .preparation import Content, Ending, Planned, Preparation, Prepared
 from .write import Task, bytes_of, execute_saves
 
@@ -153,7 +153,7 @@ class Save:
                         raise
                     return pending
                 self._write(prepared)
-            return Finished(self._report(prepared.planned))
+            return PendingSave.finished(self._report(prepared.planned))
 
     def _finish_in_background(
         self, prepared: Prepared, copies: Sequence[HostCopy], meeting: BackgroundMeeting
