@@ -37,46 +37,38 @@ def has_more(model: nn.Module, names: AbstractSet[str]) -> bool:
 
 
 def load_values(
-    training: Training,
-    folder: Path,
-    place: Path,
-    record: StateRecord,
-    coordinator: Coordinator,
-    *,
-    strict: bool,
+    training: Training, folder: Path, place: Path, record: StateRecord, coordinator: Coordinator, *, strict: bool
 ) -> None:
     """Weights in `folder`, elementwise states in `place`; from the weights' files what has no master in memory."""
     model, swapped = training.model, training.swapped_masters
     in_memory = record.with_masters - swapped
-    if has_more(model, in_memory):
-        _load_weights(model, folder, in_memory, coordinator, strict=strict, with_masters=not swapped)
-    if record.exact:
-        _load_state(model, place, record, EXACT, {*record.exact}, coordinator, strict=strict)
     # One plan for masters and moments; adapters' own values are trained where there are no masters.
     together = bool(in_memory) and (training.copies_masters or is_adapted(model))
-    if in_memory and not together:
-        _load_state(model, place, record, MASTER, in_memory, coordinator, strict=strict)
+    load_model_values(
+        model, folder, place, record, in_memory, coordinator, strict=strict, with_masters=not swapped, later=together
+    )
     states = partial(_states_in, training, place, record)
     load_states(training, record.keys, states, coordinator, with_masters=together)
     if together:
         training.copy_masters()
 
 
-def load_values_alone(
+def load_model_values(
     model: nn.Module,
     folder: Path,
     place: Path,
     record: StateRecord,
+    values: set[str],
     coordinator: Coordinator,
     *,
-    has_its_own: bool,
     strict: bool,
+    with_masters: bool = True,
+    later: bool = False,
 ) -> None:
-    """As :func:`load_values`, of values alone; `has_its_own`: the weights in `folder` were saved with this state."""
-    values = set() if has_its_own and not is_adapted(model) else record.with_masters
+    """All that `model` has: `values` from the state in `place`, or by the caller `later`; the rest from weights."""
     if has_more(model, values):
-        _load_weights(model, folder, values, coordinator, strict=strict, with_masters=True)
-    for key, names in ((EXACT, {*record.exact}), (MASTER, values)):
+        _load_weights(model, folder, values, coordinator, strict=strict, with_masters=with_masters)
+    for key, names in ((EXACT, {*record.exact}), (MASTER, set() if later else values)):
         if names:
             _load_state(model, place, record, key, names, coordinator, strict=strict)
 
