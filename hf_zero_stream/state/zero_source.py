@@ -110,10 +110,12 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
     if coordinator.is_main:
         _say_what_is_not_there(training, zero)
 
+    def lazy(load: Load, views: Mapping[str, View]) -> dict[str, LazyTensor]:
+        return {name: LazyTensor.of(view, load.checkpoint.materialise) for name, view in views.items()}
+
     def states(load: Load, keys: Sequence[str]) -> dict[str, LazyTensor]:
         first = load.checkpoint.add(zero.shards)
-        views = {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()}
-        return {name: LazyTensor.of(view, load.checkpoint.materialise) for name, view in views.items()}
+        return lazy(load, {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()})
 
     if is_adapted(training.model):  # its base is what it was
         load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=True)
@@ -126,7 +128,7 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
         first = load.checkpoint.add(zero.shards)
         trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
         frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
-        return StandIn.of_views(load.checkpoint.materialise, {**trained, **frozen}, buffers), set(), set()
+        return StandIn(lazy(load, {**trained, **frozen}), lazy(load, buffers)), set(), set()
 
     # Masters that are in swap files come as moments do, after the weights that belong to them.
     place = partial(place_into, training.model, zero.path, coordinator=coordinator)
