@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
@@ -30,26 +29,23 @@ from .parameters import Layout, NewParameters, Parameters
 from .plan import SavePlan, make_save_plan
 
 
-_KeptPlan = tuple[Layout, list[ShardToWrite], SavePlan]
-"""What a :class:`Planned` consists of, without what would keep a model or its optimizer alive."""
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The plans of a model's last save.
+class _Kept(NamedTuple):
+    """The plan of a content of a model's last save, without what would keep the model or its optimizer alive.
 
     Attributes:
-        circumstances: what else the plans depend on.
-        plans: of each content.
-        files: on rank 0 what was laid out beside the weights, of each content.
+        circumstances: what else it depends on.
+        files: on rank 0 what was laid out beside the shards, by name.
     """
 
     circumstances: Any
-    plans: list[_KeptPlan]
-    files: list[dict[str, bytes]]
+    layout: Layout
+    shards: list[ShardToWrite]
+    plan: SavePlan
+    files: dict[str, bytes]
 
 
-_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[nn.Module, dict[str, _Kept]] = WeakKeyDictionary()
+"""By the file name of the content's index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,74 +65,59 @@ class Preparation:
     threads: int
     settings: Any = None
 
-    def plan(self, folder: Path, contents: Sequence[Content]) -> list[Planned]:
-        """The plans of `contents`, and of what is beside them; the `folder` is that of rank 0."""
+    def plan(self, folder: Path, content: Content) -> list[Planned]:
+        """The plans of `content`, and of what is beside it; the `folder` is that of rank 0."""
+        place = folder / content.folder
         if self.coordinator.is_main:
-            for content in contents:
-                (folder / content.folder).mkdir(exist_ok=True)
+            place.mkdir(exist_ok=True)
         if self.settings is None:
-            return [each for content in contents for each in self._planned(folder, content)]
-        found = self._planned_as_before(folder, contents)
+            return self._planned(place, content)
+        kept = _kept.setdefault(self.model, {})
+        found = self._planned_as_before(place, content, kept.get(content.index_name))
         if found is not None:
             return found
-        _kept.pop(self.model, None)
-        already = set(self._files(folder))
-        planned: list[Planned] = []
-        plans, files = [], []
-        for content in contents:
-            first, *others = self._planned(folder, content)
-            planned += [first, *others]
-            plans.append((first.parameters.layout, first.shards, first.plan))
-            new = [path for path in self._files(folder) if path not in already]
-            files.append({str(path.relative_to(folder / content.folder)): path.read_bytes() for path in new})
-            already.update(new)
-        # Looked at again: transformers completes a model's config when it writes it.
-        _kept[self.model] = _Kept(self._circumstances(contents), plans, files)
-        return planned
+        kept.pop(content.index_name, None)
+        before = self._files(place)
+        first, *others = self._planned(place, content)
+        files = {str(path.relative_to(place)): path.read_bytes() for path in self._files(place) - before}
+        # The circumstances are looked at again: transformers completes a model's config when it writes it.
+        new = _Kept(self._circumstances(content), first.parameters.layout, first.shards, first.plan, files)
+        kept[content.index_name] = new
+        return [first, *others]
 
     @property
     def _compares(self) -> bool:
         return not self.single_writer and not self.coordinator.is_alone
 
-    def _circumstances(self, contents: Sequence[Content]) -> Any:
+    def _circumstances(self, content: Content) -> Any:
         """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
-        kinds = [(content.index_name, content.dtype, len(content.beside)) for content in contents]
         settings = (self.single_writer, self.coordinator.world_size, self.settings)
-        return circumstances(self.model), kinds, settings
+        return circumstances(self.model), content.dtype, len(content.beside), settings
 
-    def _planned_as_before(self, folder: Path, contents: Sequence[Content]) -> list[Planned] | None:
-        """By the plans of the last save; None if anything but values is another on any rank."""
-        kept = _kept.get(self.model)
-        is_same = kept is not None and kept.circumstances == self._circumstances(contents)
+    def _planned_as_before(self, place: Path, content: Content, kept: _Kept | None) -> list[Planned] | None:
+        """By the plan of the last save; None if anything but values is another on any rank."""
+        is_same = kept is not None and kept.circumstances == self._circumstances(content)
         if not all(self.coordinator.all_gather(is_same)) or kept is None:
             return None
         wanted = [
-            (layout, partial(holdings_of_model, self.model, self.coordinator, content.dtype, held))
-            for content, (layout, _, _) in zip(contents, kept.plans, strict=True)
+            (kept.layout, partial(holdings_of_model, self.model, self.coordinator, content.dtype, held))
             for held in (content.held, *(each.held for each in content.beside))
         ]
         found = Parameters.following(wanted, self.coordinator, self._compares, self.threads)
         parameters = [each for each in found if each is not None]
         if len(parameters) < len(wanted):
             return None
+        for name, data in kept.files.items():  # none but on rank 0
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(data)
+        return content.planned(parameters, kept.shards, kept.plan)
 
-        for content, files in zip(contents, kept.files, strict=True):  # none but on rank 0
-            for name, data in files.items():
-                (folder / content.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / content.folder / name).write_bytes(data)
-        rest = iter(parameters)
-        return [
-            each
-            for content, (_, shards, plan) in zip(contents, kept.plans, strict=True)
-            for each in content.planned([*islice(rest, 1 + len(content.beside))], shards, plan)
-        ]
-
-    def _files(self, folder: Path) -> list[Path]:
+    def _files(self, folder: Path) -> set[Path]:
         """On rank 0, all files in `folder`."""
-        return [path for path in folder.rglob("*") if path.is_file()] if self.coordinator.is_main else []
+        return {path for path in folder.rglob("*") if path.is_file()} if self.coordinator.is_main else set()
 
-    def _planned(self, folder: Path, content: Content) -> list[Planned]:
-        """What to write; on rank 0 everything but the weights gets into `folder`."""
+    def _planned(self, place: Path, content: Content) -> list[Planned]:
+        """What to write; on rank 0 everything but the shards gets into the folder `place`."""
         coordinator = self.coordinator
         parameters = NewParameters(
             self.model,
@@ -149,8 +130,8 @@ class Preparation:
         )
         with coordinator.reporting():
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
-                place = folder / content.folder if coordinator.is_main else Path(elsewhere)
-                shards = [*map(lay_out_shard, content.lay_out(place, parameters))]
+                noted = content.lay_out(place if coordinator.is_main else Path(elsewhere), parameters)
+            shards = [*map(lay_out_shard, noted)]
             plan = make_save_plan(
                 shards,
                 parameters.sources,

@@ -223,7 +223,8 @@ class Save:
             if write_from == "auto":
                 write_from = "rank0" if self._is_hidden(folder) else "all"
             with self._clock("plan"):
-                planned = self._preparation(write_from == "rank0").plan(folder, contents)
+                preparation = self._preparation(write_from == "rank0")
+                planned = [each for content in contents for each in preparation.plan(folder, content)]
 
                 def reserve_all() -> None:
                     for each in planned:
