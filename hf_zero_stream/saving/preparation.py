@@ -243,9 +243,6 @@ class Planned(NamedTuple):
         """The files, relative to the folder that is saved to."""
         return [str(Path(self.folder, shard.name)) for shard in self.shards]
 
-    def paths(self, root: Path) -> list[Path]:
-        return [root / name for name in self.names]
-
 
 @dataclass(frozen=True)
 class Ending:
@@ -283,7 +280,7 @@ class Prepared:
 
     def files(self, kind: type[Writer]) -> list[Writer]:
         """For each of what is planned, what writes into its files, or compares with them."""
-        return [kind(each.paths(self.publication.temporary)) for each in self.planned]
+        return [kind([self.publication.temporary / name for name in each.names]) for each in self.planned]
 
     def publish(self) -> None:
         """Give the files their final names (rank 0)."""

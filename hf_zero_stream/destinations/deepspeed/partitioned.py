@@ -18,7 +18,7 @@ from ...errors import UnsupportedError
 from ...packed.together import Quantised
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy
+from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_what_is_touched
 from ..quantising import ToQuantise, quantising_batches
 from . import zero3
 
@@ -135,9 +135,9 @@ class Partitioned(Destination):
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        from .gathered import run_gathering_what_is_touched
+        from .gathered import gathering, is_partitioned
 
-        run_gathering_what_is_touched(initialise, module, self._coordinator)
+        run_with_what_is_touched(initialise, module, is_partitioned, partial(gathering, self._coordinator))
 
 
 def _take_own(param: Any, row: torch.Tensor) -> None:
