@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from ..destinations.deepspeed.original_experts import convert_lazy
 from ..destinations.marks import has_partition, is_adapted
 from ..destinations.own_names import named_parameters
 from ..destinations.skeleton import StandIn
@@ -153,6 +154,6 @@ def _states_in(
     found: dict[str, Any] = {}
     for key in keys:
         lazy, missing, _ = read(load, training.model, place, key)
-        training.prepare_lazy(lazy, missing)
+        convert_lazy(training.model, lazy, missing)
         found |= {f"{key}.{name}": tensor for name, tensor in lazy.named_parameters() if name not in missing}
     return found

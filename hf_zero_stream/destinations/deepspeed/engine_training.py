@@ -15,7 +15,6 @@ from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
-from ..marks import has_converted_experts
 from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, slots_of_parameters
 from ..training import STEPS, Training
@@ -68,7 +67,6 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         device=zero3.local_device(),
         copy_masters=partial(_copy_masters, model, wrapper),
         can_copy_masters=not _has_swapped(wrapper),
-        prepare_lazy=partial(_prepare_lazy, model),
     )
 
 
@@ -112,13 +110,6 @@ def _has_swapped(wrapper: Any) -> bool:
     """Whether partitions of the model's own values that are trained lie in swap files."""
     groups = wrapper.fp16_groups if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3) else []
     return any(getattr(param.ds_tensor, "final_location", None) == "nvme" for params in groups for param in params)
-
-
-def _prepare_lazy(model: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
-    if has_converted_experts(model):
-        from .experts import convert_like  # needs a DeepSpeed that has them
-
-        convert_like(model, lazy, missing)
 
 
 def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:

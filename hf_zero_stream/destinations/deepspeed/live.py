@@ -16,12 +16,12 @@ from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Item, Sourced, flat_items, item_of
 from ..live_whole import LiveWhole
-from ..marks import has_converted_experts
 from ..replicated import exchange_batches
 from . import zero3
 from .gathered import gather, gathered
 from .held import is_trained_apart
 from .masters import ZENFLOW, masters_of
+from .original_experts import convert_lazy
 
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
@@ -60,10 +60,7 @@ class LiveModel(LiveWhole):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
-        if has_converted_experts(self._model):
-            from .experts import convert_like  # needs a DeepSpeed that has them
-
-            convert_like(self._model, model, missing)
+        convert_lazy(self._model, model, missing)
         parameters, buffers = self._sources(model, missing)
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
