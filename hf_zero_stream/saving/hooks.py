@@ -12,7 +12,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +114,7 @@ def save_model(
 
 @dataclass(eq=False)
 class NotedSaves:
-    """The saves of the whole model by a Trainer's ``save_model`` inside :func:`noting_saves`.
+    """The saves of the whole model by a Trainer's ``save_model``, while :data:`noted_saves` is this.
 
     Attributes:
         begin: called on rank 0 with the folder before a save.
@@ -126,17 +125,8 @@ class NotedSaves:
     folders: set[str] = field(default_factory=set)
 
 
-_noted: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
-
-
-def noting_saves(begin: Callable[[Path], object]) -> AbstractContextManager[NotedSaves]:
-    """Inside, saves are noted."""
-    return having(_noted, NotedSaves(begin))
-
-
-def noted_saves() -> NotedSaves | None:
-    """Those of the innermost :func:`noting_saves` around the running code."""
-    return _noted.get()
+noted_saves: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
+"""Where the running code's saves are noted."""
 
 
 def trainer_save_model(
@@ -159,7 +149,7 @@ def trainer_save_model(
 
         with with_all_adapters(inner), standing_in(self, _save=save_with_them):
             return original(self, output_dir, _internal_call=_internal_call)
-    noted = _noted.get()
+    noted = noted_saves.get()
 
     def save() -> None:
         if noted is not None:
