@@ -110,32 +110,31 @@ class Parameters:
     @classmethod
     def following(
         cls,
-        wanted: Sequence[tuple[Layout, Callable[[], Mapping[str, Holding] | None]]],
+        wanted: Sequence[tuple[Layout, Callable[[], Mapping[str, Holding]]]],
         coordinator: Coordinator,
         compares: bool,
         threads: int,
     ) -> list[Parameters | None]:
         """For each of `wanted`, a layout and what is held now: None if any rank holds it otherwise (all ranks).
 
-        For `compares` and `threads` see :class:`NewParameters`. What is held may be None, too.
+        For `compares` and `threads` see :class:`NewParameters`.
         """
 
-        def digests(layout: Layout, holdings: Mapping[str, Holding] | None) -> Digests | None:
-            if holdings is None or _held_by(holdings) != layout.held:
+        def digests(layout: Layout, holdings: Mapping[str, Holding]) -> Digests | None:
+            if _held_by(holdings) != layout.held:
                 return None
             return digests_of([holdings], threads) if compares else {}
 
         with coordinator.reporting():
-            held = [holdings() for _, holdings in wanted]
-            mine = [digests(layout, holdings) for (layout, _), holdings in zip(wanted, held, strict=True)]
-        everyone = coordinator.all_gather(mine)
+            held = [(layout, holdings()) for layout, holdings in wanted]
+            mine = [digests(*each) for each in held]
         found: list[Parameters | None] = []
-        for (layout, _), holdings, of_ranks in zip(wanted, held, zip(*everyone, strict=True), strict=True):
+        for (layout, holdings), of_ranks in zip(held, zip(*coordinator.all_gather(mine), strict=True), strict=True):
             known = [each for each in of_ranks if each is not None]
             follows = len(known) == len(of_ranks) and _same(known) == layout.same
             if follows:
                 layout.copy_again()
-            found.append(cls(coordinator, holdings, layout) if follows and holdings is not None else None)
+            found.append(cls(coordinator, holdings, layout) if follows else None)
         return found
 
     def gather(self, view: View) -> torch.Tensor:
