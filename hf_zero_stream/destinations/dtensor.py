@@ -110,7 +110,7 @@ class DTensors(Destination):
             if columns is not None:
                 together.append(columns)
             else:
-                items.append(item_of(shard.target(name, local), narrowed(view, shard.box), local.view(-1)))
+                items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
         return [
             Batch([*items, *flat_items(buffers)]),

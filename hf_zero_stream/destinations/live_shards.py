@@ -49,7 +49,7 @@ class LiveShards(Destination):
             else:
                 flat = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
                 copies.append((local, flat.view(local.shape)))
-            items.append(item_of(shard.target(name, local), narrowed(view, shard.box), flat))
+            items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), flat))
 
         def copy_all() -> None:
             for to, values in copies:
@@ -71,7 +71,7 @@ class LiveShards(Destination):
                     "for each. Load it anew with from_pretrained, or untie them (tie_word_embeddings=False)."
                 )
 
-        target, part = replace(shard.target(f"{name} (tied)", local), is_copy=True), narrowed(view, shard.box)
+        target, part = replace(shard.target(f"{name} (tied)", local.dtype), is_copy=True), narrowed(view, shard.box)
         begin = partial(_append_memory, values, local)
         return Batch([Item(target, part, lambda: values[-1])], begin=begin, finish=compare, is_temporary=True)
 

@@ -34,11 +34,11 @@ class Shard(NamedTuple):
         _, start, stop = partition_range(self.box.numel, self.copy, self.copies)
         return start, stop
 
-    def target(self, name: str, memory: torch.Tensor) -> Target:
-        """The target that fills all of `memory`, this rank's part of parameter `name`."""
+    def target(self, name: str, dtype: torch.dtype, elements: tuple[int, int] | None = None) -> Target:
+        """The target of all of the box of parameter `name`, or of these elements of it."""
+        start, stop = elements or (0, self.box.numel)
         box = None if self.box.is_whole else self.box
-        is_copy = self.copy > 0 or self.is_repeated
-        return Target(name, memory.dtype, memory.numel(), 0, memory.numel(), box, is_copy)
+        return Target(name, dtype, stop - start, start, stop, box, is_copy=self.copy > 0 or self.is_repeated)
 
 
 def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Coordinator) -> Shard:
