@@ -26,6 +26,7 @@ from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
 from ..settings.scope import active_configs, having
+from .load import load_state
 from .record import FILE, LATEST, write_latest
 from .zero_tools import SCRIPT, write_scripts
 
@@ -109,6 +110,13 @@ def _look(folder: Path, tag: Any) -> tuple[Path, str] | None:
             "and remove this one."
         )
     return None
+
+
+def load_found(trained: Any, found: tuple[Path, str], caller: Caller, optimizer: Any, scheduler: Any) -> None:
+    """Go on from what :func:`state_in` has found, but for random numbers: callers restore them at their own time."""
+    folder, tag = found
+    own = {"optimizer": optimizer, "scheduler": scheduler, "batch_size": caller.batch_size}
+    load_state(trained, folder, tag=tag, with_rng=False, **own)
 
 
 def in_background() -> bool:

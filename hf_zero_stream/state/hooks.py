@@ -36,8 +36,7 @@ from ..seams.wrappers import (
 )
 from ..settings.config import announced_local_rank
 from ..settings.scope import active_configs, having
-from .callers import Caller, entered, is_on, state_in
-from .load import load_state
+from .callers import Caller, entered, is_on, load_found, state_in
 from .record import LATEST
 
 
@@ -145,19 +144,10 @@ def trainer_load_rest(original: Callable[..., Any], self: Any, checkpoint: Any) 
 
 
 def _load_all(trainer: Any, model: Any, checkpoint: Any) -> None:
-    """Load all but the random numbers, which the Trainer restores at its own time, after the data were shuffled."""
+    """Load all but the random numbers, which the Trainer restores after the data were shuffled."""
     found = _found(checkpoint)
     assert found is not None
-    caller = _of_trainer(trainer)
-    load_state(
-        model,
-        found[0],
-        optimizer=trainer.optimizer,
-        scheduler=trainer.lr_scheduler,
-        tag=found[1],
-        batch_size=caller.batch_size,
-        with_rng=False,
-    )
+    load_found(model, found, _of_trainer(trainer), trainer.optimizer, trainer.lr_scheduler)
 
 
 def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:
