@@ -40,11 +40,6 @@ class Node:
     def numel(self) -> int:
         return prod(self.sizes)
 
-    @property
-    def is_made_together(self) -> bool:
-        """Whether ranks share the work of making its values, and each needs all that comes out of it."""
-        return False
-
     def inputs(self) -> Sequence[View]:
         """The views that this node's elements come from."""
         return ()

@@ -254,6 +254,18 @@ def replace_lazy(
     return parameters, buffers, recast
 
 
+def host_buffer(old: torch.Tensor) -> torch.Tensor | None:
+    """For :func:`replace_lazy`: host memory for a lazy buffer; what has none yet is transformers' matter."""
+    return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
+
+
+def buffer_on(device: torch.device, old: torch.Tensor) -> torch.Tensor:
+    """For :func:`replace_lazy`: any buffer on `device`."""
+    if isinstance(old, LazyTensor) or old.is_meta:
+        return torch.empty(old.shape, dtype=old.dtype, device=device)
+    return old.to(device)
+
+
 def source_of(tensor: torch.Tensor) -> View | None:
     """Where a parameter's or buffer's values come from, or None if it was not loaded."""
     if isinstance(tensor, LazyTensor):

@@ -151,9 +151,7 @@ class _Part(NamedTuple):
     def target(self) -> Target:
         columns = self.columns
         start, stop = (row * columns.row_numel for row in self.rows_of(columns.rank))
-        box = None if columns.shard.box.is_whole else columns.shard.box
-        is_copy = columns.shard.copy > 0 or columns.shard.is_repeated
-        return Target(columns.name, columns.local.dtype, stop - start, start, stop, box, is_copy)
+        return columns.shard.target(columns.name, columns.local.dtype, (start, stop))
 
     def read_rows(self, buffer: torch.Tensor) -> torch.Tensor:
         """The rows that this rank has read, as bytes."""

@@ -19,6 +19,7 @@ from .base import (
     WholeReader,
     allocating,
     flat_items,
+    host_buffer,
     replace_lazy,
     run_with_what_is_touched,
 )
@@ -58,10 +59,7 @@ class Deferred(Destination):
             addresses.add((id(view.node), view.offset))
             return nn.Parameter(LazyTensor.of(view, self._reader), requires_grad=old.requires_grad)
 
-        def buffer(old: torch.Tensor) -> torch.Tensor | None:
-            return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
-
-        _, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        _, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=host_buffer)
         return [Batch(flat_items(buffers))]
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:

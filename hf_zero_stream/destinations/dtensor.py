@@ -21,17 +21,16 @@ from ..packed.modules import packed_weights
 from ..packed.together import Quantised
 from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
-from ..planning.plan import partition_range
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
 from . import fsdp
-from .base import Batch, Destination, Item, allocating, flat_items, item_of, narrowed, replace_lazy
+from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
 from .holder import Holding, open_flat
 from .marks import local_of
 from .own_names import named_parameters
 from .quantising import ToQuantise, quantising_batches
-from .shards import Shard, cuts_of, shard_of
+from .shards import Shard, cuts_of, held_of, shard_of
 from .whole import WholeParameters
 
 
@@ -81,6 +80,7 @@ class DTensors(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         shards: dict[str, Shard] = {}
+        device = torch.device("meta") if only_planned else self.device
 
         def parameter(name: str, old: torch.Tensor) -> nn.Parameter | None:
             sharded = self._sharded.get(name)
@@ -89,23 +89,15 @@ class DTensors(Destination):
                 return None
             if sharded is not None and sharded.shape != old.shape:  # it is packed
                 sharded = fsdp.recut(self._managed[name], old.shape, old.dtype)
-            if sharded is None:
-                shards[name] = Shard(
-                    ParameterBox.whole(old.shape), self._coordinator.rank, self._coordinator.world_size
-                )
-            else:
-                shards[name] = shard_of(name, sharded, self._managed.get(name))
+            param = old if sharded is None else sharded
+            shards[name] = held_of(name, param, self._managed.get(name), self._coordinator)
             nbytes = shards[name].box.numel * old.dtype.itemsize
-            device = torch.device("meta") if only_planned else self.device
             with allocating(name, nbytes, device, self._coordinator.rank):
                 return self._new(name, sharded, shards[name].box, old, device)
 
-        def buffer(old: torch.Tensor) -> torch.Tensor:
-            if not isinstance(old, LazyTensor) and not old.is_meta:
-                return old.to(self.device)
-            return torch.empty(old.shape, dtype=old.dtype, device="meta" if only_planned else self.device)
-
-        parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        parameters, buffers, _ = replace_lazy(
+            model, missing, tied, parameter=parameter, buffer=partial(buffer_on, device)
+        )
         items: list[Item] = []
         to_quantise: list[ToQuantise] = []
         together: list[Columns] = []
@@ -118,7 +110,7 @@ class DTensors(Destination):
             if columns is not None:
                 together.append(columns)
             else:
-                items.append(item_of(shard.target(name, local), narrowed(view, shard.box), local.view(-1)))
+                items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
         return [
             Batch([*items, *flat_items(buffers)]),
@@ -186,9 +178,8 @@ def held_shards(
         record = managed.get(name)
         # FSDP2 may have put gathered parameters in place of its own.
         mine = record if record is not None and record.sharded_param is param else None
-        box, copy, copies, _ = shard_of(name, param, mine)
-        _, start, stop = partition_range(box.numel, copy, copies)
-        return Holding(box, param.dtype, start, stop, partial(open_flat, local_of(param)), is_whole=copies > 1)
+        shard, values = shard_of(name, param, mine), partial(open_flat, local_of(param))
+        return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
 
     return {name: holding(name, param) for name, param in params.items() if isinstance(param, DTensor)}
 

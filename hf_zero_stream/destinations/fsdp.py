@@ -69,7 +69,7 @@ def why_no_bytes() -> str:
 def managed_params(model: nn.Module) -> dict[str, Managed]:
     """FSDP2's records of the parameters of `model`, by all names of each."""
     by_place: dict[tuple[int, str], Managed] = {}
-    for managed in _records(model):
+    for managed in [managed for group in _groups(model) for managed in group.fsdp_params]:
         info = managed._module_info
         modules, names = (info.module, *info.shared_modules), (info.param_name, *info.shared_param_names)
         for module, name in zip(modules, names, strict=True):
@@ -85,11 +85,6 @@ def managed_params(model: nn.Module) -> dict[str, Managed]:
 def records_by_id(model: nn.Module) -> dict[int, Managed]:
     """FSDP2's records of the parameters of `model`, by the ``id`` of each."""
     return {id(model.get_parameter(name)): record for name, record in managed_params(model).items()}
-
-
-def _records(model: nn.Module) -> Iterator[Managed]:
-    for group in _groups(model):
-        yield from group.fsdp_params
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:

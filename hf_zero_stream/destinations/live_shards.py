@@ -8,20 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial, reduce
-from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from ..errors import LoadError
-from ..planning.boxes import ParameterBox
 from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Item, Sourced, flat_items, item_of, narrowed
 from .live_whole import live_sources
 from .marks import local_of
-from .shards import Shard, shard_of
+from .shards import held_of
 
 
 class LiveShards(Destination):
@@ -46,13 +43,13 @@ class LiveShards(Destination):
         items: list[Item] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (to, from), where the memory is not in one piece
         for name, (param, view) in sources.parameters.items():
-            shard, local = self._shard(name, param, managed), local_of(param)
+            shard, local = held_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
             if local.is_contiguous():
                 flat = local.view(-1)
             else:
                 flat = torch.empty(local.numel(), dtype=local.dtype, device=local.device)
                 copies.append((local, flat.view(local.shape)))
-            items.append(item_of(shard.target(name, local), narrowed(view, shard.box), flat))
+            items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), flat))
 
         def copy_all() -> None:
             for to, values in copies:
@@ -61,15 +58,10 @@ class LiveShards(Destination):
         again = [self._comparison(name, sourced, managed) for name, sourced in sources.repeated.items()]
         return [Batch([*items, *flat_items(sources.buffers)], finish=copy_all), *again]
 
-    def _shard(self, name: str, param: Any, managed: Mapping[int, fsdp.Managed]) -> Shard:
-        if isinstance(param, DTensor):
-            return shard_of(name, param, managed.get(id(param)))
-        return Shard(ParameterBox.whole(param.shape), self._coordinator.rank, self._coordinator.world_size)
-
     def _comparison(self, name: str, sourced: Sourced, managed: Mapping[int, fsdp.Managed]) -> Batch:
         """Reads the other end of a tie into memory of its own, and compares it with what the parameter has by then."""
         param, view = sourced
-        shard, local = self._shard(name, param, managed), local_of(param)
+        shard, local = held_of(name, param, managed.get(id(param)), self._coordinator), local_of(param)
         values: list[torch.Tensor] = []
 
         def compare() -> None:
@@ -79,7 +71,7 @@ class LiveShards(Destination):
                     "for each. Load it anew with from_pretrained, or untie them (tie_word_embeddings=False)."
                 )
 
-        target, part = replace(shard.target(f"{name} (tied)", local), is_copy=True), narrowed(view, shard.box)
+        target, part = replace(shard.target(f"{name} (tied)", local.dtype), is_copy=True), narrowed(view, shard.box)
         begin = partial(_append_memory, values, local)
         return Batch([Item(target, part, lambda: values[-1])], begin=begin, finish=compare, is_temporary=True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ class LiveWhole(Destination):
 
     into = "the memory of a model in use"
 
-    exchange_settings = ("staging_bytes",)
+    exchange_settings: Sequence[str] = ("staging_bytes",)
 
     def __init__(self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int) -> None:
         self._model = model
@@ -58,19 +58,19 @@ class LiveWhole(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
-        parameters, buffers, repeated = live_sources(self._model, model, missing)
-        if repeated:
-            refuse_repeated(repeated)
+        parameters, buffers = self._sources(model, missing)
         exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
         return [Batch(flat_items(buffers)), *exchanged]
 
-
-def refuse_repeated(names: Iterable[str]) -> None:
-    """Raise, because the checkpoint has values of their own for parameters that the live model has tied to others."""
-    raise LoadError(
-        f"load_into: the checkpoint has values for {', '.join(names)} too, which the model has tied to "
-        "parameters of other names. Save the checkpoint without them."
-    )
+    def _sources(self, model: nn.Module, missing: set[str]) -> tuple[Mapping[str, Sourced], Mapping[str, Sourced]]:
+        """Parameters and buffers, as :func:`live_sources`; a LoadError for values of both ends of a tie, too."""
+        parameters, buffers, repeated = live_sources(self._model, model, missing)
+        if repeated:
+            raise LoadError(
+                f"load_into: the checkpoint has values for {', '.join(repeated)} too, which the model has tied to "
+                "parameters of other names. Save the checkpoint without them."
+            )
+        return parameters, buffers
 
 
 class LiveSources(NamedTuple):

@@ -57,11 +57,6 @@ class _Group:
         self._coordinator = coordinator
         self._device = device
         self._values: list[torch.Tensor] = []
-        self._made: list[torch.Tensor] = []
-        """What this rank has made of its part of each weight, in a buffer for the longest part."""
-        self._gathered: dict[int, list[torch.Tensor]] = {}
-        """What all ranks have made, of the weights that this rank joins."""
-        self._rows: dict[int, torch.Tensor] = {}
 
     def batch(self) -> Batch:
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -89,20 +84,19 @@ class _Group:
     def _finish(self) -> None:
         # Only what cannot fail stands between agreements: a rank that raised would leave others in a collective.
         coordinator = self._coordinator
-        coordinator.run_on_all(self._quantise)
-        for number in range(len(self._weights)):
-            self._gather(number)
-        self._made = []
-        coordinator.run_on_all(self._join)
-        self._gathered = {}
+        made = coordinator.run_on_all(self._quantised)
+        gathered = [self._gathered(number, each) for number, each in enumerate(made)]
+        del made
+        rows = coordinator.run_on_all(partial(self._joined, gathered))
         for number, weight in enumerate(self._weights):
-            row = self._sent(number, weight.node)
+            row = self._sent(number, weight.node, rows.pop(number, None))
             weight.node.settle(row)
             weight.take(row)
 
-    def _quantise(self) -> None:
-        """Quantise this rank's parts, freeing the values of each before the next."""
+    def _quantised(self) -> list[torch.Tensor]:
+        """This rank's part of each weight, in a buffer for the longest part; values are freed one after the other."""
         where = self._device if self._coordinator.is_alone else collective_device()
+        found = []
         for number, (name, node, _) in enumerate(self._weights):
             made = node.quantise(self._values[number])
             self._values[number] = torch.empty(0)
@@ -110,26 +104,29 @@ class _Group:
             with allocating(name, longest, where, self._coordinator.rank):
                 buffer = torch.zeros(longest, dtype=torch.uint8, device=where)
             buffer[: made.numel()] = made
-            self._made.append(buffer)
+            found.append(buffer)
+        return found
 
-    def _gather(self, number: int) -> None:
-        made, joins = self._made[number], self._joins(number)
-        if self._coordinator.world_size == 1:
-            self._gathered[number] = [made]
-            return
-        mine = joins == self._coordinator.rank
-        parts = [torch.empty_like(made) for _ in range(self._coordinator.world_size)] if mine else None
+    def _gathered(self, number: int, made: torch.Tensor) -> list[torch.Tensor]:
+        """What all ranks have made of a weight, if this rank joins it; else nothing."""
+        world_size, joins = self._coordinator.world_size, self._joins(number)
+        if world_size == 1:
+            return [made]
+        parts = [torch.empty_like(made) for _ in range(world_size)] if joins == self._coordinator.rank else None
         self._coordinator.run(dist.gather, made, parts, joins)
-        if parts is not None:
-            self._gathered[number] = parts
+        return parts or []
 
-    def _join(self) -> None:
-        for number, parts in self._gathered.items():
-            self._rows[number] = self._weights[number].node.joined(parts)
-            parts.clear()
+    def _joined(self, gathered: Sequence[list[torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """The weights that this rank joins, by number; frees the parts."""
+        rows = {}
+        for number, parts in enumerate(gathered):
+            if parts:
+                rows[number] = self._weights[number].node.joined(parts)
+                parts.clear()
+        return rows
 
-    def _sent(self, number: int, node: Quantised) -> torch.Tensor:
-        row = self._rows.pop(number, None)
+    def _sent(self, number: int, node: Quantised, row: torch.Tensor | None) -> torch.Tensor:
+        """All bytes of a weight: `row` on the rank that has joined it, and sends it to the others."""
         if self._coordinator.world_size > 1:
             if row is None:
                 assert node.weight is not None

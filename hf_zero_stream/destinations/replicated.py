@@ -16,7 +16,7 @@ from torch import nn
 from ..checkpoint.lazy import LazyTensor
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, all_gather
-from .base import Batch, Destination, Item, Sourced, allocating, flat_items, replace_lazy
+from .base import Batch, Destination, Item, Sourced, allocating, flat_items, host_buffer, replace_lazy
 
 
 _HOST = torch.device("cpu")
@@ -146,9 +146,6 @@ class Replicated(Destination):
                 values = torch.empty(param.shape, dtype=param.dtype, device=self._parameters_on)
             return nn.Parameter(values, requires_grad=param.requires_grad)
 
-        def buffer(old: torch.Tensor) -> torch.Tensor | None:
-            return torch.empty(old.shape, dtype=old.dtype) if isinstance(old, LazyTensor) else None
-
-        parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=buffer)
+        parameters, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=host_buffer)
         exchanged = exchange_batches(parameters, self._coordinator, self._chunk_bytes, self.device)
         return [Batch(flat_items(buffers)), *exchanged]

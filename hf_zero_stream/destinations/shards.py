@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ..errors import UnsupportedError
 from ..planning.boxes import Cut, ParameterBox
-from ..planning.plan import Target
+from ..planning.plan import Target, partition_range
+from ..ranks.coordinator import Coordinator
 from . import fsdp
 
 
@@ -27,11 +28,24 @@ class Shard(NamedTuple):
     copies: int
     is_repeated: bool = False
 
-    def target(self, name: str, memory: torch.Tensor) -> Target:
-        """The target that fills all of `memory`, this rank's part of parameter `name`."""
+    @property
+    def share(self) -> tuple[int, int]:
+        """The first element of the box that this rank gives when it is saved, and one past the last."""
+        _, start, stop = partition_range(self.box.numel, self.copy, self.copies)
+        return start, stop
+
+    def target(self, name: str, dtype: torch.dtype, elements: tuple[int, int] | None = None) -> Target:
+        """The target of all of the box of parameter `name`, or of these elements of it."""
+        start, stop = elements or (0, self.box.numel)
         box = None if self.box.is_whole else self.box
-        is_copy = self.copy > 0 or self.is_repeated
-        return Target(name, memory.dtype, memory.numel(), 0, memory.numel(), box, is_copy)
+        return Target(name, dtype, stop - start, start, stop, box, is_copy=self.copy > 0 or self.is_repeated)
+
+
+def held_of(name: str, param: Any, managed: fsdp.Managed | None, coordinator: Coordinator) -> Shard:
+    """As :func:`shard_of`, and of a parameter that is no DTensor: all of it, as every rank holds it."""
+    if isinstance(param, DTensor):
+        return shard_of(name, param, managed)
+    return Shard(ParameterBox.whole(param.shape), coordinator.rank, coordinator.world_size)
 
 
 def shard_of(name: str, param: DTensor, managed: fsdp.Managed | None) -> Shard:

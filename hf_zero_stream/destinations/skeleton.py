@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..checkpoint.lazy import LazyTensor, Materialise
-from ..checkpoint.nodes import View
+from ..checkpoint.lazy import LazyTensor
 from . import fsdp
 from .deepspeed.original_experts import origin_of
 from .own_names import named_buffers, named_parameters, wrapped_child
@@ -122,15 +121,6 @@ class StandIn(nn.Module):
     def __init__(self, parameters: Mapping[str, LazyTensor], buffers: Mapping[str, LazyTensor]) -> None:
         super().__init__()
         self._lazy_parameters, self._lazy_buffers = parameters, buffers
-
-    @classmethod
-    def of_views(
-        cls, materialise: Materialise, parameters: Mapping[str, View], buffers: Mapping[str, View]
-    ) -> StandIn:
-        of_names = (
-            {name: LazyTensor.of(view, materialise) for name, view in it.items()} for it in (parameters, buffers)
-        )
-        return cls(*of_names)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         return iter(self._lazy_parameters.items())

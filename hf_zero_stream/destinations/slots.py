@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from ..errors import LoadError, UnsupportedError
 from ..planning.boxes import ParameterBox
-from ..planning.plan import Target, partition_range
+from ..planning.plan import Target
+from ..ranks.coordinator import Coordinator
 from . import fsdp
 from .base import Batch, Destination, Item, narrowed, source_of
 from .holder import Holding
 from .marks import local_of
 from .own_names import named_parameters
-from .shards import shard_of
+from .shards import held_of
 
 
 MASTER = "fp32"
@@ -78,9 +79,7 @@ class Slot:
         return torch.zeros_like(local_of(self.values).view(-1)) if value is None else local_of(value).view(-1)
 
 
-def slots_of_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, rank: int, world_size: int
-) -> list[Slot]:
+def slots_of_parameters(model: nn.Module, optimizer: torch.optim.Optimizer, coordinator: Coordinator) -> list[Slot]:
     """The slots of an optimizer that trains the parameters of `model` themselves, sharded by DTensor or whole."""
     names = {id(param): name for name, param in named_parameters(model)}
     records = fsdp.records_by_id(model)
@@ -93,12 +92,8 @@ def slots_of_parameters(
                     f"The optimizer's group {number} trains a parameter of shape {tuple(param.shape)} that is none of "
                     f"the {type(model).__name__}'s. Give the model that it trains."
                 )
-            if isinstance(param, DTensor):
-                box, copy, copies, _ = shard_of(name, param, records.get(id(param)))
-            else:
-                box, copy, copies = ParameterBox.whole(param.shape), rank, world_size
-            _, start, stop = partition_range(box.numel, copy, copies)
-            members = [Member(name, box, 0, start, stop, is_whole=copies > 1)]
+            held = held_of(name, param, records.get(id(param)), coordinator)
+            members = [Member(name, held.box, 0, *held.share, is_whole=held.copies > 1)]
             # What is frozen for a while keeps the moments that it has.
             is_frozen = not (param.requires_grad or optimizer.state[param])
             slots.append(Slot(number, param, optimizer.state[param], members, is_frozen=is_frozen))
@@ -186,64 +181,52 @@ def _zeros_like(values: torch.Tensor) -> torch.Tensor:
 
 
 class SlotMemory(Destination):
-    """The elementwise state `key` of slots, which a checkpoint of the same parameters fills."""
+    """Elementwise states of slots, which a checkpoint of the same parameters fills.
+
+    Args:
+        wanted: each slot, and the names of those of its states that are filled.
+    """
 
     def __init__(
-        self,
-        slots: Sequence[Slot],
-        key: str,
-        device: torch.device,
-        *,
-        hides_zero3: bool,
-        prepare: Callable[[nn.Module, set[str]], object] = lambda model, missing: None,
+        self, wanted: Sequence[tuple[Slot, Sequence[str]]], device: torch.device, *, hides_zero3: bool
     ) -> None:
-        """`prepare`: gives a lazy model the names of the one that is trained, where these differ."""
-        self.device, self.hides_zero3, self._prepare = device, hides_zero3, prepare
-        self._slots, self._key = slots, key
-        self._views: Mapping[str, Any] = {}
+        self.device, self.hides_zero3, self._wanted = device, hides_zero3, wanted
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        """Those that fill the slots; the lazy `model` says what with, and stays as it is."""
-        self._prepare(model, missing)
-        self._views = {name: source_of(param) for name, param in model.named_parameters() if name not in missing}
-        return self.batches_of(self._key)
-
-    def batches_of(self, key: str) -> list[Batch]:
-        """Those that fill another state, `key`, with what :meth:`batches` has found."""
-        views = self._views
-        trained = [member.name for slot in self._slots for member in slot.members]
-        lacking = sorted({name for name in trained if views.get(name) is None})
-        if lacking:
+        """Those that fill the slots with lazy parameters, which have the names of states before their own."""
+        views = {name: source_of(param) for name, param in model.named_parameters()}
+        trained = [(key, member.name) for slot, keys in self._wanted for key in keys for member in slot.members]
+        if lacking := sorted({(key, name) for key, name in trained if views.get(f"{key}.{name}") is None}):
+            key, _ = lacking[0]
+            names = [name for other, name in lacking if other == key]
             raise LoadError(
-                f"load_state: the saved {key} lacks {len(lacking)} parameters that are trained: "
-                f"{', '.join(lacking[:8])}. Copy the state again, or train the same parameters as when it was saved."
+                f"load_state: the saved {key} lacks {len(names)} parameters that are trained: {', '.join(names[:8])}. "
+                "Copy the state again, or train the same parameters as when it was saved."
             )
-        in_memory = [slot for slot in self._slots if not slot.is_swapped]
-        batches = [Batch([item for slot in in_memory for item in self._items(slot, key)])]
-        for slot in self._slots:
-            if slot.is_swapped:
-                batches.append(_batch_inside(slot, list(self._items(slot, key))))
-        return batches
+        items = [(slot, [item for key in keys for item in _items(slot, key, views)]) for slot, keys in self._wanted]
+        in_memory = Batch([item for slot, of_slot in items if not slot.is_swapped for item in of_slot])
+        return [in_memory, *(_batch_inside(slot, of_slot) for slot, of_slot in items if slot.is_swapped)]
 
-    def _items(self, slot: Slot, key: str) -> Iterator[Item]:
-        for member in slot.members:
-            start, stop = (0, member.box.numel) if member.is_whole else (member.start, member.stop)
-            view = self._views[member.name]
-            # After `prepare`, there may be nothing but the box.
-            box = None if member.box.is_whole or view.sizes != member.box.shape else member.box
-            target = Target(
-                member.name,
-                torch.float32 if slot.is_swapped else slot.flat(key).dtype,
-                stop - start,
-                start,
-                stop,
-                box,
-                is_copy=member.is_whole and member.start > 0,
-            )
-            memory = partial(_memory, slot, key, member, stop - start)
-            yield Item(target, view if box is None else narrowed(view, box), memory)
+
+def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
+    for member in slot.members:
+        start, stop = (0, member.box.numel) if member.is_whole else (member.start, member.stop)
+        view = views[f"{key}.{member.name}"]
+        # Of what has been converted, there may be nothing but the box.
+        box = None if member.box.is_whole or view.sizes != member.box.shape else member.box
+        target = Target(
+            f"{member.name} ({key})",
+            torch.float32 if slot.is_swapped else slot.flat(key).dtype,
+            stop - start,
+            start,
+            stop,
+            box,
+            is_copy=member.is_whole and member.start > 0,
+        )
+        memory = partial(_memory, slot, key, member, stop - start)
+        yield Item(target, view if box is None else narrowed(view, box), memory)
 
 
 def _memory(slot: Slot, key: str, member: Member, numel: int) -> torch.Tensor:

@@ -37,7 +37,6 @@ class Training:
         device: where this rank trains.
         copy_masters: brings new masters, inside `changing`, into the model (all ranks).
         can_copy_masters: whether that can be done.
-        prepare_lazy: gives a lazy model, of which some names are missing, the names of `model` where these differ.
     """
 
     model: nn.Module
@@ -54,7 +53,6 @@ class Training:
     device: torch.device = torch.device("cpu")
     copy_masters: Callable[[], object] = lambda: None
     can_copy_masters: bool = True
-    prepare_lazy: Callable[[nn.Module, set[str]], object] = lambda model, missing: None
 
     @property
     def copies_masters(self) -> bool:
@@ -78,8 +76,7 @@ def training_of_model(
 ) -> Training:
     """That of an optimizer that trains the parameters of `model` themselves: FSDP2, tensor parallelism, one rank."""
     fsdp.reshard(model)  # else the model has gathered parameters, which the optimizer does not know
-    ranks = {"rank": coordinator.rank, "world_size": coordinator.world_size}
-    slots = slots_of_parameters(model, optimizer, **ranks)
+    slots = slots_of_parameters(model, optimizer, coordinator)
     device = next((slot.values.device for slot in slots), torch.device("cpu"))
     return Training(
         model=model,

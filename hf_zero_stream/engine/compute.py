@@ -15,7 +15,7 @@ from ..planning.plan import BatchPlan, Placement, Target, materialise_reason, pl
 from ..ranks.accelerators import settle
 from ..sources.base import ByteSource
 from .execute import execute_reads, run_in_threads
-from .lanes import copy_strided
+from .lanes import copy_cast
 
 
 PIECE_BYTES = 2**20
@@ -90,14 +90,14 @@ class Evaluator:
                 raise TypeError(f"a {type(leaf).__name__} has no values to place")
         box = placement.box
         values = buffer[box.at :].as_strided(box.sizes, box.at_strides)
-        _copy(values, placement, destination[box.to :].as_strided(box.sizes, box.to_strides))
+        copy_cast(destination[box.to :].as_strided(box.sizes, box.to_strides), values, placement.casts)
 
     def _place_part(
         self, leaf: Pointwise | Blockwise, placement: Placement, part: Placed, destination: torch.Tensor
     ) -> None:
         values = self._elementwise(leaf, part) if isinstance(leaf, Pointwise) else self._blockwise(leaf, part)
         sizes, strides = [axis.size for axis in part.axes], [axis.to_stride for axis in part.axes]
-        _copy(values, placement, destination[part.to :].as_strided(sizes, strides))
+        copy_cast(destination[part.to :].as_strided(sizes, strides), values, placement.casts)
 
     def _parts(self, leaf: Pointwise | Blockwise, placement: Placement) -> Iterator[Placed]:
         """Cut what is to be placed into pieces that the thread has memory to compute, as far as blocks allow."""
@@ -146,12 +146,6 @@ class Evaluator:
                 result = result[node.output]
             self._last_result = (node, result.contiguous().view(-1))
         return self._last_result[1]
-
-
-def _copy(values: torch.Tensor, placement: Placement, destination: torch.Tensor) -> None:
-    for dtype in placement.casts[:-1]:
-        values = values.to(dtype)
-    copy_strided(destination, values)
 
 
 def _bounded(placed: Placed, node: Pointwise | Blockwise, limit: int) -> Iterator[Placed]:

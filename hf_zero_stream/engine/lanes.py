@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -138,9 +138,7 @@ def _copy(source: torch.Tensor, piece: Piece, destination: torch.Tensor) -> None
     values = source.view(piece.dtype).as_strided(
         box.sizes, box.at_strides, source.storage_offset() // piece.dtype.itemsize
     )
-    for dtype in piece.casts[:-1]:
-        values = values.to(dtype)
-    copy_strided(destination[box.to :].as_strided(box.sizes, box.to_strides), values)
+    copy_cast(destination[box.to :].as_strided(box.sizes, box.to_strides), values, piece.casts)
 
 
 TILE_BYTES = 2**20
@@ -154,6 +152,11 @@ FEWEST = 64
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.float32}
 """By the size of an element: the dtype to transpose it as."""
+
+
+def copy_cast(destination: torch.Tensor, values: torch.Tensor, casts: Sequence[torch.dtype]) -> None:
+    """As :func:`copy_strided`, through the dtypes `casts`, of which the last is the destination's."""
+    copy_strided(destination, reduce(torch.Tensor.to, casts[:-1], values))
 
 
 def copy_strided(destination: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,16 +1,15 @@
 """One streaming load, from its checkpoint's headers to filled memory; knows neither transformers nor DeepSpeed.
 
-Its callers are the seams of transformers. They call, in this order: :meth:`Load.read_ahead`, :meth:`Load.open`,
-:meth:`Load.place` once the model's parameters and buffers are lazy, and :meth:`Load.finish`.
+Its callers are the seams of transformers. They call, in this order: :meth:`.OpenCheckpoint.read_ahead`,
+:meth:`Load.open`, :meth:`Load.place` once the model's parameters and buffers are lazy, and :meth:`Load.finish`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from itertools import chain, compress, islice, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +68,6 @@ class Load:
         """Where the bytes come from."""
         self._reader = Reader(self.checkpoint, self.clock, self.memory)
         self._map: CheckpointMap | None = None
-        self._leaves: Sequence[Sequence[Leaf]] = ()
         self.absent: Mapping[str, AbsentSlice] = {}
         """Tensors that the checkpoint's index promises and no shard holds."""
         self._peak_before = 0
@@ -122,8 +120,8 @@ class Load:
                 rank of a host, and on one that has another folder than rank 0, if it finds other shards there.
             UnsupportedError: a tensor of a folder of torch.distributed.checkpoint is not stored plainly.
         """
-        (found,) = self.maps_of([files], weight_map)
-        assert found is not None
+        with self.clock("index"):
+            found = self._map_of(files, weight_map)
         folder, is_main = os.path.dirname(files[0]), self.coordinator.is_main
         for note in found.notes if is_main else ():
             logger.warning("%s: %s", folder, note)
@@ -141,52 +139,37 @@ class Load:
         extra = {name: piece[...].materialise() for name, piece in slices.items() if _is_extra_state(name)}
         return {**slices, **extra, **self.absent}
 
-    def maps_of(
-        self, parts: Sequence[Sequence[str]], weight_map: Mapping[str, str] | None = None
-    ) -> list[CheckpointMap | None]:
-        """What is in the files of each of `parts`, all in one folder, by rank 0's headers (all ranks).
+    def _map_of(self, files: Sequence[str], weight_map: Mapping[str, str] | None) -> CheckpointMap:
+        """What is in these files, by rank 0's headers (all ranks)."""
+        folders = self.compare_files(files)
+        compares = self._has_copies(files, folders)
 
-        None for a part but the first whose files rank 0 does not see. The `weight_map` is that of the first.
-        """
-        first, *others = parts
+        def read() -> tuple[list[ShardHeader], list[bytes]]:
+            return self.checkpoint.read_headers(files), self.checkpoint.samples(files) if compares else []
 
-        def read(files: Sequence[str]) -> tuple[list[ShardHeader], list[bytes]]:
-            return self.checkpoint.read_headers(files), self.checkpoint.samples(files) if there_are_copies else []
+        headers, samples = self.coordinator.broadcast(read)
 
-        def read_what_is_there() -> tuple[list[bool], list[ShardHeader], list[bytes]]:
-            is_there = [True, *(all(map(os.path.exists, part)) for part in others)]
-            return is_there, *read([*chain.from_iterable(compress(parts, is_there))])
+        def checked_map() -> CheckpointMap:
+            if compares and self._reads_copy(folders):
+                refuse_other_shards(files, zip(*read()), zip(headers, samples))
+            return self.checkpoint.map_of(files, headers, weight_map)
 
-        def checked_maps() -> list[CheckpointMap | None]:
-            if there_are_copies and self._reads_copy(folders) and self.checkpoint.reads_itself:
-                there = [*chain.from_iterable(compress(parts, is_there))]
-                refuse_other_shards(there, zip(*read(there)), zip(headers, samples))
-            rest, maps = iter(headers), chain([weight_map], repeat(None))
-            return [
-                self.checkpoint.map_of(part, list(islice(rest, len(part))), of_part) if has_files else None
-                for part, has_files, of_part in zip(parts, is_there, maps)
-            ]
+        # Where one rank reads for others, an error of one must be an error of all.
+        return self.coordinator.run_on_all(checked_map) if self.checkpoint.relays else checked_map()
 
-        with self.clock("index"):
-            files = [*chain.from_iterable(parts)]
-            folders = self.compare_files(files)
-            there_are_copies = self._has_copies(folders) and not self.checkpoint.source.hints(files).is_everywhere
-            is_there, headers, samples = self.coordinator.broadcast(read_what_is_there)
-            # Where one rank reads for others, an error of one must be an error of all.
-            return self.coordinator.run_on_all(checked_maps) if self.checkpoint.relays else checked_maps()
-
-    def _has_copies(self, folders: Sequence[str]) -> bool:
+    def _has_copies(self, files: Sequence[str], folders: Sequence[str]) -> bool:
         """Whether ranks that read may see other files than rank 0's, on other hosts or in other `folders`."""
         if self.coordinator.is_alone or self.config.verify == "off" or self.config.read_from == "rank0":
             return False
         is_one_host = len(self.coordinator.topology.ranks_of_host) == self.coordinator.world_size
-        return not is_one_host or len(set(folders)) > 1
+        may_differ = not is_one_host or len(set(folders)) > 1
+        return may_differ and not self.checkpoint.source.hints(files).is_everywhere
 
     def refuse_other_copies(self) -> None:
         """Check that what each rank has opened alone is what rank 0 has (all ranks); raises as :meth:`open`."""
         files = [shard.path for shard in self.checkpoint.shards]
         folders = self.compare_files(files)
-        if not files or not self._has_copies(folders) or self.checkpoint.source.hints(files).is_everywhere:
+        if not files or not self._has_copies(files, folders):
             return
         described = [*dict.fromkeys(shard.described_in or shard.path for shard in self.checkpoint.shards)]
 
@@ -194,14 +177,14 @@ class Load:
             return [*zip(self.checkpoint.read_headers(described), self.checkpoint.samples(described))]
 
         of_rank_0 = self.coordinator.broadcast(look)
-        if self._reads_copy(folders) and self.checkpoint.reads_itself:
+        if self._reads_copy(folders):
             refuse_other_shards(described, look(), of_rank_0)
 
     def _reads_copy(self, folders: Sequence[str]) -> bool:
         """Whether this rank compares its files with rank 0's: the first of another host, and one of another folder."""
         coordinator = self.coordinator
         is_first = coordinator.topology.position == 0 and not coordinator.is_main
-        return folders[coordinator.rank] != folders[0] or is_first
+        return self.checkpoint.reads_itself and (folders[coordinator.rank] != folders[0] or is_first)
 
     @property
     def entries(self) -> Collection[TensorEntry]:
@@ -237,13 +220,11 @@ class Load:
             if not _is_extra_state(name)
         }
 
-    def place(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, then: Callable[[], None] = lambda: None
-    ) -> None:
+    def place(self, model: nn.Module, missing: set[str], tied: set[str]) -> None:
         """Turn a lazy model into one that the destination trains, and read this rank's bytes into it (all ranks).
 
-        For the arguments see :meth:`Destination.batches`. `then` reads more, before ranks agree that all have read.
-        All ranks raise an error if planning or reading fails on any, or if they would load different things.
+        For the arguments see :meth:`Destination.batches`. All ranks raise an error if planning or reading fails on any
+        of them, or if they would load different things.
         """
         self._peak_before = peak_bytes(self.destination.device)
         with self.coordinator.reporting():
@@ -259,7 +240,6 @@ class Load:
                     self.destination.allocate()
                 self.memory.sample()
                 self._reader.fill(batches, plan, leaves)
-                then()
                 with self.clock("wait"):
                     self.coordinator.agree()
                 self.destination.finish()
@@ -268,23 +248,6 @@ class Load:
                     raise
                 raise LoadError(f"out of memory on rank {self.coordinator.rank} while loading: {error}") from error
 
-    def place_like(self, first: Load, batches: Sequence[Batch], found: CheckpointMap) -> bool:
-        """Read into `batches` from the files of `found` as :meth:`place` of a `first` load has read (all ranks).
-
-        Returns False, and reads nothing, if tensors do not lie in these files as they do in those of `first`. `found`
-        is the same on all ranks (:meth:`maps_of`), which still have to agree that all have read.
-        """
-        assert first.plan is not None and first._map is not None
-        if found.entries != first._map.entries:
-            return False
-        with self.coordinator.reporting():
-            self._map = found
-            self.checkpoint.add(found.shards)
-            self.plan = first.plan
-            self.checkpoint.open(read.shard for read in self.plan)
-            self._reader.fill(batches, self.plan, first._leaves)
-        return True
-
     def make_plan(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> tuple[Sequence[Batch], LoadPlan, Sequence[Sequence[Leaf]]]:
@@ -292,7 +255,6 @@ class Load:
         self.destination.hints = self.checkpoint.hints
         batches = self.destination.batches(model, missing, tied, only_planned=only_planned)
         self.plan, leaves = self._reader.plan(batches)
-        self._leaves = leaves
         self.footprint = self.destination.footprint(model, tied, self.config.staging_bytes)
         return batches, self.plan, leaves
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -34,6 +34,7 @@ from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport
 from ..reports.measures import collector_paused
 from ..settings.config import StreamingConfig
+from ..settings.scope import having
 from .set_aside import SetAside
 
 
@@ -165,7 +166,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             if not lazy:
                 return original(accelerator, model)
             aside = SetAside(model, lazy, accelerator, coordinator)
-            with _sharding():
+            with having(_is_sharding, True):
                 model = original(accelerator, model)
             destination = aside.put_back(model)
             report: Any = first.fill(model, coordinator, destination)
@@ -175,15 +176,6 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
 
 
 _is_sharding: ContextVar[bool] = ContextVar("hf_zero_stream_is_sharding", default=False)
-
-
-@contextmanager
-def _sharding() -> Iterator[None]:
-    token = _is_sharding.set(True)
-    try:
-        yield
-    finally:
-        _is_sharding.reset(token)
 
 
 def load_full_state_dict(

@@ -62,10 +62,6 @@ class Quantised(Opaque):
     how: Quantisation | None = None
 
     @property
-    def is_made_together(self) -> bool:
-        return True
-
-    @property
     def reason(self) -> str:
         """None: each value is read once, and in no more memory than a batch has."""
         return ""

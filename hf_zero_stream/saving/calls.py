@@ -32,7 +32,7 @@ from ..reports.save import SaveReport
 from ..seams.saving import is_noting
 from ..seams.wrappers import unwrapped
 from ..settings.config import refuse_settings
-from ..settings.scope import active_configs
+from ..settings.scope import active_configs, having
 from ..sources.base import is_url
 
 
@@ -171,12 +171,8 @@ def led(model: Any, work: Callable[[], Any], settings: Mapping[str, Any] | None 
                 report = _save_part(whole, coordinator, call)
             return report
         leader = _Leader(whole, coordinator, settings)
-        token = _leader.set(leader)
-        try:
-            with suppress(_Failed), installed(Moment.BLOCK):
-                work()
-        finally:
-            _leader.reset(token)
+        with having(_leader, leader), suppress(_Failed), installed(Moment.BLOCK):
+            work()
         if leader.failure is not None:
             raise leader.failure
         coordinator.broadcast(lambda: pickle.dumps(None))  # there is no more to save

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,7 +36,7 @@ from ..seams.wrappers import (
     shares_its_model,
     unwrapped,
 )
-from ..settings.scope import active_configs
+from ..settings.scope import active_configs, having
 from . import calls
 from .calls import refuse_url
 from .outside_models import values_outside_models
@@ -87,11 +86,8 @@ def save_model(
         return original(self, model, save_directory, *args, **kwargs)
     others = replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"])
     if others:
-        token = _asked_by.set(others)
-        try:
+        with having(_asked_by, others):
             return original(self, model, save_directory, *args, **kwargs)
-        finally:
-            _asked_by.reset(token)
     from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
 
@@ -118,7 +114,7 @@ def save_model(
 
 @dataclass(eq=False)
 class NotedSaves:
-    """The saves of the whole model by a Trainer's ``save_model`` inside :func:`noting_saves`.
+    """The saves of the whole model by a Trainer's ``save_model``, while :data:`noted_saves` is this.
 
     Attributes:
         begin: called on rank 0 with the folder before a save.
@@ -129,23 +125,8 @@ class NotedSaves:
     folders: set[str] = field(default_factory=set)
 
 
-_noted: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
-
-
-@contextmanager
-def noting_saves(begin: Callable[[Path], object]) -> Iterator[NotedSaves]:
-    """Inside, saves are noted."""
-    noted = NotedSaves(begin)
-    token = _noted.set(noted)
-    try:
-        yield noted
-    finally:
-        _noted.reset(token)
-
-
-def noted_saves() -> NotedSaves | None:
-    """Those of the innermost :func:`noting_saves` around the running code."""
-    return _noted.get()
+noted_saves: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
+"""Where the running code's saves are noted."""
 
 
 def trainer_save_model(
@@ -168,7 +149,7 @@ def trainer_save_model(
 
         with with_all_adapters(inner), standing_in(self, _save=save_with_them):
             return original(self, output_dir, _internal_call=_internal_call)
-    noted = _noted.get()
+    noted = noted_saves.get()
 
     def save() -> None:
         if noted is not None:

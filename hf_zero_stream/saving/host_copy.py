@@ -11,8 +11,7 @@ from torch import nn
 
 from ..engine.execute import HugePages
 from ..ranks.accelerators import is_accelerator, pinned, synchronise
-from ..sources.local import IOV_MAX
-from .write import WRITE_BYTES, bytes_of
+from .write import Piece, bytes_of, in_runs
 
 
 PutBytes = Callable[[int, int, Sequence[memoryview]], None]
@@ -94,22 +93,12 @@ class HostCopy:
 
     def give(self, put: PutBytes, check: Callable[[], None]) -> None:
         """Give `put` everything, in the order of the files; `check` is called in between, and may raise."""
-        for shard, position, ranges in self._runs():
+        for shard, position, parts in in_runs(self._parts()):
             check()
-            put(shard, position, [bytes_of(part) for each in ranges for part in self._memory.parts(*each)])
+            put(shard, position, [*map(bytes_of, parts)])
 
-    def _runs(self) -> Iterator[tuple[int, int, list[tuple[int, int]]]]:
-        """Ranges of memory that follow each other in a shard, about :data:`WRITE_BYTES` at a time."""
-        ranges: list[tuple[int, int]] = []
-        of_shard = first = following = nbytes = 0
+    def _parts(self) -> Iterator[Piece]:
         for shard, position, start, stop in sorted(self._pieces):
-            is_next = shard == of_shard and position == following
-            if ranges and (not is_next or nbytes >= WRITE_BYTES or len(ranges) == IOV_MAX):
-                yield of_shard, first, ranges
-                ranges = []
-            if not ranges:
-                of_shard, first, nbytes = shard, position, 0
-            ranges.append((start, stop))
-            following, nbytes = position + stop - start, nbytes + stop - start
-        if ranges:
-            yield of_shard, first, ranges
+            for part in self._memory.parts(start, stop):
+                yield shard, position, part
+                position += part.nbytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -151,17 +151,18 @@ _BLOCK = 2**16  # numbers that are summed at once on a CPU: they stay in its cac
 _DEVICE_BLOCK = 2**19  # on an accelerator: each thread needs 12 MiB of its memory beside what it sums
 
 
-def digests_of(holdings: Mapping[str, Holding], threads: int) -> dict[str, bytes]:
-    """A digest of each parameter of which this rank holds all its box."""
-    digests: dict[str, bytes] = {}
+def digests_of(held: Sequence[Mapping[str, Holding]], threads: int) -> dict[str, bytes]:
+    """A digest of each parameter of which this rank holds all its box, and of all else that is `held` for it."""
+    digests: dict[str, list[bytes]] = {name: [] for name, holding in held[0].items() if holding.is_whole}
 
     def work(names: Iterator[str]) -> None:
         for name in names:
-            with holdings[name].open() as values:
-                digests[name] = digest(values)
+            for each in held:
+                with each[name].open() as values:
+                    digests[name].append(digest(values))
 
-    run_in_threads([name for name, holding in holdings.items() if holding.is_whole], work, threads)
-    return digests
+    run_in_threads(list(digests), work, threads)
+    return {name: b"".join(of_values) for name, of_values in digests.items()}
 
 
 def digest(values: torch.Tensor) -> bytes:

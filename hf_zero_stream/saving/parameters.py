@@ -24,7 +24,7 @@ from ..errors import SaveError
 from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles
-from .lazy_parameters import Held, LazyParameters, digests_of
+from .lazy_parameters import Held, LazyParameters, digests_of, holdings_of_model
 from .plan import Share, Sources
 
 
@@ -110,32 +110,31 @@ class Parameters:
     @classmethod
     def following(
         cls,
-        wanted: Sequence[tuple[Layout, Callable[[], Mapping[str, Holding] | None]]],
+        wanted: Sequence[tuple[Layout, Callable[[], Mapping[str, Holding]]]],
         coordinator: Coordinator,
         compares: bool,
         threads: int,
     ) -> list[Parameters | None]:
         """For each of `wanted`, a layout and what is held now: None if any rank holds it otherwise (all ranks).
 
-        For `compares` and `threads` see :class:`NewParameters`. What is held may be None, too.
+        For `compares` and `threads` see :class:`NewParameters`.
         """
 
-        def digests(layout: Layout, holdings: Mapping[str, Holding] | None) -> Digests | None:
-            if holdings is None or _held_by(holdings) != layout.held:
+        def digests(layout: Layout, holdings: Mapping[str, Holding]) -> Digests | None:
+            if _held_by(holdings) != layout.held:
                 return None
-            return digests_of(holdings, threads) if compares else {}
+            return digests_of([holdings], threads) if compares else {}
 
         with coordinator.reporting():
-            held = [holdings() for _, holdings in wanted]
-            mine = [digests(layout, holdings) for (layout, _), holdings in zip(wanted, held, strict=True)]
-        everyone = coordinator.all_gather(mine)
+            held = [(layout, holdings()) for layout, holdings in wanted]
+            mine = [digests(*each) for each in held]
         found: list[Parameters | None] = []
-        for (layout, _), holdings, of_ranks in zip(wanted, held, zip(*everyone, strict=True), strict=True):
+        for (layout, holdings), of_ranks in zip(held, zip(*coordinator.all_gather(mine), strict=True), strict=True):
             known = [each for each in of_ranks if each is not None]
             follows = len(known) == len(of_ranks) and _same(known) == layout.same
             if follows:
                 layout.copy_again()
-            found.append(cls(coordinator, holdings, layout) if follows and holdings is not None else None)
+            found.append(cls(coordinator, holdings, layout) if follows else None)
         return found
 
     def gather(self, view: View) -> torch.Tensor:
@@ -169,8 +168,9 @@ class Parameters:
 class NewParameters(Parameters):
     """Parameters whose layout is not known yet, saved in `dtype` or as they are held (all ranks).
 
-    If `held` is given, it is saved under the names of the parameters, and nothing else is. If several ranks hold all
-    of a parameter, `threads` compare it if `compares` is true; else the first of these ranks gives it.
+    If `held` is given, it is saved under the names of the parameters, and nothing else is. What is `beside` it has the
+    same layout: :attr:`beside` is that, with other values. If several ranks hold all of a parameter, `threads` compare
+    all of these values if `compares` is true; else the first of these ranks gives them.
     """
 
     def __init__(
@@ -182,15 +182,20 @@ class NewParameters(Parameters):
         compares: bool,
         threads: int,
         held: Held | None = None,
+        beside: Sequence[Held] = (),
     ) -> None:
         with coordinator.reporting():
             self._lazy = LazyParameters(model, coordinator, dtype, self.gather, held)
+            others = [holdings_of_model(model, coordinator, dtype, other) for other in beside]
         holdings = self._lazy.holdings
         self._names = holdings.keys()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
-        self._agree_on_shares(holdings, compares, threads)
+        with coordinator.reporting():
+            digests = digests_of([holdings, *others], threads) if compares else {}
+        self._agree_on_shares(holdings, digests)
         self.holdings = {source: holdings[name] for source, name in self.layout.names.items()}
+        self.beside = [Parameters(coordinator, other, self.layout) for other in others]
 
     def entries(self, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """``model.state_dict()``, or what is `given`, with lazy tensors whose values all ranks can gather together."""
@@ -214,9 +219,7 @@ class NewParameters(Parameters):
         entries = self._lazy.state_dict(keeps_adapters=False)
         return {name: entry for name, entry in entries.items() if name not in self._lazy.by_name.keys() - self._names}
 
-    def _agree_on_shares(self, holdings: Mapping[str, Holding], compares: bool, threads: int) -> None:
-        with self._coordinator.reporting():
-            digests = digests_of(holdings if compares else {}, threads)
+    def _agree_on_shares(self, holdings: Mapping[str, Holding], digests: Digests) -> None:
         mine = [
             _Held(None if each.box.is_whole else each.box, each.start, each.stop, each.is_whole, digests.get(name))
             for name, each in holdings.items()

@@ -29,6 +29,13 @@ class PendingSave:
         # No daemon: the interpreter waits for it before it ends.
         self._thread = threading.Thread(target=self._run, args=(work,), name="hf_zero_stream-save")
 
+    @classmethod
+    def finished(cls, report: SaveReport) -> PendingSave:
+        """A save that was not made in the background after all."""
+        made = cls(lambda: report)
+        made._run(lambda: report)
+        return made
+
     @property
     def done(self) -> bool:
         """Whether it has come to its end, a good one or not."""
@@ -41,7 +48,8 @@ class PendingSave:
             SaveError: a file cannot be written on some rank. The state that was there before still is.
             PeerError: a rank has died.
         """
-        self._thread.join()
+        if not self.done:
+            self._thread.join()
         self._is_told = True
         if self._error is not None:
             raise self._error
@@ -74,22 +82,6 @@ class PendingSave:
         except BaseException as error:
             self._error = error
             logger.error(f"A save in the background has failed; what was there before still is: {error}")
-
-
-class Finished(PendingSave):
-    """A save that was not made in the background after all."""
-
-    def __init__(self, report: SaveReport) -> None:
-        super().__init__(lambda: report)
-        self._run(lambda: report)
-
-    @property
-    def done(self) -> bool:
-        return True
-
-    def wait(self) -> SaveReport:
-        assert self._report is not None
-        return self._report
 
 
 _current: PendingSave | None = None

@@ -6,7 +6,6 @@ The plans are made anew, or are those of the last save of the same training if n
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,30 +29,23 @@ from .parameters import Layout, NewParameters, Parameters
 from .plan import SavePlan, make_save_plan
 
 
-class _KeptPlan(NamedTuple):
-    """A :class:`Planned` without what would keep a model or its optimizer alive."""
-
-    layout: Layout
-    shards: list[ShardToWrite]
-    plan: SavePlan
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """The plans of a model's last save.
+class _Kept(NamedTuple):
+    """The plan of a content of a model's last save, without what would keep the model or its optimizer alive.
 
     Attributes:
-        circumstances: what else the plans depend on.
-        plans: of each content, and of all that is beside it.
-        files: on rank 0 what was laid out beside the weights, of each content.
+        circumstances: what else it depends on.
+        files: on rank 0 what was laid out beside the shards, by name.
     """
 
     circumstances: Any
-    plans: list[list[_KeptPlan]]
-    files: list[dict[str, bytes]]
+    layout: Layout
+    shards: list[ShardToWrite]
+    plan: SavePlan
+    files: dict[str, bytes]
 
 
-_kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+_kept: WeakKeyDictionary[nn.Module, dict[str, _Kept]] = WeakKeyDictionary()
+"""By the file name of the content's index."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,100 +65,73 @@ class Preparation:
     threads: int
     settings: Any = None
 
-    def plan(self, folder: Path, contents: Sequence[Content]) -> list[list[Planned]]:
-        """For each of `contents`, the plans of what it consists of; the `folder` is that of rank 0."""
+    def plan(self, folder: Path, content: Content) -> list[Planned]:
+        """The plans of `content`, and of what is beside it; the `folder` is that of rank 0."""
+        place = folder / content.folder
         if self.coordinator.is_main:
-            for content in contents:
-                (folder / content.folder).mkdir(exist_ok=True)
+            place.mkdir(exist_ok=True)
         if self.settings is None:
-            return [self._planned_anew(folder, content) for content in contents]
-        found = self._planned_as_before(folder, contents)
+            return self._planned(place, content)
+        kept = _kept.setdefault(self.model, {})
+        found = self._planned_as_before(place, content, kept.get(content.index_name))
         if found is not None:
             return found
-        _kept.pop(self.model, None)
-        already = set(self._files(folder))
-        planned, files = [], []
-        for content in contents:
-            planned.append(self._planned_anew(folder, content))
-            new = [path for path in self._files(folder) if path not in already]
-            files.append({str(path.relative_to(folder / content.folder)): path.read_bytes() for path in new})
-            already.update(new)
-        plans = [[_KeptPlan(each.parameters.layout, each.shards, each.plan) for each in group] for group in planned]
-        # Looked at again: transformers completes a model's config when it writes it.
-        _kept[self.model] = _Kept(self._circumstances(contents), plans, files)
-        return planned
+        kept.pop(content.index_name, None)
+        before = self._files(place)
+        first, *others = self._planned(place, content)
+        files = {str(path.relative_to(place)): path.read_bytes() for path in self._files(place) - before}
+        # The circumstances are looked at again: transformers completes a model's config when it writes it.
+        new = _Kept(self._circumstances(content), first.parameters.layout, first.shards, first.plan, files)
+        kept[content.index_name] = new
+        return [first, *others]
 
     @property
     def _compares(self) -> bool:
         return not self.single_writer and not self.coordinator.is_alone
 
-    def _circumstances(self, contents: Sequence[Content]) -> Any:
+    def _circumstances(self, content: Content) -> Any:
         """What plans depend on beside what is held: names, ties, buffers, the configs that are written."""
-        kinds = [(content.index_name, content.dtype, len(content.beside)) for content in contents]
         settings = (self.single_writer, self.coordinator.world_size, self.settings)
-        return circumstances(self.model), kinds, settings
+        return circumstances(self.model), content.dtype, len(content.beside), settings
 
-    def _planned_as_before(self, folder: Path, contents: Sequence[Content]) -> list[list[Planned]] | None:
-        """By the plans of the last save; None if anything but values is another on any rank."""
-        kept = _kept.get(self.model)
-        is_same = kept is not None and kept.circumstances == self._circumstances(contents)
+    def _planned_as_before(self, place: Path, content: Content, kept: _Kept | None) -> list[Planned] | None:
+        """By the plan of the last save; None if anything but values is another on any rank."""
+        is_same = kept is not None and kept.circumstances == self._circumstances(content)
         if not all(self.coordinator.all_gather(is_same)) or kept is None:
             return None
         wanted = [
-            (plan.layout, self._held(content, held))
-            for content, plans in zip(contents, kept.plans, strict=True)
-            for plan, held in zip(plans, [content.held, *(each.held for each in content.beside)], strict=True)
+            (kept.layout, partial(holdings_of_model, self.model, self.coordinator, content.dtype, held))
+            for held in (content.held, *(each.held for each in content.beside))
         ]
-        found = iter(self._following(wanted))
-        planned = []
-        for content, plans in zip(contents, kept.plans, strict=True):
-            group = [(next(found), plan) for plan in plans]
-            planned.append([Planned(each, p.shards, p.plan, content.folder) for each, p in group if each is not None])
-        if [len(group) for group in planned] != [len(plans) for plans in kept.plans]:
+        found = Parameters.following(wanted, self.coordinator, self._compares, self.threads)
+        parameters = [each for each in found if each is not None]
+        if len(parameters) < len(wanted):
             return None
+        for name, data in kept.files.items():  # none but on rank 0
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            (place / name).write_bytes(data)
+        return content.planned(parameters, kept.shards, kept.plan)
 
-        for content, files in zip(contents, kept.files, strict=True):  # none but on rank 0
-            for name, data in files.items():
-                (folder / content.folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / content.folder / name).write_bytes(data)
-        return planned
-
-    def _files(self, folder: Path) -> list[Path]:
+    def _files(self, folder: Path) -> set[Path]:
         """On rank 0, all files in `folder`."""
-        return [path for path in folder.rglob("*") if path.is_file()] if self.coordinator.is_main else []
+        return {path for path in folder.rglob("*") if path.is_file()} if self.coordinator.is_main else set()
 
-    def _held(self, content: Content, held: Held | None) -> Callable[[], Any]:
-        return partial(holdings_of_model, self.model, self.coordinator, content.dtype, held)
-
-    def _following(self, wanted: Sequence[tuple[Layout, Callable[[], Any]]]) -> list[Parameters | None]:
-        return Parameters.following(wanted, self.coordinator, self._compares, self.threads)
-
-    def _planned_anew(self, folder: Path, content: Content) -> list[Planned]:
-        root = folder / content.folder
-        first = self._planned(root, content.lay_out, content, content.held)
-        wanted = [(first.parameters.layout, self._held(content, alike.held)) for alike in content.beside]
-        followers = self._following(wanted) if wanted else []
-        others = []
-        for alike, parameters in zip(content.beside, followers, strict=True):
-            if parameters is None:
-                others.append(self._planned(root, alike.lay_out, content, alike.held))
-                continue
-            if self.coordinator.is_main:
-                alike.write_index(root, content.index_name)
-            others.append(first.like(alike, parameters))
-        return [first, *others]
-
-    def _planned(self, folder: Path, lay_out: LayOut, content: Content, held: Held | None) -> Planned:
-        """What to write; on rank 0 everything but the weights gets into `folder`."""
+    def _planned(self, place: Path, content: Content) -> list[Planned]:
+        """What to write; on rank 0 everything but the shards gets into the folder `place`."""
         coordinator = self.coordinator
         parameters = NewParameters(
-            self.model, coordinator, content.dtype, compares=self._compares, threads=self.threads, held=held
+            self.model,
+            coordinator,
+            content.dtype,
+            compares=self._compares,
+            threads=self.threads,
+            held=content.held,
+            beside=[each.held for each in content.beside],
         )
-
-        def planned() -> Planned:
+        with coordinator.reporting():
             with tempfile.TemporaryDirectory() as elsewhere, quiet(coordinator.is_main):
-                noted = lay_out(folder if coordinator.is_main else Path(elsewhere), parameters)
-            shards = [lay_out_shard(shard) for shard in noted]
+                noted = content.lay_out(place if coordinator.is_main else Path(elsewhere), parameters)
+            shards = [*map(lay_out_shard, noted)]
             plan = make_save_plan(
                 shards,
                 parameters.sources,
@@ -174,13 +139,9 @@ class Preparation:
                 world_size=coordinator.world_size,
                 single_writer=self.single_writer,
             )
-            return Planned(parameters, shards, plan, content.folder)
-
-        with coordinator.reporting():
-            found = planned()
-            mine = hashlib.sha256(b"".join(shard.header for shard in found.shards)).hexdigest()
+            mine = hashlib.sha256(b"".join(shard.header for shard in shards)).hexdigest()
         refuse_other_tensors(coordinator, mine, "save")
-        return found
+        return content.planned([parameters, *parameters.beside], shards, plan)
 
 
 def refuse_other_tensors(coordinator: Coordinator, mine: str, doing: str) -> None:
@@ -226,29 +187,11 @@ LayOut = Callable[[Path, NewParameters], list[NotedShard]]
 """Writes everything but the weights of a checkpoint into a folder, and says which file they belong in."""
 
 
-@dataclass(frozen=True)
-class Alike:
-    """What is saved beside something else, under the same names and in the same layout, in files of other names.
-
-    Attributes:
-        held: what this rank holds of it.
-        lay_out: lays it out by itself, where it is not held as the other is.
-        index_name: the file name of its index.
-        renamed: what the other's shard of a name is called here.
-    """
+class Beside(NamedTuple):
+    """What is held and saved as something else is, in files of other names: `renamed` gives them."""
 
     held: Held
-    lay_out: LayOut
-    index_name: str
     renamed: Callable[[str], str]
-
-    def write_index(self, folder: Path, index_name: str) -> None:
-        """Write the index after that of the other, of this name, if it has one."""
-        if (folder / index_name).exists():
-            index = json.loads((folder / index_name).read_text(encoding="utf-8"))
-            index["weight_map"] = {name: self.renamed(shard) for name, shard in index["weight_map"].items()}
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (folder / self.index_name).write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,8 +206,7 @@ class Content:
         held: what is saved under the names of parameters in place of their values; None: the values.
         check: raises if what is laid out cannot be loaded; called on rank 0, with a folder where shards have their
             headers and no values yet.
-        beside: what is held, most likely, as this is: it is saved by the same plan. Planning takes as long as writing
-            some hundred MB, because transformers' conversions run over thousands of lazy tensors.
+        beside: what is held as this is, and is saved by the same plan.
     """
 
     lay_out: LayOut
@@ -273,7 +215,16 @@ class Content:
     dtype: torch.dtype | None = None
     held: Held | None = None
     check: Callable[[Path], None] | None = None
-    beside: Sequence[Alike] = ()
+    beside: Sequence[Beside] = ()
+
+    def planned(self, parameters: Sequence[Parameters], shards: list[ShardToWrite], plan: SavePlan) -> list[Planned]:
+        """What is written of this by one plan, and of what is beside it, for each from its `parameters`."""
+        first, *others = parameters
+        found = [Planned(first, shards, plan, self.folder)]
+        for each, of_each in zip(self.beside, others, strict=True):
+            renamed = [replace(shard, name=each.renamed(shard.name)) for shard in shards]
+            found.append(Planned(of_each, renamed, plan, self.folder))
+        return found
 
 
 _SUFFIX = re.compile(r"-\d{5}-of-\d{5}(?=\.safetensors$)")
@@ -291,14 +242,6 @@ class Planned(NamedTuple):
     def names(self) -> list[str]:
         """The files, relative to the folder that is saved to."""
         return [str(Path(self.folder, shard.name)) for shard in self.shards]
-
-    def paths(self, root: Path) -> list[Path]:
-        return [root / name for name in self.names]
-
-    def like(self, alike: Alike, parameters: Parameters) -> Planned:
-        """The same of what is `alike`, from `parameters` that lie in memory as these do."""
-        shards = [replace(shard, name=alike.renamed(shard.name)) for shard in self.shards]
-        return Planned(parameters, shards, self.plan, self.folder)
 
 
 @dataclass(frozen=True)
@@ -337,7 +280,7 @@ class Prepared:
 
     def files(self, kind: type[Writer]) -> list[Writer]:
         """For each of what is planned, what writes into its files, or compares with them."""
-        return [kind(each.paths(self.publication.temporary)) for each in self.planned]
+        return [kind([self.publication.temporary / name for name in each.names]) for each in self.planned]
 
     def publish(self) -> None:
         """Give the files their final names (rank 0)."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,15 @@ from ..reports.save import PHASES, SaveReport, SavingRank
 from ..seams.ds_config import settings_in_force
 from ..seams.saving import index_name, lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .background import BackgroundSave
+from .background import write_in_background
 from .calls import dtype_of_argument, refuse_url, refuse_values
 from .files import Comparison, Publication, ShardWriter, reserve, sync_all
 from .host_copy import HostCopy, HostMemory
 from .lazy_parameters import state_dict_without_values
 from .parameters import NewParameters
-from .pending import Finished, PendingSave, finish_pending
+from .pending import PendingSave, finish_pending
 from .preparation import Content, Ending, Planned, Preparation, Prepared
-from .write import Task, bytes_of, execute_saves, write_alone, write_exchanged
+from .write import Task, bytes_of, execute_saves
 
 
 logger = logging.get_logger(__name__)
@@ -144,8 +145,7 @@ class Save:
                     with self._clock("copy"):
                         copies = self._copied(prepared.planned)
                     meeting = BackgroundMeeting(self._coordinator)
-                    background = BackgroundSave(prepared, copies, meeting, self._clock, self._verify)
-                    pending = PendingSave(lambda: self._report_of(*background.run(self._own_figures)))
+                    pending = PendingSave(partial(self._finish_in_background, prepared, copies, meeting))
                     try:
                         pending.start()
                     except BaseException as error:
@@ -153,7 +153,14 @@ class Save:
                         raise
                     return pending
                 self._write(prepared)
-            return Finished(self._report(prepared.planned))
+            return PendingSave.finished(self._report(prepared.planned))
+
+    def _finish_in_background(
+        self, prepared: Prepared, copies: Sequence[HostCopy], meeting: BackgroundMeeting
+    ) -> SaveReport:
+        figures = partial(self._own_figures, prepared.planned)
+        ranks = write_in_background(prepared, copies, meeting, self._clock, figures, verifies=self._verify)
+        return self._report_of(prepared.planned, ranks)
 
     def _must_wait(self, prepared: Prepared) -> bool:
         """Whether the save cannot be made in the background, which rank 0 says then (all ranks)."""
@@ -170,23 +177,14 @@ class Save:
 
     def _copied(self, planned: Sequence[Planned]) -> list[HostCopy]:
         """Copies in host memory of what this rank writes (all ranks)."""
-        coordinator, threads = self._coordinator, self._threads()
         settle(self.model.parameters())
-        copies: list[HostCopy] = []
-
-        def copy() -> None:
-            memory = HostMemory.of_model(self.model, sum(each.plan.bytes_written for each in planned))
-            start = 0
-            for each in planned:
-                copies.append(HostCopy(memory, start))
-                start += each.plan.bytes_written
-                write_alone(each.plan, each.parameters, copies[-1].put, threads)
-
-        coordinator.run_on_all(copy)
-        for each, of_plan in zip(planned, copies, strict=True):
-            write_exchanged(each.plan, each.parameters, of_plan.put, coordinator)
-        for of_plan in copies:
-            of_plan.wait()
+        sizes = [each.plan.bytes_written for each in planned]
+        memory = self._coordinator.run_on_all(partial(HostMemory.of_model, self.model, sum(sizes)))
+        copies = [HostCopy(memory, stop - size) for stop, size in zip(accumulate(sizes), sizes, strict=True)]
+        tasks = [Task(each.plan, each.parameters, copy.put) for each, copy in zip(planned, copies, strict=True)]
+        execute_saves(tasks, self._coordinator, self._threads())
+        for copy in copies:
+            copy.wait()
         return copies
 
     def _write(self, prepared: Prepared) -> None:
@@ -199,11 +197,9 @@ class Save:
         with self._clock("publish"):
             self._coordinator.run_on_main(prepared.publish)
 
-    @contextmanager
-    def _together(self) -> Iterator[None]:
+    def _together(self) -> AbstractContextManager[object]:
         """Inside, all ranks are here, and watch each other."""
-        with meeting(occasion_to_save(self.model, self._coordinator), coordinator=self._coordinator):
-            yield
+        return meeting(occasion_to_save(self.model, self._coordinator), coordinator=self._coordinator)
 
     @contextmanager
     def _measured(self) -> Iterator[None]:
@@ -227,11 +223,11 @@ class Save:
             if write_from == "auto":
                 write_from = "rank0" if self._is_hidden(folder) else "all"
             with self._clock("plan"):
-                planned = self._preparation(write_from == "rank0").plan(folder, contents)
-                everything = [each for group in planned for each in group]
+                preparation = self._preparation(write_from == "rank0")
+                planned = [each for content in contents for each in preparation.plan(folder, content)]
 
                 def reserve_all() -> None:
-                    for each in everything:
+                    for each in planned:
                         reserve(folder / each.folder, each.shards)
 
                 coordinator.run_on_main(reserve_all)
@@ -239,7 +235,7 @@ class Save:
                     if content.check is not None:
                         coordinator.run_on_main(partial(content.check, folder / content.folder))
             index = next((content.index_name for content in contents if not content.folder), "")
-            yield Prepared(publication, everything, index, ending, write_from == "rank0")
+            yield Prepared(publication, planned, index, ending, write_from == "rank0")
         except BaseException:
             if publication is not None and coordinator.is_main:
                 publication.abandon()

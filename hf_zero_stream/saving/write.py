@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
 from itertools import accumulate, chain, filterfalse, groupby
 from typing import NamedTuple
@@ -39,14 +39,14 @@ def execute_saves(tasks: Sequence[Task], coordinator: Coordinator, threads: int)
 
     def write_all_alone() -> None:
         for task in tasks:
-            write_alone(*task, threads)
+            _write_alone(*task, threads)
 
     coordinator.run_on_all(write_all_alone)
     for task in tasks:
-        write_exchanged(*task, coordinator)
+        _write_exchanged(*task, coordinator)
 
 
-def write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator) -> None:
+def _write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinator: Coordinator) -> None:
     """Give `put` this rank's part of what ranks must exchange or compute before it is written (all ranks)."""
     error: BaseException | None = None
     for of_round in plan.rounds:
@@ -65,7 +65,7 @@ def write_exchanged(plan: SavePlan, parameters: Parameters, put: Put, coordinato
         coordinator.run_on_main(partial(put, computation.shard, computation.position, [gathered.reshape(-1)]))
 
 
-def write_alone(plan: SavePlan, parameters: Parameters, put: Put, threads: int) -> None:
+def _write_alone(plan: SavePlan, parameters: Parameters, put: Put, threads: int) -> None:
     """Give `put`, from several `threads`, what this rank writes of what it holds."""
     segments = plan.alone
     swapped = {name for name, holding in parameters.holdings.items() if holding.is_swapped}
@@ -86,24 +86,35 @@ def write_alone(plan: SavePlan, parameters: Parameters, put: Put, threads: int) 
     work(iter([segment] for segment in sorted(filter(swap_file, segments), key=swap_file)))
 
 
+Piece = tuple[int, int, torch.Tensor]
+"""A shard, a position in it, and the flat values that belong there."""
+
+
+def in_runs(pieces: Iterable[Piece]) -> Iterator[tuple[int, int, list[torch.Tensor]]]:
+    """Pieces that follow each other in a shard, about :data:`WRITE_BYTES` at a time; shard and position come first."""
+    run: list[torch.Tensor] = []
+    first = following = (0, 0)
+    for shard, position, values in pieces:
+        is_full = len(run) == IOV_MAX or following[1] - first[1] >= WRITE_BYTES
+        if run and (is_full or (shard, position) != following):
+            yield *first, run
+            run = []
+        if not run:
+            first = shard, position
+        run.append(values)
+        following = shard, position + values.nbytes
+    if run:
+        yield *first, run
+
+
 def _write(segments: Sequence[Segment], values: Values, put: Put) -> None:
-    """Write segments of one shard all of which this rank holds; those that follow each other in one call."""
-    pieces: list[torch.Tensor] = []
-    start = stop = 0
-    for position, piece in chain.from_iterable(_pieces(segment, values) for segment in segments):
-        if pieces and (position != stop or len(pieces) == IOV_MAX or stop - start >= WRITE_BYTES):
-            put(segments[0].shard, start, pieces)
-            pieces = []
-        if not pieces:
-            start = position
-        pieces.append(piece)
-        stop = position + piece.nbytes
-    if pieces:
-        put(segments[0].shard, start, pieces)
+    """Write segments all of which this rank holds."""
+    for run in in_runs(chain.from_iterable(_pieces(segment, values) for segment in segments)):
+        put(*run)
 
 
-def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, torch.Tensor]]:
-    """The values of a segment and their positions, from a run at most a buffer's worth each."""
+def _pieces(segment: Segment, values: Values) -> Iterator[Piece]:
+    """The values of a segment all of which this rank holds, from a run at most a buffer's worth each."""
     if not segment.is_run:
         # On the device of the parameters, if there are any: a GPU orders elements faster.
         sources = [part.source for part in segment.parts if isinstance(part.source, str)]
@@ -111,13 +122,13 @@ def _pieces(segment: Segment, values: Values) -> Iterator[tuple[int, torch.Tenso
         buffer = torch.empty(segment.numel, dtype=segment.dtype, device=device)
         for part in segment.parts:
             _put(part, take(part, values), buffer)
-        yield segment.position, buffer
+        yield segment.shard, segment.position, buffer
         return
     (part,) = segment.parts
     position = segment.position
     for held in _held(part, values).view(-1).split(WRITE_BYTES // 8):
         piece = reduce(torch.Tensor.to, part.casts, held)
-        yield position, piece
+        yield segment.shard, position, piece
         position += piece.nbytes
 
 

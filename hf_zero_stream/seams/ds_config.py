@@ -22,7 +22,7 @@ from transformers.integrations import deepspeed as transformers_deepspeed
 from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..settings.config import StreamingConfig
-from ..settings.scope import current_config
+from ..settings.scope import current_config, having
 
 
 _lock = threading.RLock()  # reentrant: the garbage collector may run a finaliser inside that takes it again
@@ -82,13 +82,11 @@ def is_enabled(original: Callable[[], bool]) -> bool:
 @contextmanager
 def zero3_hidden() -> Iterator[None]:
     """Inside, transformers and its models find no DeepSpeed config in this thread."""
-    token = _hidden.set(True)
     _change(hiding=1)
     try:
-        with installed(Moment.HIDING):
+        with having(_hidden, True), installed(Moment.HIDING):
             yield
     finally:
-        _hidden.reset(token)
         _change(hiding=-1)
 
 

@@ -26,6 +26,7 @@ from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.marks import is_dequantised, is_packed
+from ..settings.scope import having
 
 
 @dataclass(frozen=True)
@@ -100,13 +101,9 @@ def lay_out_pretrained(
             parameters[name] if name in parameters else type(model).get_parameter(model, name)
         ),
     }
-    token = _noted.set(noted)
-    try:
-        with standing_in(model, **methods), installed(Moment.LAYOUT):
-            save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
-            save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
-    finally:
-        _noted.reset(token)
+    with having(_noted, noted), standing_in(model, **methods), installed(Moment.LAYOUT):
+        save = model.save_pretrained if own_code else partial(PreTrainedModel.save_pretrained, model)
+        save(folder, is_main_process=True, state_dict=state_dict, **kwargs)
     if dtype is not None:
         note_dtype(folder / "config.json", dtype)
     return noted.shards

@@ -28,6 +28,7 @@ class Closable(Protocol):
 
 
 Resource = TypeVar("Resource", bound=Closable)
+Value = TypeVar("Value")
 
 
 @dataclass(eq=False)
@@ -97,6 +98,16 @@ def inside() -> Iterator[None]:
         yield
     finally:
         leave(mine)
+
+
+@contextmanager
+def having(variable: ContextVar[Any], value: Value) -> Iterator[Value]:
+    """Inside, in the running code alone, a context variable has this value."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
 
 
 def _open_blocks() -> tuple[Block, ...]:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
+from ..settings.scope import having
 from .urls import RequestFailed
 
 
@@ -85,13 +86,8 @@ def answers_once() -> Iterator[Answers]:
     if around is not None:
         yield around
         return
-    answers = Answers()
-    token = _current.set(answers)
-    try:
+    with closing(Answers()) as answers, having(_current, answers):
         yield answers
-    finally:
-        _current.reset(token)
-        answers.close()
 
 
 _current: ContextVar[Answers | None] = ContextVar("hf_zero_stream_answers", default=None)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from torch import nn
 
-from ..checkpoint.safetensors import NotedShard
 from ..destinations.marks import is_adapted, is_packed
 from ..destinations.own_names import adapter_names, named_parameters
 from ..destinations.slots import MASTER
@@ -49,9 +46,8 @@ def weights(model: nn.Module, coordinator: Coordinator) -> Content:
     """What PEFT's own ``save_pretrained`` saves: the adapters."""
     adapters = adapter_names(model)
     names = {name for name, param in named_parameters(model) if param.requires_grad or name in adapters}
-    held, lay_out = partial(held_values, model, names, coordinator), partial(_lay_out_adapters, model)
-    return Content(lay_out=lay_out, index_name="adapter_model.safetensors.index.json", held=held)
-
-
-def _lay_out_adapters(model: nn.Module, folder: Path, parameters: Any) -> list[NotedShard]:
-    return lay_out_adapters(model, folder, parameters.entries())
+    return Content(
+        lay_out=lambda folder, parameters: lay_out_adapters(model, folder, parameters.entries()),
+        index_name="adapter_model.safetensors.index.json",
+        held=partial(held_values, model, names, coordinator),
+    )

@@ -25,7 +25,8 @@ from ..reports.save import SaveReport
 from ..saving.files import finish_interrupted, has_only_unfinished
 from ..saving.pending import PendingSave, finish_pending
 from ..seams.ds_config import settings_in_force
-from ..settings.scope import active_configs
+from ..settings.scope import active_configs, having
+from .load import load_state
 from .record import FILE, LATEST, write_latest
 from .zero_tools import SCRIPT, write_scripts
 
@@ -68,13 +69,10 @@ def current() -> Caller | None:
 @contextmanager
 def entered(caller: Caller) -> Iterator[Caller]:
     """Inside, `caller` calls. Models whose optimizer never came are saved at the end, in the stock way."""
-    token = _caller.set(caller)
-    try:
+    with having(_caller, caller):
         yield caller
         while caller.waiting:
             caller.waiting.popitem()[1]()
-    finally:
-        _caller.reset(token)
 
 
 def is_on() -> bool:
@@ -112,6 +110,13 @@ def _look(folder: Path, tag: Any) -> tuple[Path, str] | None:
             "and remove this one."
         )
     return None
+
+
+def load_found(trained: Any, found: tuple[Path, str], caller: Caller, optimizer: Any, scheduler: Any) -> None:
+    """Go on from what :func:`state_in` has found, but for random numbers: callers restore them at their own time."""
+    folder, tag = found
+    own = {"optimizer": optimizer, "scheduler": scheduler, "batch_size": caller.batch_size}
+    load_state(trained, folder, tag=tag, with_rng=False, **own)
 
 
 def in_background() -> bool:

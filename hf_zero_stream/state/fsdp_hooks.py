@@ -15,9 +15,8 @@ from ..errors import ConfigError, UnsupportedError
 from ..loading.into import load_into
 from ..seams.wrappers import is_fsdp2, optimizers_of
 from ..settings.scope import active_configs
-from .callers import Caller, current, forget_state, in_background, is_on, name_state, state_in
+from .callers import Caller, current, forget_state, in_background, is_on, load_found, name_state, state_in
 from .engine_hooks import say_refused
-from .load import load_state
 from .save import save_state
 
 
@@ -101,15 +100,7 @@ def load_fsdp_model(
         raise UnsupportedError("load_state: gradients are being accumulated. Load after a step.")
     optimizer = optimizers[number]
     scheduler = caller.scheduler_of(optimizer)
-    load_state(
-        model,
-        found[0],
-        optimizer=optimizer,
-        scheduler=scheduler,
-        tag=found[1],
-        batch_size=caller.batch_size,
-        with_rng=False,
-    )
+    load_found(model, found, caller, optimizer, scheduler)
     caller.restored.append(scheduler)
     return None
 

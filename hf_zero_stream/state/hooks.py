@@ -21,7 +21,7 @@ from ..destinations.marks import is_adapted
 from ..loading.into import load_into
 from ..saving.calls import refuse_url
 from ..saving.files import is_unfinished
-from ..saving.hooks import noted_saves, noting_saves
+from ..saving.hooks import NotedSaves, noted_saves
 from ..saving.pending import after_pending, finish_pending
 from ..seams.wrappers import (
     batch_size_of,
@@ -35,9 +35,8 @@ from ..seams.wrappers import (
     unwrapped,
 )
 from ..settings.config import announced_local_rank
-from ..settings.scope import active_configs
-from .callers import Caller, entered, is_on, state_in
-from .load import load_state
+from ..settings.scope import active_configs, having
+from .callers import Caller, entered, is_on, load_found, state_in
 from .record import LATEST
 
 
@@ -86,7 +85,7 @@ def trainer_save(original: Callable[..., Any], self: Any, *args: Any, **kwargs: 
     if not is_on():
         return original(self, *args, **kwargs)
     finish_pending()
-    with noting_saves(_forget_state):
+    with having(noted_saves, NotedSaves(_forget_state)):
         return original(self, *args, **kwargs)
 
 
@@ -100,7 +99,7 @@ def trainer_save_rest(original: Callable[..., Any], self: Any, output_dir: Any) 
     """``Trainer._save_optimizer_and_scheduler``."""
     if not is_on():
         return original(self, output_dir)
-    noted = noted_saves()
+    noted = noted_saves.get()
     caller = _of_trainer(self)
     # Adapters are small, and have been saved by the Trainer.
     caller.has_weights = is_adapted(unwrapped(self.model)) or (
@@ -145,19 +144,10 @@ def trainer_load_rest(original: Callable[..., Any], self: Any, checkpoint: Any) 
 
 
 def _load_all(trainer: Any, model: Any, checkpoint: Any) -> None:
-    """Load all but the random numbers, which the Trainer restores at its own time, after the data were shuffled."""
+    """Load all but the random numbers, which the Trainer restores after the data were shuffled."""
     found = _found(checkpoint)
     assert found is not None
-    caller = _of_trainer(trainer)
-    load_state(
-        model,
-        found[0],
-        optimizer=trainer.optimizer,
-        scheduler=trainer.lr_scheduler,
-        tag=found[1],
-        batch_size=caller.batch_size,
-        with_rng=False,
-    )
+    load_found(model, found, _of_trainer(trainer), trainer.optimizer, trainer.lr_scheduler)
 
 
 def trainer_load_best(original: Callable[..., Any], self: Any) -> Any:

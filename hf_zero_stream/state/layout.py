@@ -7,7 +7,7 @@ a checkpoint's layout stands between the two. The weights of a module that is no
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,21 +37,31 @@ def index_name(key: str | None) -> str:
     return INDEX if key is None else INDEX.replace(".json", f".{key}.json")
 
 
-def lay_out(key: str | None, max_shard_size: int | str, folder: Path, parameters: NewParameters) -> list[NotedShard]:
-    """Shards with the state `key`, or with weights; their index, if there are several, is written into `folder`."""
+def lay_out(
+    key: str | None, max_shard_size: int | str, folder: Path, parameters: NewParameters, *, others: Sequence[str] = ()
+) -> list[NotedShard]:
+    """Shards with the state `key`, or with weights.
+
+    Their index, if there are several, is written into `folder`, and for `others`, states that are laid out alike, too.
+    """
     entries = {name: it for name, it in parameters.own_entries().items() if isinstance(it, torch.Tensor)}
     stem = "model" if key is None else f"model.{key}"
     split = split_torch_state_dict_into_shards(
         entries, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=max_shard_size
     )
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / index_name(key)).write_text(text, encoding="utf-8")
+    for each in (key, *others) if split.is_sharded else ():
+        weight_map = {name: shard_of(each, key, shard) for name, shard in split.tensor_to_filename.items()}
+        text = json.dumps({"metadata": split.metadata, "weight_map": weight_map}, indent=2, sort_keys=True) + "\n"
+        (folder / index_name(each)).write_text(text, encoding="utf-8")
     return [
         NotedShard(file, {name: entries[name] for name in names}, {"format": "pt"})
         for file, names in split.filename_to_tensors.items()
     ]
+
+
+def shard_of(key: str | None, first: str | None, shard: str) -> str:
+    """The name of the shard that has of the state `key` what the one named `shard` has of the state `first`."""
+    return shard.replace(f".{first}", f".{key}", 1)
 
 
 def lay_out_exact(

@@ -42,7 +42,7 @@ from .refusals import (
 )
 from .rng import FILE as RNG_FILE
 from .rng import restore_rank
-from .values import has_more, load_values, load_values_alone
+from .values import has_more, load_model_values, load_values
 from .zero_source import load_zero, record_of
 
 
@@ -175,10 +175,11 @@ def load_without_optimizer(
         found = coordinator.broadcast(lambda: StateRecord.read(place / FILE))
         record = found.renamed(partial(own_or_clean, own_names(model)))
         has_its_own = coordinator.broadcast(lambda: has_its_weights(record, folder))
-        if has_more(model, set() if has_its_own else record.with_masters):
+        values = set() if has_its_own and not is_adapted(model) else record.with_masters
+        if has_more(model, values):
             needs_all = has_its_own or not record.with_masters
             coordinator.run_on_main(partial(refuse_other_weights, record, folder, place, needs_all=needs_all))
-        load_values_alone(model, folder, place, record, coordinator, has_its_own=has_its_own, strict=strict)
+        load_model_values(model, folder, place, record, values, coordinator, strict=strict)
     if not only_weights and engine.optimizer is not None:
         training = training_of(engine, None, scheduler, None, None, coordinator)
         _set_rest(training, record if with_scheduler else replace(record, scheduler=None))

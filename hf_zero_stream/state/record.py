@@ -283,9 +283,3 @@ def dtype_of(slots: Iterable[Slot]) -> str | None:
     dtypes = {slot.values.dtype for slot in slots}
     widest = max(dtypes, key=lambda dtype: (dtype.itemsize, str(dtype)), default=None)
     return None if widest is None else str(widest).removeprefix("torch.")
-
-
-def shard_of_key(shard: str, first: str, key: str) -> str:
-    """The name of the shard that has of `key` what the one named `shard` has of the key `first`."""
-    folder, name = os.path.split(shard)
-    return os.path.join(folder, name.replace(f".{first}", f".{key}", 1))  # transformers' name for a variant

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, overload
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -36,11 +37,11 @@ from ..saving.calls import refuse_unknown, refuse_url
 from ..saving.files import finish_interrupted
 from ..saving.lazy_parameters import held_values
 from ..saving.pending import PendingSave, finish_pending
-from ..saving.preparation import Alike, Content, Ending
+from ..saving.preparation import Beside, Content, Ending, refuse_other_tensors
 from ..saving.save import Save
 from . import adapters, rng, schedules, zero_tools
 from .groups import kinds_of, recorded_options
-from .layout import EXACT, index_name, lay_out, lay_out_exact
+from .layout import EXACT, index_name, lay_out, lay_out_exact, shard_of
 from .plain import plain
 from .record import (
     FILE,
@@ -51,7 +52,6 @@ from .record import (
     is_tag,
     lacking_in,
     numbers_of,
-    shard_of_key,
 )
 from .refusals import digests_of, refuse_optimizer, refuse_ranks_apart, training_of
 from .resumable import changed_in_weights, fingerprint, fingerprint_of_new, refuse_unloadable
@@ -146,22 +146,27 @@ def save_state(
         refuse_ranks_apart(digests)
         record = record.with_data_of(data)
         name, older = coordinator.broadcast(partial(_free_name, folder, tag, keep_older))
-        contents, fingerprinted = [], _fingerprint_of_older
+        contents: list[Content] = []
         in_state = record.with_masters | {*exact}
         max_shard_size = kwargs.get("max_shard_size", "5GB")
         if with_weights:
             contents.append(_weights(training.model, save, in_state, max_shard_size, coordinator))
-            fingerprinted = _no_fingerprint if is_adapted(training.model) else fingerprint_of_new
         elif not is_adapted(training.model):
             coordinator.run_on_main(partial(refuse_unloadable, training.model, in_state, folder))
-        if keys:
-            contents.append(_contents(training, name, keys, max_shard_size))
+        together = _of_same_dtypes(training, keys)
+        refuse_other_tensors(coordinator, str(together), "save")
+        contents += [_contents(training, name, group, max_shard_size) for group in together]
         if exact:
-            held, lay_out_them = (
-                partial(held_values, training.model, exact, coordinator),
-                partial(lay_out_exact, training.model, exact),
-            )
-            contents.append(Content(lay_out=lay_out_them, index_name=index_name(EXACT), folder=name, held=held))
+            held = partial(held_values, training.model, exact, coordinator)
+            laid_out = partial(lay_out_exact, training.model, exact)
+            contents.append(Content(lay_out=laid_out, index_name=index_name(EXACT), folder=name, held=held))
+
+        def fingerprinted(folder: Path) -> str | None:
+            if not with_weights:
+                return fingerprint(folder.parent)  # the final folder, around the temporary one
+            # Adapters have the values that are trained in the state too.
+            return None if is_adapted(training.model) else fingerprint_of_new(folder)
+
         act = save.start if asynchronous else save.run
         names = zero_tools.names_of(training, keys) if coordinator.is_main else {}  # rank 0 writes them
         beside = partial(
@@ -189,18 +194,25 @@ def _exact(model: nn.Module, coordinator: Coordinator) -> list[str]:
     return sorted(changed_in_weights(model, coordinator))
 
 
+def _of_same_dtypes(training: Training, keys: Sequence[str]) -> list[list[str]]:
+    """The `keys` of states, together those that one plan can save. All lie as their slots do, but for their dtypes."""
+    found: dict[tuple[torch.dtype, ...], list[str]] = {}
+    for key in keys:
+        dtypes = tuple(holding.dtype for holding in holdings_of(training.slots, key).values())
+        found.setdefault(dtypes, []).append(key)
+    return list(found.values())
+
+
 def _contents(training: Training, folder: str, keys: Sequence[str], max_shard_size: int | str) -> Content:
-    """The elementwise states, in a `folder` of their own."""
-    first, *others = (
-        Alike(
-            partial(holdings_of, training.slots, key),
-            partial(lay_out, key, max_shard_size),
-            index_name(key),
-            partial(shard_of_key, first=keys[0], key=key),
-        )
-        for key in keys
+    """The states `keys`, which have the same dtypes, in a `folder` of their own."""
+    first, *others = keys
+    return Content(
+        lay_out=partial(lay_out, first, max_shard_size, others=others),
+        index_name=index_name(first),
+        folder=folder,
+        held=partial(holdings_of, training.slots, first),
+        beside=[Beside(partial(holdings_of, training.slots, key), partial(shard_of, key, first)) for key in others],
     )
-    return Content(lay_out=first.lay_out, index_name=first.index_name, folder=folder, held=first.held, beside=others)
 
 
 def _record(training: Training, keys: list[str], exact: list[str], data: Any, world_size: int) -> StateRecord:
@@ -245,15 +257,6 @@ def _free_name(folder: Path, tag: str, keep_older: bool) -> tuple[str, list[str]
         if not os.path.lexists(folder / name):
             return name, sorted(path.parent.name for path in folder.glob(f"*/{FILE}")) + of_deepspeed
     raise ConfigError(f"{folder / tag}: there are a thousand states of this name")
-
-
-def _fingerprint_of_older(folder: Path) -> str | None:
-    """That of weights that were in the final folder before, around the temporary `folder`."""
-    return fingerprint(folder.parent)
-
-
-def _no_fingerprint(folder: Path) -> None:
-    """Of adapters, which have the values that are trained in the state too."""
 
 
 def _write_record(

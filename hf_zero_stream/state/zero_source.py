@@ -6,29 +6,28 @@ The folder is a map of bytes (:mod:`..pickled.zero_folder`): nothing in it is co
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from functools import partial
 from typing import Any
 
-import torch
 from transformers.utils import logging
 
+from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..destinations.marks import has_partition, is_adapted
+from ..destinations.marks import is_adapted
 from ..destinations.own_names import named_parameters
 from ..destinations.skeleton import StandIn
-from ..destinations.slots import MASTER, Slot, SlotMemory
+from ..destinations.slots import MASTER
 from ..destinations.training import Training
 from ..engine.load import Load
 from ..errors import ConfigError
 from ..loading.into import place_into
 from ..pickled.zero_folder import FP32, ZeroFolder, ZeroGroup
 from ..ranks.coordinator import Coordinator
-from ..reports.measures import collector_paused
-from ..seams.ds_config import settings_in_force
 from ..seams.session import LazyModel
+from .groups import ADAMS
 from .record import GroupRecord, StateRecord
 from .schedules import class_of
+from .values import load_states
 
 
 logger = logging.get_logger(__name__)
@@ -36,7 +35,6 @@ logger = logging.get_logger(__name__)
 CLIENT = "client_state"
 """Where a record's `data` has what the user gave to ``engine.save_checkpoint``."""
 
-_ADAMS = {"Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"}
 _OF_ADAM = {"exp_avg", "exp_avg_sq"}
 
 
@@ -75,7 +73,7 @@ def _group_record(group: ZeroGroup, views: Mapping[str, View]) -> GroupRecord:
 def _refuse_other_optimizer(zero: ZeroFolder, training: Training) -> None:
     """Raise a ConfigError unless what the optimizer keeps, and the options of its groups, are those of its class."""
     kind = type(training.optimizer).__name__
-    if kind in _ADAMS:
+    if kind in ADAMS:
         expected = _OF_ADAM | ({"max_exp_avg_sq"} if training.optimizer.defaults.get("amsgrad") else set())
         if not zero.keys or set(zero.keys) == expected:
             return
@@ -111,9 +109,16 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
     """Read weights, masters, what is not trained, and moments; each rank the bytes of its own shards (all ranks)."""
     if coordinator.is_main:
         _say_what_is_not_there(training, zero)
+
+    def lazy(load: Load, views: Mapping[str, View]) -> dict[str, LazyTensor]:
+        return {name: LazyTensor.of(view, load.checkpoint.materialise) for name, view in views.items()}
+
+    def states(load: Load, keys: Sequence[str]) -> dict[str, LazyTensor]:
+        first = load.checkpoint.add(zero.shards)
+        return lazy(load, {f"{key}.{name}": view for key in keys for name, view in zero.views(key, first).items()})
+
     if is_adapted(training.model):  # its base is what it was
-        for key in [*zero.keys, MASTER]:
-            _load_key(training.slots, training, zero, key, coordinator)
+        load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=True)
         training.copy_masters()
         return
 
@@ -123,33 +128,14 @@ def load_zero(training: Training, zero: ZeroFolder, coordinator: Coordinator) ->
         first = load.checkpoint.add(zero.shards)
         trained = {name: view for name, view in zero.views(FP32, first).items() if name not in without}
         frozen, buffers = ({}, {}) if without else (zero.frozen(first), zero.buffers(first))
-        return StandIn.of_views(load.checkpoint.materialise, {**trained, **frozen}, buffers), set(), set()
+        return StandIn(lazy(load, {**trained, **frozen}), lazy(load, buffers)), set(), set()
 
     # Masters that are in swap files come as moments do, after the weights that belong to them.
     place = partial(place_into, training.model, zero.path, coordinator=coordinator)
     place(partial(weights, without=set()), set(), with_masters=not swapped)
     if swapped and swapped != zero.views().keys():
         place(partial(weights, without=swapped), set())
-    for key in [*zero.keys, *([MASTER] if swapped else [])]:
-        slots = [slot for slot in training.slots if key != MASTER or slot.is_swapped]
-        _load_key(slots, training, zero, key, coordinator)
-
-
-@collector_paused()
-def _load_key(
-    slots: Sequence[Slot],
-    training: Training,
-    zero: ZeroFolder,
-    key: str,
-    coordinator: Coordinator,
-) -> None:
-    hides_zero3 = any(map(has_partition, training.model.parameters()))
-    destination = SlotMemory(slots, key, training.device, hides_zero3=hides_zero3)
-    with coordinator.reporting():
-        load = Load(settings_in_force(), {}, coordinator, destination)
-        with closing(load), torch.no_grad():
-            views = zero.views(key, load.checkpoint.add(zero.shards))
-            load.place(StandIn.of_views(load.checkpoint.materialise, views, {}), set(), set())
+    load_states(training, [*zero.keys, MASTER], states, coordinator, with_masters=False)
 
 
 def _say_what_is_not_there(training: Training, zero: ZeroFolder) -> None:

@@ -87,6 +87,32 @@ def test_a_head_with_other_seeds(cluster: None, zoo_checkpoint: Callable[..., Pa
     assert set(saved["running.running_mean"].tolist()) == {5.0}
 
 
+def save_moments_that_differ(folder: Path) -> dict[str, torch.Tensor]:
+    """A training in which one moment of one parameter is another on the last rank, saved again and again."""
+    import hf_zero_stream
+
+    torch.manual_seed(0)
+    model = nn.Linear(64, 48)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).square().sum().backward()
+    optimizer.step()
+    hf_zero_stream.save_state(model, folder / "same", optimizer=optimizer)
+    moments = optimizer.state[model.weight]
+    moments["exp_avg_sq"].add_(dist.get_rank())
+    for name in ("first", "again"):
+        hf_zero_stream.save_state(model, folder / name, optimizer=optimizer)
+    return {key: moments[key] for key in ("exp_avg", "exp_avg_sq")}
+
+
+def test_moments_are_of_one_rank(cluster: None, tmp_path: Path) -> None:
+    """Masters and moments are saved by one plan: where one of them differs, all are rank 0's."""
+    expected, *_ = run_ranks(2, save_moments_that_differ, tmp_path)
+    for name in ("first", "again"):
+        for key, values in expected.items():
+            saved = load_file(tmp_path / name / "global_step1" / f"model.{key}.safetensors")
+            assert torch.equal(saved["weight"], values), (name, key)
+
+
 def test_digests_differ_with_a_single_bit() -> None:
     values = torch.randn(300_001)
     seen = {digest(values)}

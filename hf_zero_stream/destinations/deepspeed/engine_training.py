@@ -15,7 +15,6 @@ from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ...ranks.coordinator import Coordinator
-from ..marks import has_converted_experts
 from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, slots_of_parameters
 from ..training import STEPS, Training
@@ -50,7 +49,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
     if isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
         slots = list(_stage_3(model, wrapper))
     elif wrapper is optimizer:
-        slots = slots_of_parameters(model, optimizer, rank=coordinator.rank, world_size=coordinator.world_size)
+        slots = slots_of_parameters(model, optimizer, coordinator)
     else:
         slots = _stages_0_to_2(model, wrapper, coordinator)
     return Training(
@@ -59,7 +58,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         slots=slots,
         scheduler=engine.lr_scheduler if scheduler is None else scheduler,
         scaler_state=_scaler_state(wrapper),
-        set_scaler_state=partial(_set_scaler_state, wrapper),
+        set_scaler_state=lambda state: vars(_scaler(wrapper)).update(state),
         counters={name: getattr(engine, name) for name in _COUNTERS},
         set_counters=partial(_set_counters, engine),
         is_between_steps=_is_between_steps(engine),
@@ -68,7 +67,6 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         device=zero3.local_device(),
         copy_masters=partial(_copy_masters, model, wrapper),
         can_copy_masters=not _has_swapped(wrapper),
-        prepare_lazy=partial(_prepare_lazy, model),
     )
 
 
@@ -114,13 +112,6 @@ def _has_swapped(wrapper: Any) -> bool:
     return any(getattr(param.ds_tensor, "final_location", None) == "nvme" for params in groups for param in params)
 
 
-def _prepare_lazy(model: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
-    if has_converted_experts(model):
-        from .experts import convert_like  # needs a DeepSpeed that has them
-
-        convert_like(model, lazy, missing)
-
-
 def _set_counters(engine: Any, counters: Mapping[str, int]) -> None:
     steps = counters.get(STEPS, 0)
     samples = steps * engine.train_batch_size()
@@ -143,10 +134,6 @@ def _scaler_state(wrapper: Any) -> dict[str, Any] | None:
     if scaler is None:
         return None
     return {name: value for name, value in vars(scaler).items() if isinstance(value, (bool, int, float, type(None)))}
-
-
-def _set_scaler_state(wrapper: Any, state: Mapping[str, Any]) -> None:
-    vars(_scaler(wrapper)).update(state)
 
 
 @contextmanager

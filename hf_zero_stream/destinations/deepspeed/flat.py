@@ -31,6 +31,7 @@ from ...bindings.table import installed
 from ...checkpoint.lazy import LazyTensor
 from ...ranks.accelerators import free_bytes, is_accelerator, kind
 from ...ranks.coordinator import Coordinator, all_gather
+from ...settings.scope import having
 from ..base import Batch
 from ..replicated import Replicated
 from . import zero3
@@ -75,11 +76,9 @@ def watch(model: nn.Module) -> None:
 def construct(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
     """In place of the constructor of DeepSpeed's optimizer."""
     arguments = _CONSTRUCTOR.bind(self, *args, **kwargs).arguments
-    token = _flattens_together.set(type(self) is DeepSpeedZeroOptimizer and _can_flatten_together(arguments))
-    try:
+    flattens = type(self) is DeepSpeedZeroOptimizer and _can_flatten_together(arguments)
+    with having(_flattens_together, flattens):
         original(self, *args, **kwargs)
-    finally:
-        _flattens_together.reset(token)
 
 
 def _can_flatten_together(arguments: Mapping[str, Any]) -> bool:

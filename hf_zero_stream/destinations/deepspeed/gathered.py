@@ -20,7 +20,6 @@ from torch import nn
 
 from ...bindings.install import standing_in
 from ...ranks.coordinator import Coordinator
-from ..base import run_with_what_is_touched
 from .zero3 import own_range
 
 
@@ -94,14 +93,6 @@ def whole_value(param: Any) -> torch.Tensor:
         return param.detach().clone()
 
 
-def run_gathering_what_is_touched(initialise: Callable[[], None], module: nn.Module, coordinator: Coordinator) -> None:
-    """Call `initialise` for `module`, with what it touches gathered; all ranks get what it writes (all ranks).
-
-    Raises a PeerError if a rank dies.
-    """
-    run_with_what_is_touched(initialise, module, _is_partitioned, partial(_gathering, coordinator))
-
-
 @contextmanager
 def changing(module: nn.Module) -> Iterator[None]:
     """Inside, the ZeRO-3 parameters of `module` are in full, and what they are changed to stays (all ranks).
@@ -112,18 +103,21 @@ def changing(module: nn.Module) -> Iterator[None]:
     if not params or gathered(params):
         yield
         return
-    with _gathering(Coordinator.of_default_group(), params):
+    with gathering(Coordinator.of_default_group(), params):
         yield
 
 
-def _is_partitioned(value: Any) -> bool:
+def is_partitioned(value: Any) -> bool:
     """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
     return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
 
 
 @contextmanager
-def _gathering(coordinator: Coordinator, params: Sequence[Any]) -> Iterator[None]:
-    """``GatheredParameters(modifier_rank=0)``, which fails on 0-dimensional ones; an exception changes nothing."""
+def gathering(coordinator: Coordinator, params: Sequence[Any]) -> Iterator[None]:
+    """``GatheredParameters(modifier_rank=0)``, which fails on 0-dimensional ones; an exception changes nothing.
+
+    Raises a PeerError if a rank dies.
+    """
     params = sorted({id(param): param for param in params}.values(), key=lambda param: param.ds_id)
     gather(coordinator, params)
     is_updated = False

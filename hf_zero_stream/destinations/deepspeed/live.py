@@ -14,14 +14,14 @@ from ...checkpoint.nodes import Computed, View
 from ...errors import UnsupportedError, refuse_unknown_version
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
-from ..base import Batch, Destination, Item, Sourced, flat_items, item_of
-from ..live_whole import live_sources, refuse_repeated
-from ..marks import has_converted_experts
+from ..base import Batch, Item, Sourced, flat_items, item_of
+from ..live_whole import LiveWhole
 from ..replicated import exchange_batches
 from . import zero3
 from .gathered import gather, gathered
 from .held import is_trained_apart
 from .masters import ZENFLOW, masters_of
+from .original_experts import convert_lazy
 
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
@@ -29,23 +29,21 @@ _missing = [name for name in _RELIED_ON if not hasattr(DeepSpeedZeroOptimizer_St
 refuse_unknown_version("deepspeed", [f"DeepSpeedZeroOptimizer_Stage3.{name}" for name in _missing])
 
 
-class LiveModel(Destination):
+class LiveModel(LiveWhole):
     """The memory that a model in use has, ZeRO-3's or whole on every rank, and what optimizers train in its place."""
-
-    into = "the memory of a model in use"
 
     def __init__(
         self, model: nn.Module, coordinator: Coordinator, chunk_bytes: int, *, with_masters: bool = True
     ) -> None:
         """Without masters, what ZeRO-3 trains in place of parameters keeps its values: the caller fills it."""
+        super().__init__(model, coordinator, chunk_bytes)
         self.device = zero3.local_device()
-        self._model = model
-        self._coordinator = coordinator
-        self._chunk_bytes, self._with_masters = chunk_bytes, with_masters
+        self._with_masters = with_masters
         self._loaded: list[Any] = []
         self._in_context: list[Any] = []
         self.hides_zero3 = self.fills_missing = any(map(is_zero_param, model.parameters()))
-        self.exchange_settings = () if self.hides_zero3 else ("staging_bytes",)
+        if self.hides_zero3:
+            self.exchange_settings = ()
         self.masters = masters_of(param for param in model.parameters() if not is_zero_param(param))
         """What optimizers of stages 0 to 2 train in place of parameters, by the parameter's ``id``."""
         # Without the rounding to the model's dtype, where fp32 partitions are trained.
@@ -62,13 +60,8 @@ class LiveModel(Destination):
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         """Those that fill the live model; the lazy `model` says what with, and stays as it is."""
-        if has_converted_experts(self._model):
-            from .experts import convert_like  # needs a DeepSpeed that has them
-
-            convert_like(self._model, model, missing)
-        parameters, buffers, repeated = live_sources(self._model, model, missing)
-        if repeated:
-            refuse_repeated(repeated)
+        convert_lazy(self._model, model, missing)
+        parameters, buffers = self._sources(model, missing)
         self._loaded = [param for param, _ in parameters.values()]
         direct = flat_items(buffers)
         swapped: list[tuple[Any, Item | torch.Tensor | None]] = []

@@ -13,7 +13,7 @@ so every live one is looked at:
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -64,25 +64,31 @@ def masters_of(params: Iterable[Any]) -> dict[int, list[Master]]:
         return {}  # these have no masters, and need no search, which takes 60 ms
     trained = set(map(id, whole))
     found: dict[int, list[Master]] = {}
-    for optimizer, groups in _optimizers_of(trained):
-        _refuse_unreachable(optimizer)
-        for param, master in _masters(optimizer, groups):
+    for optimizer in _optimizers_of(trained):
+        is_whole = isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
+        for param, part, first, start, stop in fragments_of(optimizer):
             if id(param) in trained:
-                found.setdefault(id(param), []).extend([] if master is None else [master])
+                of_param = found.setdefault(id(param), [])
+                if start < stop:
+                    values = part.detach().view(-1)[first : first + stop - start]
+                    of_param.append(Master(values, start, stop, is_whole))
     return found
 
 
-def _masters(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, Master | None]]:
-    """Each parameter that an optimizer trains, with what this rank trains of it; `groups`: :data:`_ATTRIBUTES`."""
-    is_shared = not isinstance(optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer))
-    for param, part, first, start, stop in _fragments(optimizer, groups):
-        values = part.detach().view(-1)[first : first + stop - start]
-        yield param, Master(values, start, stop, is_whole=not is_shared) if start < stop else None
+def fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
+    """Where the parameters that a DeepSpeed optimizer of stages 0 to 2 trains lie in the tensors that it trains.
 
+    Each is (parameter, tensor that is trained here, first element in it, first element of the parameter, one past the
+    last); without elements where another rank trains it.
 
-def _fragments(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
-    """(parameter, what this rank trains of its group, first element there, first and last of the parameter)."""
-    parts: Iterable[Any] = zip(*groups, strict=True)
+    Raises:
+        UnsupportedError: masters cannot be reached.
+        KeyError: the class of the optimizer is not known.
+    """
+    kind, names = type(optimizer), dict(_with_subclasses(_ATTRIBUTES))[type(optimizer)]
+    refuse_unknown_version("deepspeed", [f"{kind.__name__}.{name}" for name in names if not hasattr(optimizer, name)])
+    _refuse_unreachable(optimizer)
+    parts: Iterable[Any] = zip(*(getattr(optimizer, name) for name in names), strict=True)
     if isinstance(optimizer, FP16_UnfusedOptimizer):  # each parameter is like a group of its own
         pairs = chain.from_iterable(zip(*group, strict=True) for group in parts)
         parts = (([param], None, master) for param, master in pairs)
@@ -101,34 +107,15 @@ def _fragments(optimizer: Any, groups: Sequence[Any]) -> Iterator[tuple[Any, tor
             yield param, part, offset + start - rank * part.numel(), start, stop
 
 
-def fragments_of(optimizer: Any) -> Iterator[tuple[Any, torch.Tensor, int, int, int]]:
-    """Where the parameters that a DeepSpeed optimizer of stages 0 to 2 trains lie in the tensors that it trains.
-
-    Each is (parameter, tensor that is trained here, first element in it, first element of the parameter, one past the
-    last); without elements where another rank trains it.
-
-    Raises:
-        UnsupportedError: masters cannot be reached.
-        KeyError: the class of the optimizer is not known.
-    """
-    names = dict(_with_subclasses(_ATTRIBUTES))[type(optimizer)]
-    refuse_unknown_version("deepspeed", [name for name in names if not hasattr(optimizer, name)])
-    _refuse_unreachable(optimizer)
-    yield from _fragments(optimizer, [getattr(optimizer, name) for name in names])
-
-
-def _optimizers_of(trained: set[int]) -> Iterator[tuple[Any, list[Any]]]:
-    """The live optimizers of stages 0 to 2 that train any of these parameters, with their :data:`_ATTRIBUTES`."""
+def _optimizers_of(trained: set[int]) -> Iterator[Any]:
+    """The live optimizers of stages 0 to 2 that train any of these parameters."""
     attributes = dict(_with_subclasses(_ATTRIBUTES))
     for optimizer in _instances(list(attributes)):
-        names = attributes[type(optimizer)]
-        missing = [name for name in names if not hasattr(optimizer, name)]
-        if len(missing) == len(names):
+        found = [getattr(optimizer, name, None) for name in attributes[type(optimizer)]]
+        if all(each is None for each in found):
             continue  # its constructor has failed
-        refuse_unknown_version("deepspeed", [f"{type(optimizer).__name__}.{name}" for name in missing])
-        groups = [getattr(optimizer, name) for name in names]
-        if any(id(param) in trained for group in groups[0] for param in group):
-            yield optimizer, groups
+        if found[0] is None or any(id(param) in trained for group in found[0] for param in group):
+            yield optimizer
 
 
 def _instances(kinds: list[type]) -> list[Any]:

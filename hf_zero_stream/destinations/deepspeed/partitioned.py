@@ -15,9 +15,11 @@ from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
 from ...errors import UnsupportedError
+from ...packed.together import Quantised
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
-from ..base import Batch, Destination, Item, flat_items, replace_lazy
+from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_what_is_touched
+from ..quantising import ToQuantise, quantising_batches
 from . import zero3
 
 
@@ -73,13 +75,13 @@ class Partitioned(Destination):
 
             experts.convert(model, self._ds_config, missing, rank, world_size, make_groups=not only_planned)
         parameters, buffers, self.recast = replace_lazy(
-            model, missing, tied, parameter=self._parameter, buffer=self._buffer
+            model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
         )
         items: dict[int, Item] = {}
-        together: list[tuple[str, Any, Callable[[torch.Tensor], None]]] = []
+        to_quantise: list[ToQuantise] = []
         for name, (param, view) in parameters.items():
-            if view.node.is_made_together:
-                together.append((name, view.node, partial(_take_own, param)))
+            if isinstance(view.node, Quantised):
+                to_quantise.append(ToQuantise(name, view.node, partial(_take_own, param)))
                 continue
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
@@ -87,7 +89,7 @@ class Partitioned(Destination):
         swapped = self._through_swap_files(model, items) if zero3.uses_nvme(self._ds_config) else []
         return [
             Batch([*items.values(), *flat_items(buffers)]),
-            *_batches_made_together(together, self._coordinator, self.device),
+            *quantising_batches(to_quantise, self._coordinator, self.device),
             *swapped,
         ]
 
@@ -113,11 +115,6 @@ class Partitioned(Destination):
         requires_grad = param.requires_grad if isinstance(param, LazyTensor) else param.is_floating_point()
         return zero3.placeholder(name, param.shape, dtype, self.device, requires_grad)
 
-    def _buffer(self, buffer: torch.Tensor) -> torch.Tensor:
-        if not isinstance(buffer, LazyTensor) and not buffer.is_meta:
-            return buffer.to(self.device)
-        return torch.empty(buffer.shape, dtype=buffer.dtype, device=self.device)
-
     def footprint(self, model: nn.Module, tied: set[str], staging_bytes: int) -> MemoryFootprint:
         from . import engine_memory
 
@@ -138,19 +135,9 @@ class Partitioned(Destination):
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        from .gathered import run_gathering_what_is_touched
+        from .gathered import gathering, is_partitioned
 
-        run_gathering_what_is_touched(initialise, module, self._coordinator)
-
-
-def _batches_made_together(
-    weights: Sequence[tuple[str, Any, Callable[[torch.Tensor], None]]], coordinator: Coordinator, device: torch.device
-) -> list[Batch]:
-    if not weights:
-        return []
-    from ..quantising import ToQuantise, quantising_batches
-
-    return list(quantising_batches([ToQuantise(*weight) for weight in weights], coordinator, device))
+        run_with_what_is_touched(initialise, module, is_partitioned, partial(gathering, self._coordinator))
 
 
 def _take_own(param: Any, row: torch.Tensor) -> None:
