@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,29 @@ def make_dense(folder: Path, layers: int = 2) -> Path:
         eos_token_id=1,
     )
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def make_mixture(folder: Path) -> Path:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=311,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        max_position_embeddings=256,
+        bos_token_id=None,
+        eos_token_id=1,
+    )
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     make_tokenizer(folder)
     return folder
 
@@ -257,17 +280,18 @@ def send_directly(checkpoint: Path, home: str, url: str, saved: Path) -> list[di
     return seen
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_without_a_gather(cluster: None, vllm: str, checkpoint: Path, folder: Path, workers: int) -> None:
+@pytest.mark.parametrize(("make", "workers"), [(make_dense, 1), (make_dense, 2), (make_mixture, 2)])
+def test_without_a_gather(cluster: None, vllm: str, folder: Path, make: Callable[[Path], Path], workers: int) -> None:
     """By the plugin: all weights, and what has changed; the server ends with the checksums of the saved folder.
 
     Two workers, with slices of the weights each, receive buckets in turns, or their own slices.
     """
-    log = folder / f"direct {workers}"
+    log = folder / f"direct {make.__name__} {workers}"
+    checkpoint = make(log / "model")
     with served(vllm, checkpoint, free_port(), log, backend="hf_zero_stream", workers=workers) as server:
         before = checksums(server.url)
         for home in ("zero3", "fsdp2"):
-            saved = folder / f"direct {home} {workers}"
+            saved = log / home
             seen, _ = run_ranks(WORLD, send_directly, checkpoint, home, server.url, saved, timeout=300)
             assert len({str(each) for each in (before, *seen)}) == 5, "but for one update, each changes weights"
             assert seen[3] == seen[2]
