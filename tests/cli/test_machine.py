@@ -19,6 +19,7 @@ from hf_zero_stream.cli.versions import TRIED
 from hf_zero_stream.errors import VersionError
 from hf_zero_stream.sources.local import kind_of_file_system
 from tests.cli.test_cli import run, run_json
+from tests.drift.stacks import STACKS
 from tests.support.parity import ds_config
 
 
@@ -40,20 +41,20 @@ def no_accelerate(tmp_path: Path) -> list[str]:
 
 
 def test_versions_that_were_tried() -> None:
-    """The table of the documentation and that of doctor are what the constraints of the tests install."""
-    shown = re.findall(
-        r"^\| (\S+) \| ([\d.]+) \| ([\d.]+) \|$", (ROOT / "docs" / "support.md").read_text(), re.MULTILINE
-    )
-    assert {package: (lowest, newest) for package, lowest, newest in shown} == TRIED
-    for number, name in enumerate(("constraints-oldest.txt", "constraints.txt")):
-        pinned = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / name).read_text(), re.MULTILINE))
-        assert {package: pinned[package] for package in TRIED} == {
-            package: tried[number] for package, tried in TRIED.items()
-        }
+    """The table of the documentation is what constraints and sets of versions install, and what doctor goes by."""
+    rows = re.findall(r"^\| (\S+) \|((?: [\d.]+ \|){3})$", (ROOT / "docs" / "support.md").read_text(), re.MULTILINE)
+    shown = {package: tuple(re.findall(r"[\d.]+", versions)) for package, versions in rows}
+    assert {package: (lowest, newest) for package, (lowest, _, newest) in shown.items()} == TRIED
+    pinned = [
+        dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / name).read_text(), re.MULTILINE))
+        for name in ("constraints-oldest.txt", "constraints.txt")
+    ]
+    newest = pinned[1] | STACKS["newest, torch for CUDA and no driver"]
+    assert shown == {package: tuple(each[package] for each in (*pinned, newest)) for package in TRIED}
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("5.23.0", "ok"), ("5.23.1", "note"), ("6.0.0.dev0", "note"), ("5.0.0", "problem")]
+    ("version", "status"), [("5.24.0", "ok"), ("5.24.1", "note"), ("6.0.0.dev0", "note"), ("5.0.0", "problem")]
 )
 def test_doctor_says_what_is_newer_than_what_was_tried(
     no_accelerate: list[str], monkeypatch: pytest.MonkeyPatch, version: str, status: str
@@ -64,7 +65,7 @@ def test_doctor_says_what_is_newer_than_what_was_tried(
     )
     checks = {check.what: check for check in doctor._check_versions()}
     assert checks["transformers"].status == status and checks["torch"].status == "ok"
-    assert ("newer than 5.23.0" in checks["transformers"].text) == (status == "note")
+    assert ("newer than 5.24.0" in checks["transformers"].text) == (status == "note")
 
 
 def test_doctor_of_this_machine(no_accelerate: list[str]) -> None:
