@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 
@@ -154,34 +156,18 @@ class Retries:
 
         With `jitter`, after a random time of 0 to twice as long: clients of a server must not come back together.
         """
-        try:
-            return function()  # without tenacity, which takes 40 us: every read comes through here
-        except BaseException as error:
-            if not is_transient(error):
-                raise
-            failures = [error]
-        import tenacity  # takes longer to import than many a load takes
-
-        def try_on() -> T:
-            if failures:
-                raise failures.pop()
-            return function()
-
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception(is_transient),
-            stop=tenacity.stop_after_attempt(self._limit + 1),
-            wait=(
-                tenacity.wait_random_exponential(multiplier=0.2, max=10.0)
-                if jitter
-                else tenacity.wait_exponential(multiplier=0.1, max=5.0)
-            ),
-            before_sleep=self._note,
-            reraise=True,
-        )(try_on)
-
-    def _note(self, state: object) -> None:
-        with self._lock:
-            self.count += 1
+        retries = 0
+        while True:
+            try:
+                return function()
+            except BaseException as error:
+                if retries >= self._limit or not is_transient(error):
+                    raise
+            pause_s = min(5.0, 0.1 * 2**retries)
+            time.sleep(Random().uniform(0.0, 2 * pause_s) if jitter else pause_s)  # not by the training's numbers
+            retries += 1
+            with self._lock:
+                self.count += 1
 
 
 def is_url(path: Any) -> bool:
