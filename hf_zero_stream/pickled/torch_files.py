@@ -279,16 +279,10 @@ def _next_pickle(file: ReadableFile, path: str, what: str, start: int, opcodes: 
     """A pickle whose length nobody says: more and more is read until it ends."""
     length = 2**16
     while True:
-        data = _read(file, path, start, min(file.size_bytes, start + length))
+        data = file.read(start, length)
         try:
             return read_pickle(data, f"{path}: {what}", opcodes)
         except CheckpointError:
-            if len(data) < length or length >= MOST_READ:
+            if len(data) < length or length == MOST_READ:
                 raise
-            length *= 4
-
-
-def _read(file: ReadableFile, path: str, start: int, stop: int) -> bytes:
-    if stop - start > MOST_READ:
-        raise CheckpointError(f"{path}: expected a description of at most {MOST_READ} bytes; got {stop - start}")
-    return file.read(start, stop - start)
+            length = min(4 * length, MOST_READ)
