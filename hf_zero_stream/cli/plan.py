@@ -108,7 +108,8 @@ def run(
         raise typer.BadParameter("--suggest: expected --device-memory, and neither --ds-config nor --fsdp, --tp, ...")
     if write and not suggested:
         raise typer.BadParameter("--write: expected --suggest, which finds what is written")
-    limits = _limits(device_memory, host_memory)
+    given = {"device": device_memory, "host": host_memory}
+    limits = {place: limit for place, limit in given.items() if limit is not None}
     checkpoint = loadable(path, revision, trust_remote_code=trust_remote_code, dequantize=dequantize)
     how: dict[str, Any] = {"device": device, "adamw": adamw, "lora": lora}
     if suggested:
@@ -159,11 +160,6 @@ def run(
             note = "All memory is computed before anything is loaded. Activations are not counted."
             write_page(html, title, as_svg(*shown), note, blocks)
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
-
-
-def _limits(device_memory: int | None, host_memory: int | None) -> dict[str, int]:
-    given = {"device": device_memory, "host": host_memory}
-    return {place: limit for place, limit in given.items() if limit is not None}
 
 
 def _lora(rank: int | None, targets: str | None) -> dict[str, Any] | None:
