@@ -11,7 +11,7 @@ import logging
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,25 +42,23 @@ def size(text: str) -> int:
     return parsed
 
 
-def file_to_draw(text: str, *endings: str) -> Path:
-    """Parses the name of a file that matplotlib's pictures go to, and of which the ending is one of `endings`."""
-    if find_spec("matplotlib") is None:
-        raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
-    return file_to_write(text, *endings)
+def file_to_write(*endings: str, draws: bool = False) -> Callable[[str], Path]:
+    """Makes what parses the name of a file of which the ending is one of `endings`, in a folder that is there.
 
+    If it `draws`, the file is for matplotlib's pictures.
+    """
 
-def file_to_write(text: str, *endings: str) -> Path:
-    """Parses the name of a file of which the ending is one of `endings`, in a folder that is there."""
-    path = Path(text)
-    if path.suffix not in endings:
-        raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}")
-    return path
+    def parsed(text: str) -> Path:
+        path = Path(text)
+        if draws and find_spec("matplotlib") is None:
+            raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
+        if path.suffix not in endings:
+            raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}")
+        return path
 
-
-def _page(text: str) -> Path:
-    return file_to_draw(text, ".html")
+    return parsed
 
 
 def _zero3_file(path: str) -> dict[str, Any]:
@@ -91,7 +89,11 @@ DsConfigOption = Annotated[
 ]
 PageOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", parser=_page, help="Write a page with a picture and these tables: .html."),
+    typer.Option(
+        metavar="FILE",
+        parser=file_to_write(".html", draws=True),
+        help="Write a page with a picture and these tables: .html.",
+    ),
 ]
 DtypeOption = Annotated[
     Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Dtype to train in, whatever the config says.")

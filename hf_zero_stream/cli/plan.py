@@ -31,10 +31,6 @@ _MUCH_MORE = 1.5
 """Warn of reading this many times the bytes that are needed."""
 
 
-def _picture(text: str) -> Path:
-    return frame.file_to_draw(text, ".png", ".svg", ".pdf")
-
-
 def _memory_option(of: str) -> Any:
     return typer.Option(metavar="SIZE", parser=frame.size, help=f"Memory of a {of}; exit code 1 if it is too little.")
 
@@ -72,7 +68,9 @@ def run(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", parser=_picture, help="Draw who reads what, and the memory of ranks: .png, .svg or .pdf."
+            metavar="FILE",
+            parser=frame.file_to_write(".png", ".svg", ".pdf", draws=True),
+            help="Draw who reads what, and the memory of ranks: .png, .svg or .pdf.",
         ),
     ] = None,
     html: frame.PageOption = None,
