@@ -20,8 +20,8 @@ from ..checkpoint.format import Shard, TensorEntry, excerpt
 from ..checkpoint.formats import has_weights
 from ..checkpoint.map import CheckpointMap, view_of
 from ..checkpoint.nodes import View, row_major_strides
-from ..errors import CheckpointError, ReadError, UnsupportedError
-from ..sources.base import ByteSource
+from ..errors import CheckpointError, UnsupportedError
+from ..sources.base import ByteSource, naming_file
 from ..sources.local import LocalFiles
 from .deepspeed_names import OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in, world_size_of
 from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
@@ -335,12 +335,8 @@ def _optimizer_names(folder: Path) -> list[str]:
 
 def _in_threads(read: Callable[[str], T], paths: Sequence[str]) -> list[T]:
     def with_path(path: str) -> T:
-        try:
+        with naming_file(path, "a part of the ZeRO checkpoint"):
             return read(path)
-        except OSError as error:
-            if isinstance(error, ReadError):
-                raise
-            raise ReadError(f"{path}: cannot read it: {error.strerror or error}.") from error
 
     if len(paths) <= 2:
         return [with_path(path) for path in paths]

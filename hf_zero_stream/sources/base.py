@@ -6,11 +6,13 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ..errors import ReadError
 
 
 if TYPE_CHECKING:
@@ -168,6 +170,20 @@ class Retries:
             retries += 1
             with self._lock:
                 self.count += 1
+
+
+@contextmanager
+def naming_file(path: str, what: str) -> Iterator[None]:
+    """Inside, an error of reading the file at `path` becomes a ReadError, whose cause it is; `what` is in the file."""
+    try:
+        yield
+    except ReadError:
+        raise
+    except OSError as error:
+        raise ReadError(
+            f"{path}: cannot read {what}: {error.strerror or error}. Check that the file exists on every node and may "
+            "be read."
+        ) from error
 
 
 def is_url(path: Any) -> bool:
