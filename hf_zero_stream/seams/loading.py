@@ -34,9 +34,9 @@ def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """What stays quantised, or is quantised now, is a matter of :mod:`.packing`."""
+    session.kept_config = session.quantiser = None
     configs = [config, config.get_text_config(decoder=True)]
     if quantization_config is None and all(getattr(each, "quantization_config", None) is None for each in configs):
-        session.kept_config = session.quantiser = None
         return original(config, quantization_config, *args, **kwargs)
     from . import packing
 
@@ -217,31 +217,19 @@ def get_resolved_checkpoint_files(session: Session, original: Original, *args: A
 
     transformers knows no folders of torch.distributed.checkpoint with that library's own files.
     """
-    if (distributed := _distributed_file(**kwargs)) is not None:
+    folder: Any = kwargs.get("pretrained_model_name_or_path")
+    safetensors = kwargs.get("use_safetensors")
+    subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
+    is_folder = bool(folder) and os.path.isdir(folder) and not kwargs.get("gguf_file")
+    if is_folder and not safetensors and (distributed := distributed_file(Path(folder, subfolder))) is not None:
         return [str(distributed)], None
     try:
         return original(*args, **kwargs)
     except OSError:
-        folder = kwargs.get("pretrained_model_name_or_path")
-        is_safetensors = not kwargs.get("gguf_file") and kwargs.get("use_safetensors") is not False
-        if session.load.checkpoint.reads_itself or not is_safetensors or not folder or not os.path.isdir(folder):
+        if session.load.checkpoint.reads_itself or not is_folder or safetensors is False:
             raise
         name = ".".join(filter(None, ("model", kwargs.get("variant"), "safetensors")))
-        subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
         return [os.path.join(folder, subfolder, name)], None  # if rank 0 has others, the load says so
-
-
-def _distributed_file(
-    pretrained_model_name_or_path: Any = None,
-    gguf_file: Any = None,
-    use_safetensors: bool | None = None,
-    download_kwargs: Mapping[str, Any] | None = None,
-    **_: Any,
-) -> Path | None:
-    folder = pretrained_model_name_or_path
-    if folder is None or gguf_file or use_safetensors or not os.path.isdir(folder):
-        return None
-    return distributed_file(Path(folder, (download_kwargs or {}).get("subfolder") or ""))
 
 
 def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Mapping[str, Any]:
