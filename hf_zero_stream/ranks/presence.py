@@ -60,7 +60,8 @@ class Presence:
         """Ranks that were waited for in vain since all came together last, and whether they had made contact then."""
         self.left_together = "", dict[str, int]()
         """The last meeting of all ranks, and the collectives that this one had begun when it left."""
-        self._group_store = weakref.ref(store)
+        self.group_store = weakref.ref(store)
+        """The group's own store. Its server, if it is in this process, lives as long as somebody refers to it."""
         self._locations: dict[int, Location] = {}
         self._lines: dict[int, Line] = {}
         self._topology: Topology | None = None
@@ -97,7 +98,7 @@ class Presence:
         group_store = distributed_c10d._get_default_store()
         with _making:
             earlier = _current
-            if earlier is None or earlier._group_store() is not group_store:
+            if earlier is None or earlier.group_store() is not group_store:
                 rank, world_size = dist.get_rank(), dist.get_world_size()
                 agent_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
                 _current = cls(group_store, rank, world_size, holds_store=not agent_holds_store)
@@ -108,10 +109,6 @@ class Presence:
                 earlier.store.set(earlier._key(earlier.rank), earlier.location)
             assert _current is not None
             return _current
-
-    def group_store(self) -> dist.Store | None:
-        """The group's own store. Its server, if it is in this process, lives as long as somebody refers to it."""
-        return self._group_store()
 
     def close(self) -> None:
         """Close the sockets, from which other ranks see that this process lives."""
