@@ -23,6 +23,10 @@ from ..reports.text import markdown_table, printable
 from ..settings.config import parse_size
 
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""torch's names of the dtypes that ``--dtype`` names."""
+
+
 def json_object(path: str) -> dict[str, Any]:
     try:
         with open(path, encoding="utf-8") as file:
@@ -107,11 +111,6 @@ def zero3_config(given: Mapping[str, Any] | None, dtype: str | None) -> dict[str
         return config
     without = {key: value for key, value in config.items() if key not in ("bf16", "bfloat16", "fp16")}
     return without if dtype == "fp32" else {**without, dtype: {"enabled": True}}
-
-
-def torch_dtype(option: str | None) -> str | None:
-    """torch's name of a dtype given by ``--dtype``."""
-    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", None: None}[option]
 
 
 def emit(data: Mapping[str, Any], blocks: Iterable[str], form: Literal["table", "json"], *, ok: bool = True) -> None:
