@@ -83,31 +83,8 @@ def load_pretrained_model(
     """Run transformers' function on a state dict of lazy tensors."""
     session.refuse_uncalled("get_init_context")
     load, is_part = session.load, session.inside is not None
-    if session.quantiser is not None and session.has_nested:
-        raise UnsupportedError(
-            f"{load_config.pretrained_model_name_or_path}: a model whose __init__ calls from_pretrained cannot be "
-            "quantised while it is loaded. Load with keep_quantized=False, or without a quantization_config."
-        )
-    if session.model is None and session.quantiser is None and stays_quantised(load_config.hf_quantizer):
-        if is_part or session.has_nested:
-            raise UnsupportedError(
-                f"{load_config.pretrained_model_name_or_path}: this checkpoint stays quantised, and it belongs to a "
-                "model whose __init__ calls from_pretrained: the two cannot be streamed together. Pass a "
-                "quantization_config with dequantize=True, where the format has one, or load without streaming()."
-            )
-        session.stock_reason = (
-            "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
-            "quantization_config with dequantize=True, where the format has one"
-        )
-        if checkpoint_files and is_url(checkpoint_files[0]):
-            raise UnsupportedError(
-                f"{load_config.pretrained_model_name_or_path}: cannot be loaded from a URL, because "
-                f"{session.stock_reason}. Or download the checkpoint."
-            )
-        if load.coordinator.is_main and load.destination.hides_zero3:  # elsewhere stock is no surprise
-            logger.warning(
-                f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
-            )
+    if session.model is None:
+        _leave_quantised(session, checkpoint_files, load_config)
     if session.model is not None or session.stock_reason:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not load.destination.takes_dtensors:
@@ -136,6 +113,38 @@ def load_pretrained_model(
         load.refuse_absent()
         result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
         return result
+
+
+def _leave_quantised(session: Session, files: Any, load_config: Any) -> None:
+    """Leave a model that stays quantised to stock; raise an UnsupportedError where that cannot have it."""
+    path, load = load_config.pretrained_model_name_or_path, session.load
+    if session.quantiser is not None:
+        if session.has_nested:
+            raise UnsupportedError(
+                f"{path}: a model whose __init__ calls from_pretrained cannot be quantised while it is loaded. Load "
+                "with keep_quantized=False, or without a quantization_config."
+            )
+        return
+    if not stays_quantised(load_config.hf_quantizer):
+        return
+    if session.inside is not None or session.has_nested:
+        raise UnsupportedError(
+            f"{path}: this checkpoint stays quantised, and it belongs to a model whose __init__ calls "
+            "from_pretrained: the two cannot be streamed together. Pass a quantization_config with dequantize=True, "
+            "where the format has one, or load without streaming()."
+        )
+    session.stock_reason = (
+        "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
+        "quantization_config with dequantize=True, where the format has one"
+    )
+    if files and is_url(files[0]):
+        raise UnsupportedError(
+            f"{path}: cannot be loaded from a URL, because {session.stock_reason}. Or download the checkpoint."
+        )
+    if load.coordinator.is_main and load.destination.hides_zero3:  # elsewhere stock is no surprise
+        logger.warning(
+            f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
+        )
 
 
 def stays_quantised(hf_quantizer: Any) -> bool:
