@@ -29,19 +29,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import PeerError, refuse_unknown_version
+from ..errors import PeerError, require_names
 from ..settings.config import announced_local_rank, announced_local_size
 from .contact import PREFIX, Line, Listener, SharedStore, pauses
 
 
-_RELIED_ON = (
-    (distributed_c10d, "_get_default_store"),
-    (distributed_c10d, "_update_default_pg"),
-    (distributed_c10d, "_world"),
-    (dist.ProcessGroup, "_get_backend"),
-    (dist.Store, "clone"),
-)
-refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])
+require_names("torch", distributed_c10d, "_get_default_store", "_update_default_pg", "_world")
+require_names("torch", dist.ProcessGroup, "_get_backend")
+require_names("torch", dist.Store, "clone")
 
 
 class Presence:
