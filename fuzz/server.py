@@ -12,6 +12,7 @@ import gzip
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -20,7 +21,6 @@ from unittest import mock
 
 import obstore
 import obstore.exceptions
-import tenacity
 import torch
 from safetensors.torch import save
 
@@ -225,7 +225,7 @@ def read_from_server(choices: bytes) -> str:
         mock.patch("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template),
         mock.patch.object(remote, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
         mock.patch.object(remote, "STALL_S", 2),
-        mock.patch.object(tenacity.nap.time, "sleep", lambda seconds: None),
+        mock.patch.object(time, "sleep", lambda seconds: None),
     ):
         try:
             if is_small:
@@ -343,7 +343,7 @@ def read_from_store(choices: bytes) -> str:
     with (
         mock.patch.object(obstore, "get", get),
         mock.patch.object(remote, "FIRST_BYTES", 100_000 if first_bytes % 2 else 64),
-        mock.patch.object(tenacity.nap.time, "sleep", lambda seconds: None),
+        mock.patch.object(time, "sleep", lambda seconds: None),
     ):
         try:
             found = files.read_whole(url, 10_000) if way % 2 else _read_as_a_load(files, url)

@@ -111,13 +111,15 @@ def convert(
         with closing(checkpoint), memory:
             folder = publication.temporary
             _copy_other_files(beside, folder, dtype)
-            how: dict[str, Any] = {"max_shard_size": max_shard_size, "save_original_format": layout == "hub"}
             if layout == "same":
                 noted = _split(contents, checkpoint, folder, dtype, max_shard_size)
-            elif contents.is_of_training:
-                noted = _laid_out_of_config(beside, contents, checkpoint, folder, dtype, trust_remote_code, **how)
             else:
-                noted = _laid_out(source, contents, checkpoint, folder, dtype, trust_remote_code, **how)
+                if contents.is_of_training:
+                    made = _of_config(beside, contents, checkpoint, trust_remote_code)
+                else:
+                    made = _of_checkpoint(source, contents, checkpoint, trust_remote_code)
+                is_hub = layout == "hub"
+                noted = _laid_out(made, folder, dtype, max_shard_size=max_shard_size, save_original_format=is_hub)
             shards = [lay_out_shard(shard) for shard in noted]
             reserve(folder, shards)
             with closing(ShardWriter([folder / shard.name for shard in shards])) as files:
@@ -194,16 +196,12 @@ def _split(
     ]
 
 
-def _laid_out(
-    source: Path,
-    contents: CheckpointMap,
-    checkpoint: OpenCheckpoint,
-    folder: Path,
-    dtype: torch.dtype | None,
-    trust_code: bool,
-    **how: Any,
-) -> list[NotedShard]:
-    """What ``save_pretrained`` would write of the model that ``from_pretrained`` would make."""
+_Made = tuple[Any, dict[str, torch.Tensor], Mapping[str, torch.Tensor]]
+"""A model without memory, the lazy entries of its state dict, and lazy tensors of its parameters' shapes."""
+
+
+def _of_checkpoint(source: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool) -> _Made:
+    """The model that ``from_pretrained`` would make."""
     from .loading.dry_load import lazily_loaded, load_of_layouts
 
     with closing(load_of_layouts(StreamingConfig())) as load:
@@ -218,30 +216,26 @@ def _laid_out(
         reverse_all_conversions(model)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied = tied | _stored_once(parameters, model.all_tied_weights_keys)
-    state_dict = {name: in_dtype(value, dtype) for name, value in model.state_dict().items() if name not in tied}
-    count = sum(param.numel() for name, param in parameters.items() if name not in tied)
-    return lay_out_pretrained(model, folder, state_dict, parameters, count, dtype, **how)
+    return model, {name: value for name, value in model.state_dict().items() if name not in tied}, parameters
 
 
-def _laid_out_of_config(
-    beside: Path,
-    contents: CheckpointMap,
-    checkpoint: OpenCheckpoint,
-    folder: Path,
-    dtype: torch.dtype | None,
-    trust_code: bool,
-    **how: Any,
-) -> list[NotedShard]:
-    """What ``save_pretrained`` would write of the model that the config describes, with the values of `contents`."""
+def _of_config(beside: Path, contents: CheckpointMap, checkpoint: OpenCheckpoint, trust_code: bool) -> _Made:
+    """The model that the config describes, with the values of `contents`."""
     from .loading.from_config import described_model, fitting
 
     if not (beside / CONFIG).exists():
         raise ConfigError(f"{beside / CONFIG}: layout: a config is needed for another layout. Pass config=FOLDER.")
     lazy = _lazy_tensors(contents, checkpoint)
     model = described_model(beside, trust_remote_code=trust_code)
-    state_dict = {name: in_dtype(value, dtype) for name, value in fitting(model, lazy, str(beside)).items()}
     parameters = {name: lazy[name] for name, _ in model.named_parameters(remove_duplicate=False) if name in lazy}
-    count = sum(state_dict[name].numel() for name in parameters if name in state_dict)
+    return model, fitting(model, lazy, str(beside)), parameters
+
+
+def _laid_out(made: _Made, folder: Path, dtype: torch.dtype | None, **how: Any) -> list[NotedShard]:
+    """What ``save_pretrained`` would write of the model; `how` are its own arguments."""
+    model, values, parameters = made
+    state_dict = {name: in_dtype(value, dtype) for name, value in values.items()}
+    count = sum(values[name].numel() for name in parameters if name in values)
     return lay_out_pretrained(model, folder, state_dict, parameters, count, dtype, **how)
 
 

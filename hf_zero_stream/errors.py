@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ __all__ = [
     "UrlError",
     "VersionError",
     "refuse_unknown_version",
+    "require_names",
 ]
 
 PACKAGE = "hf_zero_stream"
@@ -95,6 +96,12 @@ def refuse_unknown_version(package: str, missing: Sequence[str], purpose: str = 
         f"{package} {installed_version(package)} has no {', '.join(missing)}{need}; this version is not known to "
         f"{PACKAGE}: install {known[0]} or a newer {PACKAGE}."
     )
+
+
+def require_names(package: str, owner: Any, *names: str) -> None:
+    """Raise a :class:`VersionError` if a module or a class of the installed `package` lacks names that we rely on."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    refuse_unknown_version(package, [f"{owner.__name__}.{name}" for name in missing])
 
 
 def requirements() -> list[Requirement]:

@@ -78,10 +78,8 @@ def check_soundness_at(url: str) -> Soundness:
     for name, header in zip(found.shards, headers, strict=True):
         if isinstance(header, tuple):
             found.fault(name, *header)
-            continue
-        indexes[name] = header
-        found.tensors += len(header.views)
-        found.nbytes += header.shards[0].size_bytes
+        else:
+            indexes[name] = header
     check_tensors(indexes, weight_map, found)
     return found
 

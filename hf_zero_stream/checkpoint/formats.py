@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import PACKAGE, CheckpointError, ReadError
-from ..sources.base import ByteSource
+from ..errors import PACKAGE, CheckpointError
+from ..sources.base import ByteSource, naming_file
 from ..sources.local import LocalFiles, open_nonblocking, status_of_regular
 from .format import Format, ShardHeader, excerpt, parse_object
 from .map import CheckpointMap
@@ -154,15 +154,9 @@ def read_index_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 def read_index_text(path: str | os.PathLike[str]) -> bytes:
     """The unchecked text of the index at `path`; a ReadError; or a CheckpointError: too long, or no regular file."""
     name = os.fspath(path)
-    try:
-        with open(name, "rb", opener=open_nonblocking) as file:
-            status_of_regular(name, file.fileno())
-            text = file.read(MAX_INDEX_BYTES + 1)
-    except OSError as error:
-        raise ReadError(
-            f"{name}: cannot read the checkpoint's index: {error.strerror or error}. "
-            "Check that the file exists on every node and may be read."
-        ) from error
+    with naming_file(name, "the checkpoint's index"), open(name, "rb", opener=open_nonblocking) as file:
+        status_of_regular(name, file.fileno())
+        text = file.read(MAX_INDEX_BYTES + 1)
     if len(text) > MAX_INDEX_BYTES:
         raise CheckpointError(f"{name}: at most {MAX_INDEX_BYTES} bytes are allowed for an index.")
     return text

@@ -66,9 +66,9 @@ class LazyTensor(torch.Tensor):
         return cls(buffer.as_strided(view.sizes, view.strides, view.offset), view.node, materialise)
 
     @classmethod
-    def whole(cls, node: Node, materialise: Materialise) -> LazyTensor:
+    def whole(cls, node: Node, materialise: Materialise, device: torch.device | str = "cpu") -> LazyTensor:
         """A lazy tensor with all elements of `node`."""
-        return cls(_whole_meta(node.sizes, node.dtype), node, materialise)
+        return cls(_whole_meta(node.sizes, node.dtype), node, materialise, device)
 
     @classmethod
     def of_blocks(
@@ -133,7 +133,7 @@ class LazyTensor(torch.Tensor):
             return memo[id(self)]
         if getattr(self, "_is_param", False):
             node = Copy(tuple(self.shape), self.dtype, self.view_of_node)
-            lazy = LazyTensor(_whole_meta(node.sizes, node.dtype), node, self._materialise, self.device)
+            lazy = LazyTensor.whole(node, self._materialise, self.device)
             new: torch.Tensor = torch.nn.Parameter(lazy, requires_grad=self.requires_grad)
             copy_attributes(self, new)
         else:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from ..errors import CheckpointError, ReadError
-from ..sources.base import ByteSource
+from ..errors import CheckpointError
+from ..sources.base import ByteSource, naming_file
 from .format import DTYPES, MAX_DIMENSIONS, Shard, ShardHeader, TensorEntry, are_sizes, excerpt, parse_object
 from .lazy import LazyTensor
 from .map import CheckpointMap
@@ -41,28 +41,22 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 def read_header(source: ByteSource, path: str) -> ShardHeader:
     """See :meth:`.format.Format.read_header`."""
-    try:
-        with source.open_file(path) as file:
-            prefix = file.read(0, 8)
-            if len(prefix) < 8:
-                raise CheckpointError(f"{path}: expected at least 8 bytes of safetensors header, found {len(prefix)}.")
-            length = int.from_bytes(prefix, "little")
-            if length > MAX_HEADER_BYTES:
-                raise CheckpointError(
-                    f"{path}: header length: at most {MAX_HEADER_BYTES} bytes are allowed, found {length}. "
-                    "This is probably not a safetensors file."
-                )
-            if 8 + length > file.size_bytes:
-                raise CheckpointError(
-                    f"{path}: header length: the header ends at byte {8 + length}, but the file has {file.size_bytes} "
-                    "bytes. The file is truncated or is not a safetensors file; download or save it again."
-                )
-            text = file.read(8, length)
-    except OSError as error:
-        raise ReadError(
-            f"{path}: cannot read the safetensors header: {error.strerror or error}. "
-            "Check that the file exists on every node and may be read."
-        ) from error
+    with naming_file(path, "the safetensors header"), source.open_file(path) as file:
+        prefix = file.read(0, 8)
+        if len(prefix) < 8:
+            raise CheckpointError(f"{path}: expected at least 8 bytes of safetensors header, found {len(prefix)}.")
+        length = int.from_bytes(prefix, "little")
+        if length > MAX_HEADER_BYTES:
+            raise CheckpointError(
+                f"{path}: header length: at most {MAX_HEADER_BYTES} bytes are allowed, found {length}. "
+                "This is probably not a safetensors file."
+            )
+        if 8 + length > file.size_bytes:
+            raise CheckpointError(
+                f"{path}: header length: the header ends at byte {8 + length}, but the file has {file.size_bytes} "
+                "bytes. The file is truncated or is not a safetensors file; download or save it again."
+            )
+        text = file.read(8, length)
     if len(text) != length:
         raise CheckpointError(
             f"{path}: header length: announced {length} bytes, of which only {len(text)} could be read: the file was "

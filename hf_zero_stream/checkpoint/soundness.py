@@ -153,9 +153,6 @@ def _check_headers(folder: Path, found: Soundness) -> dict[str, CheckpointMap]:
             found.fault(name, "unreadable" if isinstance(error, ReadError) else kind, _without_path(error, path))
         except NotAMap as why:
             found.notes.append(f"{name}: {_without_path(why, path)}. So it is no map of bytes, and was not checked.")
-        else:
-            found.tensors += len(indexes[name].views)
-            found.nbytes += indexes[name].shards[0].size_bytes
     return indexes
 
 
@@ -166,7 +163,9 @@ def _without_path(error: Exception, path: Path) -> str:
 def check_tensors(
     indexes: Mapping[str, CheckpointMap], weight_map: Mapping[str, str] | None, found: Soundness
 ) -> None:
-    """Check that each tensor is in one shard, the one that the index promises."""
+    """Count what is in the shards with sound headers; each tensor must be in one of them, that which is promised."""
+    found.tensors = sum(len(index.views) for index in indexes.values())
+    found.nbytes = sum(index.shards[0].size_bytes for index in indexes.values())
     homes: dict[str, list[str]] = {}
     for shard, index in indexes.items():
         for tensor in index.views:

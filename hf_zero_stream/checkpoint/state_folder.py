@@ -46,7 +46,8 @@ def read_state(folder: Path) -> CheckpointMap:
             f"{folder}: it lacks the fp32 values of {len(trained)} parameters, among them {excerpt(trained[0])}. A "
             "state of an earlier version has other names: load it into the training, and save it again."
         )
-    of_weights = [name for name in [*_names_in(names, "buffers", "frozen"), *trained] if name not in exact.views]
+    untrained = [*names.get("buffers", {}), *names.get("frozen", {})]
+    of_weights = [name for name in [*untrained, *trained] if name not in exact.views]
     wanted = {name: places.get(name, name) for name in of_weights}
     inside = (*masters.shards, *exact.shards)
     weights = _map(folder.parent, "model", len(inside)) if wanted else CheckpointMap((), {})
@@ -63,10 +64,6 @@ def read_state(folder: Path) -> CheckpointMap:
             views[own.get(alias, alias)] = views[own.get(name, name)]
     notes = (f"frozen parameters are not in it: {left_out}",) if (left_out := names.get("left_out")) else ()
     return CheckpointMap((*inside, *weights.shards), views, notes, format="training state")
-
-
-def _names_in(names: Mapping[str, Any], *kinds: str) -> list[str]:
-    return [name for kind in kinds for name in names.get(kind, {})]
 
 
 def _places(folder: Path, names: Mapping[str, Any]) -> Iterator[tuple[str, str | None]]:

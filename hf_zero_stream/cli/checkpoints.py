@@ -12,9 +12,6 @@ from ..sources.base import is_url
 from . import frame
 
 
-_NO_MAP = "{}. So it is no map of bytes, and only running its pickle could say what is in it."
-
-
 @contextmanager
 def loadable(
     path: str, revision: str | None, *, trust_remote_code: bool, dequantize: bool
@@ -32,20 +29,13 @@ def refuse_unloadable(place: str) -> None:
     """Raise an error of ours if `from_pretrained` could not load what is in a folder, or only by running a pickle."""
     if is_url(place):
         return
-    from ..checkpoint.soundness import shards_of
-    from ..pickled.contents import format_of
-    from ..pickled.torch_files import why_not
-    from ..sources.local import LocalFiles
+    from ..pickled.contents import contents_of, format_of
 
-    match format_of(place):
-        case "ZeRO":
-            raise UnsupportedError(
-                f"{place}: this is a ZeRO checkpoint of DeepSpeed, which from_pretrained cannot load. "
-                "`hf-zero-stream convert` writes a folder that it can; load_state goes on with the training."
-            )
-        case "torch.save":
-            files, _ = shards_of(place)
-            if reason := why_not(LocalFiles(), files):
-                raise UnsupportedError(_NO_MAP.format(reason))
-        case "safetensors":
-            shards_of(place)
+    found = format_of(place)
+    if found == "ZeRO":
+        raise UnsupportedError(
+            f"{place}: this is a ZeRO checkpoint of DeepSpeed, which from_pretrained cannot load. "
+            "`hf-zero-stream convert` writes a folder that it can; load_state goes on with the training."
+        )
+    if found == "torch.save":
+        contents_of(place)  # raises for what is no map of bytes

@@ -15,13 +15,10 @@ from . import frame
 EXAMPLE = "hf-zero-stream convert ./checkpoint ./bf16 --dtype bfloat16 --max-shard-size 5GB"
 
 
-_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
 def _floating_dtype(name: str) -> Any:
     import torch
 
-    dtype = getattr(torch, _SHORT.get(name, name), None)
+    dtype = getattr(torch, frame.DTYPES.get(name, name), None)
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise typer.BadParameter(f"{name!r} is no floating-point dtype of torch")
     return dtype

@@ -45,10 +45,6 @@ class Check(NamedTuple):
     text: str
 
 
-def _bundle(text: str) -> Path:
-    return frame.file_to_write(text, ".json")
-
-
 def run(
     path: Annotated[
         str | None, typer.Argument(metavar="PATH", help="A folder or file whose storage is looked at, and read.")
@@ -62,7 +58,11 @@ def run(
     ] = None,
     bundle: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", parser=_bundle, help="Write all that an issue needs, without secrets: .json."),
+        typer.Option(
+            metavar="FILE",
+            parser=frame.file_to_write(".json"),
+            help="Write all that an issue needs, without secrets: .json.",
+        ),
     ] = None,
     report: Annotated[
         dict[str, Any] | None,

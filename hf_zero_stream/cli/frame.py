@@ -11,7 +11,7 @@ import logging
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +21,10 @@ import typer
 
 from ..reports.text import markdown_table, printable
 from ..settings.config import parse_size
+
+
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""torch's names of the dtypes that ``--dtype`` names."""
 
 
 def json_object(path: str) -> dict[str, Any]:
@@ -42,25 +46,23 @@ def size(text: str) -> int:
     return parsed
 
 
-def file_to_draw(text: str, *endings: str) -> Path:
-    """Parses the name of a file that matplotlib's pictures go to, and of which the ending is one of `endings`."""
-    if find_spec("matplotlib") is None:
-        raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
-    return file_to_write(text, *endings)
+def file_to_write(*endings: str, draws: bool = False) -> Callable[[str], Path]:
+    """Makes what parses the name of a file of which the ending is one of `endings`, in a folder that is there.
 
+    If it `draws`, the file is for matplotlib's pictures.
+    """
 
-def file_to_write(text: str, *endings: str) -> Path:
-    """Parses the name of a file of which the ending is one of `endings`, in a folder that is there."""
-    path = Path(text)
-    if path.suffix not in endings:
-        raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
-    if not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {path.parent}")
-    return path
+    def parsed(text: str) -> Path:
+        path = Path(text)
+        if draws and find_spec("matplotlib") is None:
+            raise typer.BadParameter("this needs matplotlib; pip install 'hf_zero_stream[plot]'")
+        if path.suffix not in endings:
+            raise typer.BadParameter(f"expected a name that ends in one of {', '.join(endings)}; got {path}")
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no folder {path.parent}")
+        return path
 
-
-def _page(text: str) -> Path:
-    return file_to_draw(text, ".html")
+    return parsed
 
 
 def _zero3_file(path: str) -> dict[str, Any]:
@@ -91,7 +93,11 @@ DsConfigOption = Annotated[
 ]
 PageOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", parser=_page, help="Write a page with a picture and these tables: .html."),
+    typer.Option(
+        metavar="FILE",
+        parser=file_to_write(".html", draws=True),
+        help="Write a page with a picture and these tables: .html.",
+    ),
 ]
 DtypeOption = Annotated[
     Literal["bf16", "fp16", "fp32"] | None, typer.Option(help="Dtype to train in, whatever the config says.")
@@ -105,11 +111,6 @@ def zero3_config(given: Mapping[str, Any] | None, dtype: str | None) -> dict[str
         return config
     without = {key: value for key, value in config.items() if key not in ("bf16", "bfloat16", "fp16")}
     return without if dtype == "fp32" else {**without, dtype: {"enabled": True}}
-
-
-def torch_dtype(option: str | None) -> str | None:
-    """torch's name of a dtype given by ``--dtype``."""
-    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", None: None}[option]
 
 
 def emit(data: Mapping[str, Any], blocks: Iterable[str], form: Literal["table", "json"], *, ok: bool = True) -> None:

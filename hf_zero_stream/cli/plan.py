@@ -31,10 +31,6 @@ _MUCH_MORE = 1.5
 """Warn of reading this many times the bytes that are needed."""
 
 
-def _picture(text: str) -> Path:
-    return frame.file_to_draw(text, ".png", ".svg", ".pdf")
-
-
 def _memory_option(of: str) -> Any:
     return typer.Option(metavar="SIZE", parser=frame.size, help=f"Memory of a {of}; exit code 1 if it is too little.")
 
@@ -72,7 +68,9 @@ def run(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", parser=_picture, help="Draw who reads what, and the memory of ranks: .png, .svg or .pdf."
+            metavar="FILE",
+            parser=frame.file_to_write(".png", ".svg", ".pdf", draws=True),
+            help="Draw who reads what, and the memory of ranks: .png, .svg or .pdf.",
         ),
     ] = None,
     html: frame.PageOption = None,
@@ -108,7 +106,8 @@ def run(
         raise typer.BadParameter("--suggest: expected --device-memory, and neither --ds-config nor --fsdp, --tp, ...")
     if write and not suggested:
         raise typer.BadParameter("--write: expected --suggest, which finds what is written")
-    limits = _limits(device_memory, host_memory)
+    given = {"device": device_memory, "host": host_memory}
+    limits = {place: limit for place, limit in given.items() if limit is not None}
     checkpoint = loadable(path, revision, trust_remote_code=trust_remote_code, dequantize=dequantize)
     how: dict[str, Any] = {"device": device, "adamw": adamw, "lora": lora}
     if suggested:
@@ -123,7 +122,7 @@ def run(
 
         how |= {"world_size": world_size, "ds_config": config or None, **arguments}
         if sharding:
-            how |= {"distributed_config": sharding, "dtype": frame.torch_dtype(dtype)}
+            how |= {"distributed_config": sharding, "dtype": frame.DTYPES[dtype] if dtype else None}
         forecasts = {number: plan(place, rank=number, **how) for number in ranks}
         forecast = forecasts[rank]
         stock = None if sharding else stock_load(forecast, place, arguments, device)
@@ -159,11 +158,6 @@ def run(
             note = "All memory is computed before anything is loaded. Activations are not counted."
             write_page(html, title, as_svg(*shown), note, blocks)
     frame.emit(data, _blocks(data, forecast.memory), form, ok=fits)
-
-
-def _limits(device_memory: int | None, host_memory: int | None) -> dict[str, int]:
-    given = {"device": device_memory, "host": host_memory}
-    return {place: limit for place, limit in given.items() if limit is not None}
 
 
 def _lora(rank: int | None, targets: str | None) -> dict[str, Any] | None:

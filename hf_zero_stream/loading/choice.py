@@ -67,7 +67,7 @@ def choose(
             because = cuts_matrices(sharding)
             return Choice(LOAD, "", partial(_into_shards, found, strict, init_distributed(), because))
     subject = f"{cls.__name__} from {path}"  # each rank may have a model of its own, of the same shape
-    if not found and shards_by_fsdp2() and _is_plain(kwargs):
+    if not found and shards_by_fsdp2() and not _more_than_plain(kwargs):
         from .deferral import Deferral  # imports torch's FSDP2
 
         settings = settings_for(found, strict)
@@ -89,9 +89,7 @@ def choose_alone(
 
     Raises an UnsupportedError if the call asks for more than a whole model in host memory.
     """
-    if not _is_plain(kwargs):
-        asked = [name for name in ("device_map", "state_dict") if kwargs.get(name) is not None]
-        what = f"{asked[0]}=" if asked else _sharding_argument(kwargs) or "another default device than the CPU"
+    if what := _more_than_plain(kwargs):
         raise UnsupportedError(
             f"{path}: with {what} this load is left to transformers, which cannot read weights from a URL. Leave it "
             "out and move the model afterwards, or download the checkpoint."
@@ -184,14 +182,16 @@ def _ranks_load_the_same(kwargs: Mapping[str, Any]) -> bool:
             "reads the checkpoint by transformers' own code, and nothing is shared."
         )
     # Where FSDP_CPU_RAM_EFFICIENT_LOADING is set, transformers loads on rank 0 alone.
-    return _is_plain(kwargs) and not is_fsdp_enabled()
+    return not _more_than_plain(kwargs) and not is_fsdp_enabled()
 
 
-def _is_plain(kwargs: Mapping[str, Any]) -> bool:
-    """Whether the whole model would be loaded into host memory."""
-    is_placed = any(kwargs.get(name) is not None for name in ("device_map", "state_dict"))
-    on_the_host = torch.get_default_device().type == "cpu" and not _builds_without_memory()
-    return on_the_host and not is_placed and not _sharding_argument(kwargs)
+def _more_than_plain(kwargs: Mapping[str, Any]) -> str:
+    """What asks for more than the whole model in host memory; "" if nothing does."""
+    for name in ("device_map", "state_dict"):
+        if kwargs.get(name) is not None:
+            return f"{name}="
+    is_elsewhere = torch.get_default_device().type != "cpu" or _builds_without_memory()
+    return _sharding_argument(kwargs) or ("another default device than the CPU" if is_elsewhere else "")
 
 
 def warn_of_open_dtype(sections: list[str], advice: str) -> None:

@@ -7,7 +7,8 @@ backward pass, before which ZeRO-3 gathers it again, dequantises anew.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -94,14 +95,9 @@ def _grouped(
     rows: torch.Tensor, parameter: Any, packed: PackedWeight, ends: Sequence[int], width: int, transpose: bool
 ) -> torch.Tensor:
     result = rows.new_zeros(rows.shape[0], width)
-    for number, begin, end in _groups(ends):
-        matrix = packed.matrix(parameter, number)
-        torch.mm(rows[begin:end], matrix.t() if transpose else matrix, out=result[begin:end])
-        del matrix  # before the next one is made
-    return result
-
-
-def _groups(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    for number, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+    for number, (begin, end) in enumerate(pairwise([0, *ends])):
         if begin < end:
-            yield number, begin, end
+            matrix = packed.matrix(parameter, number)
+            torch.mm(rows[begin:end], matrix.t() if transpose else matrix, out=result[begin:end])
+            del matrix  # before the next one is made
+    return result

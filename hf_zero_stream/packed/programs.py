@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -99,10 +99,10 @@ def _apart(view: View, regions: list[Region], takes_constants: bool) -> tuple[Vi
             new, rule = node, (str(node.dtype), tuple(node.tensor.tolist()))
         case Copy():
             source, rule = _apart(node.source, regions, takes_constants)
-            new = Copy(node.sizes, node.dtype, source)
+            new = replace(node, source=source)
         case Cat():
             apart = [_apart(piece, regions, takes_constants) for piece in node.pieces]
-            new = Cat(node.sizes, node.dtype, node.dim, tuple(piece for piece, _ in apart), node.starts)
+            new = replace(node, pieces=tuple(piece for piece, _ in apart))
             rule = (node.dim, node.starts, tuple(each for _, each in apart))
         case Computed():
             args: list[Any] = []
@@ -117,23 +117,13 @@ def _apart(view: View, regions: list[Region], takes_constants: bool) -> tuple[Vi
                 rules.append(of_arg)
             if any(isinstance(value, View) for value in node.kwargs.values()):
                 raise NotPackable(f"{node.function} takes a tensor by its name")
-            new = _with_args(node, tuple(args))
+            new = replace(node, args=tuple(args))
             output = node.output if isinstance(node, Opaque) else None
             rule = (_identity(node.function), tuple(rules), _identity(node.kwargs), output)
         case _:
             raise NotPackable(f"a {type(node).__name__} has no bytes in a file")
     kind = (type(node).__name__, node.sizes, str(node.dtype))
     return View(new, view.sizes, view.strides, offset), (kind, layout, rule)
-
-
-def _with_args(node: Computed, args: tuple[Any, ...]) -> Computed:
-    match node:
-        case Blockwise():
-            return Blockwise(node.sizes, node.dtype, node.function, args, node.kwargs, node.blocks, node.parts)
-        case Opaque():
-            return Opaque(node.sizes, node.dtype, node.function, args, node.kwargs, node.output)
-        case _:
-            return Pointwise(node.sizes, node.dtype, node.function, args, node.kwargs)
 
 
 def _input(view: View, node: FileTensor | HostTensor, regions: list[Region]) -> tuple[View, Hashable]:
@@ -165,20 +155,20 @@ def _touched_rows(view: View, node: Node) -> tuple[Node, int]:
     narrowed: Node
     match node:
         case Copy():
-            narrowed = Copy(sizes, node.dtype, node.source.narrow(0, begin, count))
+            narrowed = replace(node, sizes=sizes, source=node.source.narrow(0, begin, count))
         case Cat() if node.dim == 0:
             narrowed = View.joined(tuple(pieces_of(node, begin, begin + count)), 0).node
         case Cat():
             pieces = tuple(piece.narrow(0, begin, count) for piece in node.pieces)
-            narrowed = Cat(sizes, node.dtype, node.dim, pieces, node.starts)
+            narrowed = replace(node, sizes=sizes, pieces=pieces)
         case Pointwise():
             args = tuple(
                 arg.narrow(0, begin, count) if isinstance(arg, View) and arg.sizes else arg for arg in node.args
             )
-            narrowed = Pointwise(sizes, node.dtype, node.function, args, node.kwargs)
+            narrowed = replace(node, sizes=sizes, args=args)
         case Blockwise() if node.blocks[0] == 1 and all(part.get(0, (0, 0))[1] == 1 for part in node.parts):
             args = tuple(arg.narrow(part[0][0], begin, count) for arg, part in zip(node.args, node.parts, strict=True))
-            narrowed = Blockwise(sizes, node.dtype, node.function, args, node.kwargs, node.blocks, node.parts)
+            narrowed = replace(node, sizes=sizes, args=args)
         case _:
             return node, view.offset
     return narrowed, view.offset - begin * row

@@ -182,13 +182,8 @@ def _laid_out(regions: Sequence[Region]) -> tuple[list[tuple[int, torch.dtype, i
         start = -(-stop // itemsize) * itemsize
         inputs.append((start, region.source.dtype, region.numel))
         stop = start + region.numel * itemsize
-    return inputs, _padded(stop, regions)
-
-
-def _padded(stop: int, regions: Sequence[Region]) -> int:
-    """A length after which the next row's inputs are aligned too."""
-    itemsize = max(region.source.dtype.itemsize for region in regions)
-    return -(-stop // itemsize) * itemsize
+    largest = max(region.source.dtype.itemsize for region in regions)
+    return inputs, -(-stop // largest) * largest  # after which the next row's inputs are aligned too
 
 
 def _bytes(region: Region, start: int) -> Bytes:

@@ -22,13 +22,14 @@ from ..checkpoint.format import DTYPES, NotAMap, Shard, ShardHeader, dtype_name,
 from ..checkpoint.formats import fault_of_name
 from ..checkpoint.map import CheckpointMap
 from ..checkpoint.nodes import HostTensor, View
-from ..errors import CheckpointError, ReadError, UnsupportedError
-from ..sources.base import ByteSource, ReadableFile
+from ..errors import CheckpointError, UnsupportedError
+from ..sources.base import ByteSource, ReadableFile, naming_file
 from .pickles import MOST_BYTES, read_pickle
 from .torch_files import read_single, view_of_field
 from .torch_metadata import OPCODES, Box, Item, Metadata, Stored, metadata_of
 
 
+_WHAT = "the distributed checkpoint"
 _EDGE_BYTES = 4096
 """Of the beginning and of the end of an archive, each read at once: all of it but the elements, mostly."""
 _THREADS = 16
@@ -46,13 +47,10 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
         UnsupportedError: a tensor is compressed, or no plain tensor.
     """
     folder = os.path.dirname(path)
-    try:
-        with source.open_file(path) as file:
-            if file.size_bytes > MOST_BYTES:
-                raise CheckpointError(f"{path}: expected at most {MOST_BYTES} bytes; found {file.size_bytes}.")
-            data = file.read(0, file.size_bytes)
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with naming_file(path, _WHAT), source.open_file(path) as file:
+        if file.size_bytes > MOST_BYTES:
+            raise CheckpointError(f"{path}: expected at most {MOST_BYTES} bytes; found {file.size_bytes}.")
+        data = file.read(0, file.size_bytes)
     metadata = metadata_of(path, read_pickle(data, path, OPCODES, objects_as_keys=True))
     names, skipped = _names(path, metadata)
     wanted = list(_items(path, metadata, names))
@@ -172,18 +170,15 @@ def _fields_of_file(
     """(item -> dtype, shape and place of its elements, the file's size and tag), for items in order of offset."""
     path, end = os.path.join(folder, name), 0
     fields: dict[Item, dict[str, Any]] = {}
-    try:
-        with source.open_file(path) as file:
-            for item in items:
-                if item.offset < end or item.offset + item.length > file.size_bytes:
-                    raise CheckpointError(
-                        f"{_where(folder, item)}: it overlaps another one, or lies beyond the end of the file."
-                    )
-                end = item.offset + item.length
-                fields[item] = _field(file, folder, item)
-            return fields, file.size_bytes, file.tag
-    except OSError as error:
-        raise _unreadable(path, error) from error
+    with naming_file(path, _WHAT), source.open_file(path) as file:
+        for item in items:
+            if item.offset < end or item.offset + item.length > file.size_bytes:
+                raise CheckpointError(
+                    f"{_where(folder, item)}: it overlaps another one, or lies beyond the end of the file."
+                )
+            end = item.offset + item.length
+            fields[item] = _field(file, folder, item)
+        return fields, file.size_bytes, file.tag
 
 
 def _field(file: ReadableFile, folder: str, item: Item) -> dict[str, Any]:
@@ -197,13 +192,6 @@ def _field(file: ReadableFile, folder: str, item: Item) -> dict[str, Any]:
 
 def _where(folder: str, item: Item) -> str:
     return f"{os.path.join(folder, item.file)}, bytes {item.offset} to {item.offset + item.length}"
-
-
-def _unreadable(path: str, error: OSError) -> ReadError:
-    return ReadError(
-        f"{path}: cannot read the distributed checkpoint: {error.strerror or error}. Check that all of its files are "
-        "there and may be read."
-    )
 
 
 class _Part:

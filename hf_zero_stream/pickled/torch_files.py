@@ -34,8 +34,8 @@ from ..checkpoint.format import (
 from ..checkpoint.map import CheckpointMap, view_of
 from ..checkpoint.nodes import View, row_major_strides
 from ..checkpoint.safetensors import parse_entry
-from ..errors import CheckpointError, ReadError
-from ..sources.base import ByteSource, ReadableFile
+from ..errors import CheckpointError
+from ..sources.base import ByteSource, ReadableFile, naming_file
 from .pickles import Call, Global, Persistent, Pickle, kind_of, read_pickle
 from .torch_zip import MOST_READ, OPCODES, SIGNATURE, Storage, read_zip
 
@@ -65,16 +65,11 @@ _KNOWN = {_REBUILD, _REBUILD_PARAMETER, _ORDERED, *(Global("torch", name) for na
 def read_header(source: ByteSource, path: str) -> ShardHeader:
     """See :meth:`..checkpoint.format.Format.read_header`; raises :class:`NotAMap` too."""
     try:
-        with source.open_file(path) as file:
+        with naming_file(path, "what torch.save wrote"), source.open_file(path) as file:
             tensors = _tensors(file, path)
             return ShardHeader(file.size_bytes, json.dumps(tensors).encode(), file.tag)
     except NotAMap as reason:
         raise NotAMap(f"{path}: {reason}") from reason
-    except OSError as error:
-        raise ReadError(
-            f"{path}: cannot read what torch.save wrote: {error.strerror or error}. Check that the file exists on "
-            "every node and may be read."
-        ) from error
 
 
 def why_not(source: ByteSource, paths: Sequence[str]) -> str:
@@ -279,16 +274,10 @@ def _next_pickle(file: ReadableFile, path: str, what: str, start: int, opcodes: 
     """A pickle whose length nobody says: more and more is read until it ends."""
     length = 2**16
     while True:
-        data = _read(file, path, start, min(file.size_bytes, start + length))
+        data = file.read(start, length)
         try:
             return read_pickle(data, f"{path}: {what}", opcodes)
         except CheckpointError:
-            if len(data) < length or length >= MOST_READ:
+            if len(data) < length or length == MOST_READ:
                 raise
-            length *= 4
-
-
-def _read(file: ReadableFile, path: str, start: int, stop: int) -> bytes:
-    if stop - start > MOST_READ:
-        raise CheckpointError(f"{path}: expected a description of at most {MOST_READ} bytes; got {stop - start}")
-    return file.read(start, stop - start)
+            length = min(4 * length, MOST_READ)

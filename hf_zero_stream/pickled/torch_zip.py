@@ -83,9 +83,7 @@ class _Bytes(io.RawIOBase):
         return data
 
 
-def read_zip(
-    file: ReadableFile, path: str, opcodes: AbstractSet[str] | None = OPCODES
-) -> tuple[Pickle, dict[str, Storage]]:
+def read_zip(file: ReadableFile, path: str, opcodes: AbstractSet[str] | None) -> tuple[Pickle, dict[str, Storage]]:
     """What the archive describes in these `opcodes`, and where the bytes of each storage lie, by its key.
 
     Raises:

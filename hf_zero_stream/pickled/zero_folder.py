@@ -20,12 +20,12 @@ from ..checkpoint.format import Shard, TensorEntry, excerpt
 from ..checkpoint.formats import has_weights
 from ..checkpoint.map import CheckpointMap, view_of
 from ..checkpoint.nodes import View, row_major_strides
-from ..errors import CheckpointError, ReadError, UnsupportedError
-from ..sources.base import ByteSource
+from ..errors import CheckpointError, UnsupportedError
+from ..sources.base import ByteSource, naming_file
 from ..sources.local import LocalFiles
 from .deepspeed_names import OPTIMIZER, SWAPPED, ZERO_2_MODEL, names_in, world_size_of
 from .zero_files import Flat, Group, ModelFile, OptimizerFile, read_model_file, read_optimizer_file
-from .zero_layout import FP32, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
+from .zero_layout import FP32, Pieces, Trained, check_agreement, trained_of_stage_3, trained_of_stages_1_2, untrained
 
 
 T = TypeVar("T")
@@ -77,8 +77,7 @@ class ZeroFolder:
     left_out: Sequence[str]
     _trained: Mapping[str, Trained]
     _flats: Mapping[str, Sequence[Sequence[TensorEntry]]]  # state -> sub-group -> rank
-    _others: Mapping[str, Sequence[TensorEntry]]
-    _shapes: Mapping[str, tuple[int, ...]]  # of `_others`
+    _others: Mapping[str, Pieces]
     _buffers: frozenset[str]
 
     def views(self, key: str = FP32, first_shard: int = 0) -> dict[str, View]:
@@ -105,7 +104,6 @@ class ZeroFolder:
             lacking=[*map(rename, self.lacking)],
             _trained=keys(self._trained),
             _others=keys(self._others),
-            _shapes=keys(self._shapes),
             _buffers=frozenset(map(rename, self._buffers)),
         )
 
@@ -118,8 +116,8 @@ class ZeroFolder:
         return _joined(entries or [TensorEntry(name, first_shard, flats[0].dtype, (0,), 0, 0)], it.shape)
 
     def _other(self, name: str, first_shard: int) -> View:
-        entries = [entry._replace(shard=entry.shard + first_shard) for entry in self._others[name]]
-        return _joined(entries, self._shapes[name])
+        entries, shape = self._others[name]
+        return _joined([entry._replace(shard=entry.shard + first_shard) for entry in entries], shape)
 
 
 def _joined(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> View:
@@ -196,7 +194,7 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
     swapped = _swapped(source, folder, optimizers, [FP32, *keys], sub_groups)
     shards = {place: len(files) + number for number, place in enumerate(swapped)}
     flats = {key: _flats(optimizers, key, sub_groups, shards) for key in (FP32, *keys)}
-    others, shapes = untrained(first.stage, models, trained, first_shard=len(optimizers))
+    others = untrained(first.stage, models, trained, first_shard=len(optimizers))
     buffers = frozenset(name for name in others if name in model.buffers)
     known = trained.keys() | others.keys() | model.shared.keys()
     return ZeroFolder(
@@ -218,7 +216,6 @@ def read_zero_folder(source: ByteSource, folder: str | os.PathLike[str]) -> Zero
         _trained=trained,
         _flats=flats,
         _others=others,
-        _shapes=shapes,
         _buffers=buffers,
     )
 
@@ -338,12 +335,8 @@ def _optimizer_names(folder: Path) -> list[str]:
 
 def _in_threads(read: Callable[[str], T], paths: Sequence[str]) -> list[T]:
     def with_path(path: str) -> T:
-        try:
+        with naming_file(path, "a part of the ZeRO checkpoint"):
             return read(path)
-        except OSError as error:
-            if isinstance(error, ReadError):
-                raise
-            raise ReadError(f"{path}: cannot read it: {error.strerror or error}.") from error
 
     if len(paths) <= 2:
         return [with_path(path) for path in paths]

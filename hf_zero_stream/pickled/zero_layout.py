@@ -147,24 +147,26 @@ def trained_of_stages_1_2(model: ModelFile, optimizers: Sequence[OptimizerFile])
     return found
 
 
+Pieces = tuple[Sequence[TensorEntry], tuple[int, ...]]
+"""A tensor of which no optimizer has values: its flat pieces, in order, and its shape."""
+
+
 def untrained(
     stage: int, models: Sequence[ModelFile], trained: Mapping[str, Any], first_shard: int
-) -> tuple[dict[str, list[TensorEntry]], dict[str, tuple[int, ...]]]:
-    """What is not trained: pieces, and shapes."""
+) -> dict[str, Pieces]:
     model, world_size = models[0], models[0].world_size
-    found: dict[str, list[TensorEntry]] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    found: dict[str, Pieces] = {}
     for name, whole in model.tensors.items():
         is_placeholder = stage == 3 and name not in model.buffers
         if name in trained or name in model.shared or is_placeholder:
             continue
-        found[name], shapes[name] = [whole.part(0, whole.numel, name=name, shard=first_shard)], whole.shape
+        found[name] = [whole.part(0, whole.numel, name=name, shard=first_shard)], whole.shape
     for name, shape in model.frozen.items() if stage == 3 else ():
         if name in trained or name in found:
             raise CheckpointError(f"{model.path}: frozen_param_shapes: {excerpt(name)} is trained, or a buffer.")
         numel = prod(shape)
         each = -(-numel // world_size)
-        found[name], shapes[name] = [], shape
+        pieces = []
         for rank, it in enumerate(models):
             place, needed = it.fragments.get(name), max(0, min(each, numel - rank * each))
             if place is None or place.numel < needed or place.dtype != model.fragments[name].dtype:
@@ -173,5 +175,6 @@ def untrained(
                     f"{it.path}: frozen_param_fragments: expected {each} elements of {excerpt(name)}, as in other "
                     f"files; found {held}."
                 )
-            found[name].append(place.part(0, needed, name=name, shard=first_shard + rank))
-    return found, shapes
+            pieces.append(place.part(0, needed, name=name, shard=first_shard + rank))
+        found[name] = pieces, shape
+    return found

@@ -147,13 +147,13 @@ class MemoryFootprint:
     partitions: Mapping[str, int]
     buffers: Mapping[str, int]
     staging: int
-    swap_buffers: int
+    swap_buffers: int = 0
     largest_gather: int
     largest_gather_of: str
-    master: Mapping[str, int]
+    master: Mapping[str, int] = field(default_factory=dict)
     gradients: Mapping[str, int]
-    reduce_bucket: Mapping[str, int]
-    secondary: Mapping[str, int]
+    reduce_bucket: Mapping[str, int] = field(default_factory=dict)
+    secondary: Mapping[str, int] = field(default_factory=dict)
     optimizer_states: Mapping[str, int]
     load_peak: Mapping[str, int]
     start_peak: Mapping[str, int]

@@ -51,18 +51,15 @@ class Coordinator:
         """Groups whose first collective has been made."""
 
     @classmethod
-    def of_default_group(cls) -> Coordinator:
-        """Of torch's default process group; alone without one, or in a fake one."""
-        if not dist.is_initialized():
-            return cls(0, 1, alone=True)
-        return cls(dist.get_rank(), dist.get_world_size(), alone=is_alone())
+    def of_default_group(cls, *, alone: bool = False) -> Coordinator:
+        """Of torch's default process group; alone, too, without one, or in a fake one."""
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return cls(rank, world_size, alone=alone or is_alone())
 
     @classmethod
     def of_this_rank(cls) -> Coordinator:
         """Of this rank of torch's default process group, alone."""
-        return (
-            cls(dist.get_rank(), dist.get_world_size(), alone=True) if dist.is_initialized() else cls(0, 1, alone=True)
-        )
+        return cls.of_default_group(alone=True)
 
     @cached_property
     def topology(self) -> Topology:

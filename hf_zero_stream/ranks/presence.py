@@ -29,19 +29,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from ..errors import PeerError, refuse_unknown_version
+from ..errors import PeerError, require_names
 from ..settings.config import announced_local_rank, announced_local_size
 from .contact import PREFIX, Line, Listener, SharedStore, pauses
 
 
-_RELIED_ON = (
-    (distributed_c10d, "_get_default_store"),
-    (distributed_c10d, "_update_default_pg"),
-    (distributed_c10d, "_world"),
-    (dist.ProcessGroup, "_get_backend"),
-    (dist.Store, "clone"),
-)
-refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])
+require_names("torch", distributed_c10d, "_get_default_store", "_update_default_pg", "_world")
+require_names("torch", dist.ProcessGroup, "_get_backend")
+require_names("torch", dist.Store, "clone")
 
 
 class Presence:
@@ -60,7 +55,8 @@ class Presence:
         """Ranks that were waited for in vain since all came together last, and whether they had made contact then."""
         self.left_together = "", dict[str, int]()
         """The last meeting of all ranks, and the collectives that this one had begun when it left."""
-        self._group_store = weakref.ref(store)
+        self.group_store = weakref.ref(store)
+        """The group's own store. Its server, if it is in this process, lives as long as somebody refers to it."""
         self._locations: dict[int, Location] = {}
         self._lines: dict[int, Line] = {}
         self._topology: Topology | None = None
@@ -97,7 +93,7 @@ class Presence:
         group_store = distributed_c10d._get_default_store()
         with _making:
             earlier = _current
-            if earlier is None or earlier._group_store() is not group_store:
+            if earlier is None or earlier.group_store() is not group_store:
                 rank, world_size = dist.get_rank(), dist.get_world_size()
                 agent_holds_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun's
                 _current = cls(group_store, rank, world_size, holds_store=not agent_holds_store)
@@ -108,10 +104,6 @@ class Presence:
                 earlier.store.set(earlier._key(earlier.rank), earlier.location)
             assert _current is not None
             return _current
-
-    def group_store(self) -> dist.Store | None:
-        """The group's own store. Its server, if it is in this process, lives as long as somebody refers to it."""
-        return self._group_store()
 
     def close(self) -> None:
         """Close the sockets, from which other ranks see that this process lives."""

@@ -18,17 +18,11 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ..errors import refuse_unknown_version
+from ..errors import require_names
 
 
-_RELIED_ON = (
-    (distributed_c10d, "_World"),
-    (distributed_c10d, "_world"),
-    (distributed_c10d, "_update_default_pg"),
-    (distributed_c10d, "_unregister_process_group"),
-    (debug, "_clear_sharding_prop_cache"),
-)
-refuse_unknown_version("torch", [name for owner, name in _RELIED_ON if not hasattr(owner, name)])
+require_names("torch", distributed_c10d, "_World", "_world", "_update_default_pg", "_unregister_process_group")
+require_names("torch", debug, "_clear_sharding_prop_cache")
 
 _FIRST_NUMBER = 1 << 40
 """torch names groups by their number, in a table of the whole process; no real group comes this far."""

@@ -75,11 +75,11 @@ class _Dequantize(ConversionOps):
         weights = [key for key in lists if key.rpartition(".")[2] == "weight"]
         result: dict[str, Any] = {}
         for key in weights:
-            beside = self._beside(key, lists)
+            beside = self.hf_quantizer.beside(key, lists)
             values = lists[key]
             if beside:
                 fields = ({name: each[number] for name, each in beside.items()} for number in range(len(values)))
-                values = [self._dequantised(key, *each) for each in zip(values, fields, strict=True)]
+                values = [self.hf_quantizer.dequantised(key, *each) for each in zip(values, fields, strict=True)]
             # Weights that are not quantised come here, too.
             if self.hf_quantizer.casts and (beside or not _stays_in_fp32(full_layer_name or "", model)):
                 values = [value.to(self.hf_quantizer.dtype) for value in values]
@@ -88,38 +88,10 @@ class _Dequantize(ConversionOps):
             return {full_layer_name or "weight": result["weight"][0]}
         return result
 
-    @staticmethod
-    def _beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        raise NotImplementedError
-
-    @staticmethod
-    def _dequantised(key: str, weight: Any, beside: Mapping[str, Any]) -> Any:
-        raise NotImplementedError
-
 
 def _stays_in_fp32(name: str, model: Any) -> bool:
     lists = (getattr(model, f"_keep_in_fp32_modules{suffix}", None) or () for suffix in ("", "_strict"))
     return any(module in name for modules in lists for module in modules)
-
-
-class _Dequantize4bit(_Dequantize):
-    @staticmethod
-    def _beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        return {name.removeprefix(f"{key}."): each for name, each in lists.items() if name.startswith(f"{key}.")}
-
-    @staticmethod
-    def _dequantised(key: str, weight: Any, beside: Mapping[str, Any]) -> Any:
-        """Two values are in a byte, the first one in its upper half; each is an index into ``quant_map``.
-
-        They are scaled by ``absmax``, one for each block of values. With double quantisation these are indices too.
-        """
-        state_key = next((name for name in beside if name.startswith(STATE)), None)
-        if state_key is None or not {"absmax", "quant_map"} <= beside.keys():
-            raise CheckpointError(f"{key}: expected absmax, quant_map and {STATE}*; found {', '.join(beside)}.")
-        state = json.loads(bytes(beside[state_key].tolist()))
-        _check_sizes(key, weight, beside, state)
-        offset = torch.tensor([state.get("nested_offset", 0.0)])
-        return dequantised_4bit(weight, beside, state, LazyTensor.whole(HostTensor.of(offset), weight.reader))
 
 
 def _check_sizes(key: str, weight: Any, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
@@ -187,17 +159,6 @@ def dequantised_8bit(weight: Any, scales: Any) -> Any:
     return weight * scales.view(-1, 1) * _INT8_STEP
 
 
-class _Dequantize8bit(_Dequantize):
-    @staticmethod
-    def _beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-        name = f"{key.removesuffix('weight')}SCB"
-        return {"SCB": lists[name]} if name in lists else {}
-
-    @staticmethod
-    def _dequantised(key: str, weight: Any, beside: Mapping[str, Any]) -> Any:
-        return dequantised_8bit(weight, beside["SCB"])
-
-
 class _Quantizer4bit(HfQuantizer):
     requires_calibration = casts = False
     dtype: torch.dtype | None = None
@@ -228,11 +189,36 @@ class _Quantizer4bit(HfQuantizer):
         linear_modules(model, self.quantization_config)
 
     def get_load_operations(self) -> dict[str, Any]:
-        return {"dequantize": _Dequantize4bit}
+        return {"dequantize": _Dequantize}
+
+    @staticmethod
+    def beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        """What :meth:`dequantised` takes for the weight `key`, out of the tensors of one converter."""
+        return {name.removeprefix(f"{key}."): each for name, each in lists.items() if name.startswith(f"{key}.")}
+
+    @staticmethod
+    def dequantised(key: str, weight: Any, beside: Mapping[str, Any]) -> Any:
+        """Two values are in a byte, the first one in its upper half; each is an index into ``quant_map``.
+
+        They are scaled by ``absmax``, one for each block of values. With double quantisation these are indices too.
+        """
+        state_key = next((name for name in beside if name.startswith(STATE)), None)
+        if state_key is None or not {"absmax", "quant_map"} <= beside.keys():
+            raise CheckpointError(f"{key}: expected absmax, quant_map and {STATE}*; found {', '.join(beside)}.")
+        state = json.loads(bytes(beside[state_key].tolist()))
+        _check_sizes(key, weight, beside, state)
+        offset = torch.tensor([state.get("nested_offset", 0.0)])
+        return dequantised_4bit(weight, beside, state, LazyTensor.whole(HostTensor.of(offset), weight.reader))
 
 
 class _Quantizer8bit(_Quantizer4bit):
     serialized_names = {"weight": ["weight", "SCB", "weight_format"]}
 
-    def get_load_operations(self) -> dict[str, Any]:
-        return {"dequantize": _Dequantize8bit}
+    @staticmethod
+    def beside(key: str, lists: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+        name = f"{key.removesuffix('weight')}SCB"
+        return {"SCB": lists[name]} if name in lists else {}
+
+    @staticmethod
+    def dequantised(key: str, weight: Any, beside: Mapping[str, Any]) -> Any:
+        return dequantised_8bit(weight, beside["SCB"])

@@ -34,9 +34,9 @@ def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """What stays quantised, or is quantised now, is a matter of :mod:`.packing`."""
+    session.kept_config = session.quantiser = None
     configs = [config, config.get_text_config(decoder=True)]
     if quantization_config is None and all(getattr(each, "quantization_config", None) is None for each in configs):
-        session.kept_config = session.quantiser = None
         return original(config, quantization_config, *args, **kwargs)
     from . import packing
 
@@ -83,31 +83,8 @@ def load_pretrained_model(
     """Run transformers' function on a state dict of lazy tensors."""
     session.refuse_uncalled("get_init_context")
     load, is_part = session.load, session.inside is not None
-    if session.quantiser is not None and session.has_nested:
-        raise UnsupportedError(
-            f"{load_config.pretrained_model_name_or_path}: a model whose __init__ calls from_pretrained cannot be "
-            "quantised while it is loaded. Load with keep_quantized=False, or without a quantization_config."
-        )
-    if session.model is None and session.quantiser is None and stays_quantised(load_config.hf_quantizer):
-        if is_part or session.has_nested:
-            raise UnsupportedError(
-                f"{load_config.pretrained_model_name_or_path}: this checkpoint stays quantised, and it belongs to a "
-                "model whose __init__ calls from_pretrained: the two cannot be streamed together. Pass a "
-                "quantization_config with dequantize=True, where the format has one, or load without streaming()."
-            )
-        session.stock_reason = (
-            "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
-            "quantization_config with dequantize=True, where the format has one"
-        )
-        if checkpoint_files and is_url(checkpoint_files[0]):
-            raise UnsupportedError(
-                f"{load_config.pretrained_model_name_or_path}: cannot be loaded from a URL, because "
-                f"{session.stock_reason}. Or download the checkpoint."
-            )
-        if load.coordinator.is_main and load.destination.hides_zero3:  # elsewhere stock is no surprise
-            logger.warning(
-                f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
-            )
+    if session.model is None:
+        _leave_quantised(session, checkpoint_files, load_config)
     if session.model is not None or session.stock_reason:
         return original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     if not load.destination.takes_dtensors:
@@ -136,6 +113,38 @@ def load_pretrained_model(
         load.refuse_absent()
         result[0].unexpected_keys.difference_update(load.absent)  # they are in no shard
         return result
+
+
+def _leave_quantised(session: Session, files: Any, load_config: Any) -> None:
+    """Leave a model that stays quantised to stock; raise an UnsupportedError where that cannot have it."""
+    path, load = load_config.pretrained_model_name_or_path, session.load
+    if session.quantiser is not None:
+        if session.has_nested:
+            raise UnsupportedError(
+                f"{path}: a model whose __init__ calls from_pretrained cannot be quantised while it is loaded. Load "
+                "with keep_quantized=False, or without a quantization_config."
+            )
+        return
+    if not stays_quantised(load_config.hf_quantizer):
+        return
+    if session.inside is not None or session.has_nested:
+        raise UnsupportedError(
+            f"{path}: this checkpoint stays quantised, and it belongs to a model whose __init__ calls "
+            "from_pretrained: the two cannot be streamed together. Pass a quantization_config with dequantize=True, "
+            "where the format has one, or load without streaming()."
+        )
+    session.stock_reason = (
+        "the model stays quantised, and then every rank holds all of it. To fine-tune it under ZeRO-3, pass a "
+        "quantization_config with dequantize=True, where the format has one"
+    )
+    if files and is_url(files[0]):
+        raise UnsupportedError(
+            f"{path}: cannot be loaded from a URL, because {session.stock_reason}. Or download the checkpoint."
+        )
+    if load.coordinator.is_main and load.destination.hides_zero3:  # elsewhere stock is no surprise
+        logger.warning(
+            f"hf_zero_stream hands this load to stock transformers and DeepSpeed, because {session.stock_reason}."
+        )
 
 
 def stays_quantised(hf_quantizer: Any) -> bool:
@@ -217,31 +226,19 @@ def get_resolved_checkpoint_files(session: Session, original: Original, *args: A
 
     transformers knows no folders of torch.distributed.checkpoint with that library's own files.
     """
-    if (distributed := _distributed_file(**kwargs)) is not None:
+    folder: Any = kwargs.get("pretrained_model_name_or_path")
+    safetensors = kwargs.get("use_safetensors")
+    subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
+    is_folder = bool(folder) and os.path.isdir(folder) and not kwargs.get("gguf_file")
+    if is_folder and not safetensors and (distributed := distributed_file(Path(folder, subfolder))) is not None:
         return [str(distributed)], None
     try:
         return original(*args, **kwargs)
     except OSError:
-        folder = kwargs.get("pretrained_model_name_or_path")
-        is_safetensors = not kwargs.get("gguf_file") and kwargs.get("use_safetensors") is not False
-        if session.load.checkpoint.reads_itself or not is_safetensors or not folder or not os.path.isdir(folder):
+        if session.load.checkpoint.reads_itself or not is_folder or safetensors is False:
             raise
         name = ".".join(filter(None, ("model", kwargs.get("variant"), "safetensors")))
-        subfolder = (kwargs.get("download_kwargs") or {}).get("subfolder") or ""
         return [os.path.join(folder, subfolder, name)], None  # if rank 0 has others, the load says so
-
-
-def _distributed_file(
-    pretrained_model_name_or_path: Any = None,
-    gguf_file: Any = None,
-    use_safetensors: bool | None = None,
-    download_kwargs: Mapping[str, Any] | None = None,
-    **_: Any,
-) -> Path | None:
-    folder = pretrained_model_name_or_path
-    if folder is None or gguf_file or use_safetensors or not os.path.isdir(folder):
-        return None
-    return distributed_file(Path(folder, (download_kwargs or {}).get("subfolder") or ""))
 
 
 def _open(session: Session, state_dict: Any, files: Any, load_config: Any) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -67,42 +68,39 @@ def get_hf_quantizer(
     session: Session, original: Original, config: Any, quantization_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Have transformers dequantise what will be kept quantised, unless the user wants it dequantised."""
-    session.kept_config = None
-    found = getattr(config, "quantization_config", None)
-    in_text = found is None
+    in_text = getattr(config, "quantization_config", None) is None
     holder = config.get_text_config(decoder=True) if in_text else config
     found = getattr(holder, "quantization_config", None)
     fields = found if isinstance(found, Mapping) else getattr(found, "to_dict", dict)()
-    wishes = [fields.get("dequantize"), getattr(quantization_config, "dequantize", False)]
-    load = session.load
+    is_dequantised = fields.get("dequantize") or getattr(quantization_config, "dequantize", False)
+    is_known = _is_known(fields) and not is_dequantised
     wanted = None if fields else wanted_config(quantization_config)
-    session.quantiser = None
+    if wanted is not None and not is_quantisable(wanted):
+        wanted = None
+    load, device_map = session.load, args[0] if args else kwargs.get("device_map")
     packs = load.config.keep_quantized and load.destination.takes_packed and session.inside is None
-    if packs and wanted is not None and is_quantisable(wanted) and kwargs.get("gguf_file") is None:
+    if packs and wanted is not None and kwargs.get("gguf_file") is None:
         load.destination.refuse_packed()
         session.quantiser = QuantisingQuantizer(wanted)
         session.quantiser.validate_environment()
         session.kept_config = wanted.to_dict()
         config.quantization_config = session.kept_config  # ranks compare it
-        return session.quantiser, config, args[0] if args else kwargs.get("device_map")
-    if _is_known(fields) and not any(wishes):
-        if packs:
-            load.destination.refuse_packed()
-            session.kept_config = dict(fields)
-            if fields["quant_method"] == "bitsandbytes":
-                device_map = args[0] if args else kwargs.get("device_map")
-                casts = not load.destination.hides_zero3  # else DeepSpeed decides the dtype
-                return dequantising_quantizer(fields, casts=casts), config, device_map
-            if quantization_config is not None:
-                quantization_config = copy.copy(quantization_config)
-                quantization_config.dequantize = True
-            holder.quantization_config = {**fields, "dequantize": True}
+        return session.quantiser, config, device_map
+    if packs and is_known:
+        load.destination.refuse_packed()
+        session.kept_config = dict(fields)
+        if fields["quant_method"] == "bitsandbytes":
+            casts = not load.destination.hides_zero3  # else DeepSpeed decides the dtype
+            return dequantising_quantizer(fields, casts=casts), config, device_map
+        if quantization_config is not None:
+            quantization_config = copy.copy(quantization_config)
+            quantization_config.dequantize = True
+        holder.quantization_config = {**fields, "dequantize": True}
     result = original(config, quantization_config, *args, **kwargs)
     if session.kept_config is not None and in_text:
         holder.quantization_config = session.kept_config
     if session.kept_config is None and result[0] is not None:
-        is_ours = _is_known(fields) or (wanted is not None and is_quantisable(wanted))
-        _explain(session, result[0], is_ours and not any(wishes), config)
+        _explain(session, result[0], is_known or (wanted is not None and not is_dequantised), config)
     return result
 
 
@@ -292,9 +290,7 @@ def _report(session: Session, candidates: _Candidates, refused: Mapping[str, str
 
 def _named_once(model: nn.Module) -> set[int]:
     """The parameters that have one name; tied ones have several."""
-    found: dict[int, int] = {}
-    for _, param in model.named_parameters(remove_duplicate=False):
-        found[id(param)] = found.get(id(param), 0) + 1
+    found = Counter(id(param) for _, param in model.named_parameters(remove_duplicate=False))
     return {each for each, count in found.items() if count == 1}
 
 

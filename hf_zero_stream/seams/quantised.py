@@ -10,7 +10,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -26,13 +26,6 @@ from .session import Original, Session, in_session
 
 Part = dict[int, tuple[int, Fraction | int]]
 """Where an input holds each dimension of the result; see :class:`..checkpoint.nodes.Blockwise`."""
-
-
-def _optional(module: str, name: str) -> Any:
-    """An attribute of one of transformers' integrations; None if the installed version lacks it."""
-    with suppress(ImportError):
-        return getattr(importlib.import_module(f"transformers.integrations.{module}"), name, None)
-    return None
 
 
 # -------------------------------------------------------------------------------------------------- gpt-oss's MXFP4
@@ -211,13 +204,14 @@ def unpack_from_int32(original: Original, value: Any, num_bits: int, shape: Any,
 
 def mapped_gguf_values(state_dict: Any) -> dict[str, torch.Tensor]:
     """The tensors of a GGUF file that transformers has mapped into memory, without copies."""
-    dtypes = _optional("gguf.reader", "_TORCH_DTYPE") or {}
     values = {}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor is it written to
         for name, value in state_dict.items():
             if not isinstance(value, torch.Tensor):
-                mapped = torch.from_numpy(value.data).view(dtypes.get(value.ggml_type, torch.uint8))
+                from transformers.integrations.gguf.reader import _TORCH_DTYPE  # in versions that map files
+
+                mapped = torch.from_numpy(value.data).view(_TORCH_DTYPE.get(value.ggml_type, torch.uint8))
                 value = mapped.reshape(value.shape)
             values[name] = value
     return values
@@ -227,7 +221,9 @@ def dequantize_blocks(original: Original, raw: Any, kind: Any, rows: int, column
     """Rows of blocks; the kind says how many bytes and values a block has."""
     if not isinstance(raw, LazyTensor):
         return original(raw, kind, rows, columns, dtype)
-    values, nbytes = _optional("gguf.dequant", "GGML_BLOCK")[kind]
+    from transformers.integrations.gguf.dequant import GGML_BLOCK
+
+    values, nbytes = GGML_BLOCK[kind]
 
     def dequantise(origin: tuple[int, ...], raw: torch.Tensor) -> torch.Tensor:
         return original(raw, kind, raw.shape[0], raw.shape[1] // nbytes * values, dtype)

@@ -80,14 +80,6 @@ class QuantisingQuantizer(base.HfQuantizer):
         module, _, key = param_name.rpartition(".")
         return key == "weight" and module in self._modules
 
-    def transposed(self, param_name: str, values: LazyTensor) -> LazyTensor:
-        """`values` as those of a linear layer, if they are of a ``Conv1D`` in the checkpoint."""
-        return values.T if param_name.rpartition(".")[0] in self._transposed else values
-
-    def leave(self, param_name: str) -> None:
-        """Do not quantise a parameter; transformers then reports one of a wrong shape."""
-        self._modules.discard(param_name.rpartition(".")[0])
-
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantise(self)
 
@@ -102,8 +94,17 @@ class QuantisingQuantizer(base.HfQuantizer):
     def is_trainable(self) -> bool:
         return True
 
-    def dequantised(self, param_name: str, values: LazyTensor) -> LazyTensor:
-        """What `values` are once they have been quantised, lazily."""
+    def dequantised(self, param_name: str, values: LazyTensor, shape: torch.Size) -> LazyTensor:
+        """What `values` are once they have been quantised, lazily; of another `shape` they stay as they are.
+
+        Of these transformers reports that they do not fit.
+        """
+        module = param_name.rpartition(".")[0]
+        if module in self._transposed:  # of a ``Conv1D`` in the checkpoint
+            values = values.T
+        if values.shape != shape:
+            self._modules.discard(module)
+            return values
         sources = list(entries_of([values.view_of_node]))
         # The name in the checkpoint, under which a save writes it, if it is one tensor there.
         name = sources[0].name if len(sources) == 1 and prod(sources[0].shape) == values.numel() else param_name
@@ -121,15 +122,11 @@ class _Quantise(ConversionOps):
         self.hf_quantizer = hf_quantizer
 
     def convert(self, input_dict: Any, model: Any = None, **kwargs: Any) -> dict[str, Any]:
-        result = {}
-        for name, value in input_dict.items():
-            value = self.hf_quantizer.transposed(name, value[0] if isinstance(value, list) else value)
-            if value.shape == model.get_parameter(name).shape:
-                result[name] = self.hf_quantizer.dequantised(name, value)
-            else:
-                self.hf_quantizer.leave(name)
-                result[name] = value
-        return result
+        values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        return {
+            name: self.hf_quantizer.dequantised(name, value, model.get_parameter(name).shape)
+            for name, value in values.items()
+        }
 
 
 def _stand_in(

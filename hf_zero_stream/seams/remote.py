@@ -73,7 +73,7 @@ def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args
     if not url:
         return original(path_or_repo_id, filenames, *args, **kwargs)
     files = scope.resource(SmallFiles)
-    are_shards = kwargs.get("_raise_exceptions_for_missing_entries", True)
+    are_required = kwargs.get("_raise_exceptions_for_missing_entries", True)
     found = []
     for name in filenames:
         place = joined(url, kwargs.get("subfolder") or "", name)
@@ -85,22 +85,20 @@ def cached_files(original: Original, path_or_repo_id: Any, filenames: Any, *args
                 if name == _ADAPTER:
                     raise UnsupportedError(f"{place}: adapters are not loaded from URLs. Download the adapter.")
                 continue
-            if not are_shards:  # else the index promises it, and its header will be read
+            if not are_required:  # else it is a shard, which the index promises, and its header will be read
                 files.require(place)
             found.append(files.pinned(place))
         except RequestFailed as error:
-            is_required = kwargs.get("_raise_exceptions_for_missing_entries", True)
             if name == _CONFIG and error.status in (403, 404) and _is_without_model(files, place):
                 return None  # as stock
-            if error.status == 403 and not is_required:
-                # Who may not list a bucket is told this of objects that are not there.
-                if announced_local_rank() == 0:
-                    logger.info(f"{place}: {error} It counts as absent.")
-            elif error.status != 404 or is_required:
+            if are_required or error.status not in (403, 404):
                 raise ReadError(f"{place}: {error}") from error
+            # Who may not list a bucket is told 403 of objects that are not there.
+            if error.status == 403 and announced_local_rank() == 0:
+                logger.info(f"{place}: {error} It counts as absent.")
             return None
     answers = Answers.current()
-    if are_shards and answers is not None and _reads_headers():
+    if are_required and answers is not None and _reads_headers():
         files.ask_ahead([], filter(is_url, found), answers)
     return found
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from ..errors import ReadError
 
 
 if TYPE_CHECKING:
@@ -154,34 +158,32 @@ class Retries:
 
         With `jitter`, after a random time of 0 to twice as long: clients of a server must not come back together.
         """
-        try:
-            return function()  # without tenacity, which takes 40 us: every read comes through here
-        except BaseException as error:
-            if not is_transient(error):
-                raise
-            failures = [error]
-        import tenacity  # takes longer to import than many a load takes
+        retries = 0
+        while True:
+            try:
+                return function()
+            except BaseException as error:
+                if retries >= self._limit or not is_transient(error):
+                    raise
+            pause_s = min(5.0, 0.1 * 2**retries)
+            time.sleep(Random().uniform(0.0, 2 * pause_s) if jitter else pause_s)  # not by the training's numbers
+            retries += 1
+            with self._lock:
+                self.count += 1
 
-        def try_on() -> T:
-            if failures:
-                raise failures.pop()
-            return function()
 
-        return tenacity.Retrying(
-            retry=tenacity.retry_if_exception(is_transient),
-            stop=tenacity.stop_after_attempt(self._limit + 1),
-            wait=(
-                tenacity.wait_random_exponential(multiplier=0.2, max=10.0)
-                if jitter
-                else tenacity.wait_exponential(multiplier=0.1, max=5.0)
-            ),
-            before_sleep=self._note,
-            reraise=True,
-        )(try_on)
-
-    def _note(self, state: object) -> None:
-        with self._lock:
-            self.count += 1
+@contextmanager
+def naming_file(path: str, what: str) -> Iterator[None]:
+    """Inside, an error of reading the file at `path` becomes a ReadError, whose cause it is; `what` is in the file."""
+    try:
+        yield
+    except ReadError:
+        raise
+    except OSError as error:
+        raise ReadError(
+            f"{path}: cannot read {what}: {error.strerror or error}. Check that the file exists on every node and may "
+            "be read."
+        ) from error
 
 
 def is_url(path: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import NamedTuple
-from urllib.parse import SplitResult, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from .urls import PASSING_STATUS, RequestFailed, repository_of, scheme_of
 
@@ -54,7 +54,10 @@ def resolved_file(url: str) -> HubFile:
         status = getattr(getattr(error, "response", None), "status_code", 0)
         passes = status >= 500 or status in PASSING_STATUS or not (status or isinstance(error, OfflineModeIsEnabled))
         raise RequestFailed(f"the Hub does not give it: {error}", status, passes) from error
-    before, after = urlsplit(address), _parts_of(found.location)
+    try:
+        before, after = urlsplit(address), urlsplit(found.location)
+    except ValueError as error:  # such as a bracket that is not closed
+        raise RequestFailed(f"the Hub redirects to what is no address: {error}.") from error
     if after.scheme != "https" and (after.scheme != "http" or before.scheme != "http"):
         raise RequestFailed(f"the Hub redirects from {before.scheme} to {after.scheme}:, which is not followed.")
     if not after.hostname or "@" in after.netloc:
@@ -64,13 +67,6 @@ def resolved_file(url: str) -> HubFile:
         authorization = build_hf_headers(token=token).get("authorization")
         headers = (("authorization", authorization),) if authorization else ()
     return HubFile(urlunsplit(after), headers, found.etag or "", found.commit_hash or "")
-
-
-def _parts_of(location: str) -> SplitResult:
-    try:
-        return urlsplit(location)
-    except ValueError as error:  # such as a bracket that is not closed
-        raise RequestFailed(f"the Hub redirects to what is no address: {error}.") from error
 
 
 class HubFiles:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
@@ -12,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tenacity
 import torch.distributed as dist
 
 from hf_zero_stream.errors import CheckpointError, ReadError
@@ -30,7 +30,7 @@ SIZE = 20_000
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which are not made."""
     made: list[float] = []
-    monkeypatch.setattr(tenacity.nap.time, "sleep", made.append)
+    monkeypatch.setattr(time, "sleep", made.append)
     return made
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 
 import pytest
-import tenacity
 import torch
 from safetensors.torch import save
 
@@ -36,7 +36,7 @@ def source() -> MemoryFiles:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses between attempts, which are not made."""
     made: list[float] = []
-    monkeypatch.setattr(tenacity.nap.time, "sleep", made.append)
+    monkeypatch.setattr(time, "sleep", made.append)
     return made
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tenacity
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -47,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behaviour]:
 def well_behaved(server: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Behaviour()
     server.fault, server.tag, server.requests = fresh.fault, fresh.tag, []
-    monkeypatch.setattr(tenacity.nap.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
     monkeypatch.setattr(remote, "STALL_S", 1)
 
 
