@@ -8,8 +8,8 @@ and by a weight stream in buckets, which is in the hub's layout. `stock, packed`
 chunks of up to 1 GB, of copies. `ours, direct`: nothing is gathered, and each rank sends what it holds to a server, a
 process of its own that puts tensors together; `changes`: one element of a hundred is another, and no others are sent.
 The other ways send nothing. On a CPU DeepSpeed gathers through shared memory where all ranks are on one host, and by
-gloo where they are not: `--gathers` chooses. A stream sends by gloo. Growth is that of anonymous memory, beside what the
-training holds. All give the same values, or the exit code is 1.
+gloo where they are not: `--gathers` chooses. A stream sends by gloo. Growth is that of anonymous memory, beside what
+the training holds. All give the same values, or the exit code is 1.
 """
 
 import argparse
