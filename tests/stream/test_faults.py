@@ -63,19 +63,23 @@ def unreadable(stream: Any, number: int) -> Iterator[None]:
     """The value of one parameter cannot be read."""
     import hf_zero_stream.stream.buckets as buckets
 
-    original, count = buckets.exchange, [0]
+    original, count = buckets.begin_exchange, [0]
 
-    def exchange(*args: Any) -> Any:
+    def begin(*args: Any) -> Any:
         count[0] += 1
-        yield from original(*args)
-        if count[0] == number:
+        end = original(*args)
+
+        def fail() -> None:
+            end()
             raise OSError("a disk's error")
 
-    buckets.exchange = exchange
+        return fail if count[0] == number else end
+
+    buckets.begin_exchange = begin
     try:
         yield
     finally:
-        buckets.exchange = original
+        buckets.begin_exchange = original
 
 
 def fail_in_an_exchange(checkpoint: Path, faulty: int) -> list[Any]:

@@ -176,15 +176,15 @@ def die(checkpoint: Path, engine: str, url: str, victim: int) -> None:
     from hf_zero_stream.stream import buckets
 
     sender = sender_of(checkpoint, engine, url)
-    original, count = buckets.exchange, [0]
+    original, count = buckets.begin_exchange, [0]
 
-    def exchange(*args: Any) -> Any:
+    def begin(*args: Any) -> Any:
         count[0] += 1
         if count[0] == 4 and dist.get_rank() == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(*args)
 
-    buckets.exchange = exchange
+    buckets.begin_exchange = begin
     sender.send()
 
 
