@@ -290,10 +290,15 @@ def _patched(owner: Any, original: Any, replacement: Replacement) -> Any:
     return function
 
 
+def is_replaced(method: Any) -> bool:
+    """Whether a method is one of ours, in the place of another library's."""
+    return getattr(method, "__globals__", None) is globals()
+
+
 def is_defined_by(owner: type, function: Any) -> bool:
     """Whether the module of `owner` defines `function`, perhaps a method of an object; our patches do not count."""
     function = getattr(function, "__func__", function)
-    while getattr(function, "__globals__", None) is globals():
+    while is_replaced(function):
         function = function.__wrapped__
     return getattr(function, "__globals__", {}).get("__name__") == owner.__module__
 

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-from ..bindings.install import is_defined_by, replaced_methods
+from ..bindings.install import is_defined_by, is_replaced, replaced_methods
 from ..bindings.table import refuse_lacking
 from ..destinations.marks import is_sharded
 from ..settings.config import announces_fsdp2
@@ -150,9 +150,13 @@ def _is_trainer_running() -> bool:
 
 
 def saves_by_default(trainer: Any) -> bool:
-    """Whether nobody overrides how `trainer` gets a state dict and writes it, in a subclass or on an object."""
+    """Whether nobody overrides how `trainer` gets a state dict and writes it, in a subclass or on an object.
+
+    And whether it gets a lazy one: accelerate may be of a version whose saves are left to it.
+    """
     own = sys.modules["transformers.trainer"].Trainer
-    return not replaced_methods(own, trainer, "_save") and not replaced_methods_of(trainer.accelerator)
+    is_lazy = is_replaced(Accelerator.get_state_dict)
+    return is_lazy and not replaced_methods(own, trainer, "_save") and not replaced_methods_of(trainer.accelerator)
 
 
 def replaced_methods_of(accelerator: Accelerator) -> list[str]:

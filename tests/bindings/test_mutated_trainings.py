@@ -1,0 +1,146 @@
+"""What becomes of a training if a release renames a function that we replace, or no longer calls it.
+
+A training saves its state, and another one goes on from there: either there is an error, or both have the losses that
+they have as they are; never others. Which functions loads need is seen in test_mutated_bindings.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_zero_stream.bindings.install import Moment, Row
+from hf_zero_stream.bindings.table import TABLE
+from tests.bindings.test_mutated_bindings import MUTATIONS
+from tests.drift import smoke
+from tests.quantised.test_packed_peft import losses_of_kinds
+from tests.state.test_trainer import train
+from tests.support.cluster import run_ranks
+from tests.support.quantised_checkpoints import compressed_tensors
+from tests.support.training_state import TrainerRun
+from tests.zero.test_expert_parallel import expert_parallel
+from tests.zero.test_expert_parallel import losses as losses_of_experts
+
+
+Checkpoint = Callable[..., Path]
+Mutation = tuple[Moment, int, Callable[[Row, pytest.MonkeyPatch], Row]]
+
+OF_TRAINER = ("transformers.trainer:", "transformers.modeling_utils:", "accelerate.")
+
+
+def mutations(begin: tuple[str, ...], *moments: Moment) -> list[Any]:
+    """Of each row of these moments whose place begins so, both."""
+    return [
+        pytest.param((moment, number, mutate), id=f"{mutate.__name__} {row.name}", marks=pytest.mark.slow)
+        for moment in moments
+        for number, row in enumerate(TABLE[moment])
+        if row.of.startswith(begin)
+        for mutate in (MUTATIONS if row.leads_to else MUTATIONS[:1])
+    ]
+
+
+def mutated(mutation: Mutation | None, work: Callable[..., Any], *args: Any) -> Any:
+    """What `work` returns, or the error that it raises."""
+    with pytest.MonkeyPatch.context() as patch:
+        if mutation is not None:
+            moment, number, mutate = mutation
+            rows = list(TABLE[moment])
+            rows[number] = mutate(rows[number], patch)
+            patch.setitem(TABLE, moment, rows)  # type: ignore[arg-type]
+        try:
+            return work(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def losses_of_trainer(folder: Path, output: Path, run: TrainerRun) -> list[float]:
+    found = train(folder, output, run)
+    return [*found["losses"], found["at the end"]]
+
+
+def train_twice(
+    mutation: Mutation | None, folder: Path, output: Path, *, zero: bool
+) -> tuple[list[float] | str, list[float] | str]:
+    """Six steps; and the last two again, from the checkpoint before them, in new processes."""
+    whole, _ = run_ranks(2, mutated, mutation, losses_of_trainer, folder, output, TrainerRun(zero=zero))
+    if isinstance(whole, str):
+        return whole, ""
+    for checkpoint in output.glob("checkpoint-6*"):
+        shutil.rmtree(checkpoint)
+    again = TrainerRun(resume=True, zero=zero)  # type: ignore[arg-type]
+    return whole, run_ranks(2, mutated, mutation, losses_of_trainer, folder, output, again)[0]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    cluster: None, zoo_checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[bool], list[float]]:
+    """The losses of the Trainer as it is, by whether it is under ZeRO-3."""
+    found: dict[bool, list[float]] = {}
+
+    def losses(zero: bool) -> list[float]:
+        if zero not in found:
+            whole, again = train_twice(None, zoo_checkpoint("llama"), tmp_path_factory.mktemp("plain"), zero=zero)
+            assert isinstance(whole, list) and whole == again
+            found[zero] = whole
+        return found[zero]
+
+    return losses
+
+
+@pytest.mark.parametrize(
+    "mutation", mutations((*OF_TRAINER, "deepspeed.runtime."), Moment.BLOCK, Moment.MODELS, Moment.LAYOUT)
+)
+def test_trainer_under_zero_3(
+    expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
+) -> None:
+    outcomes = train_twice(mutation, zoo_checkpoint("llama"), tmp_path, zero=True)
+    assert all(isinstance(each, str) or each == expected(True) for each in outcomes), outcomes
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    mutations((*OF_TRAINER, "torch."), Moment.BLOCK, Moment.MODELS, Moment.LAYOUT, Moment.DEFERRED),
+)
+def test_trainer_under_fsdp2(
+    expected: Callable[[bool], list[float]], zoo_checkpoint: Checkpoint, tmp_path: Path, mutation: Mutation
+) -> None:
+    outcomes = train_twice(mutation, zoo_checkpoint("llama"), tmp_path, zero=False)
+    assert all(isinstance(each, str) or each == expected(False) for each in outcomes), outcomes
+
+
+@pytest.mark.parametrize("home", ["ZeRO-3", "ZeRO-2"])
+@pytest.mark.parametrize(
+    "mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), Moment.BLOCK, Moment.FLAT)
+)
+def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, mutation: Mutation) -> None:
+    outcome, _ = run_ranks(2, mutated, mutation, outcome_of_engine, home, zoo_checkpoint("qwen3_moe"), tmp_path)
+    assert outcome == "right" or "Error" in outcome, outcome
+
+
+def outcome_of_engine(home: str, folder: Path, output: Path) -> str:
+    from transformers import AutoModelForCausalLM
+
+    plain = dict(AutoModelForCausalLM.from_pretrained(folder).float().named_parameters())
+    return smoke.outcome(home, folder, output, plain)
+
+
+@pytest.mark.parametrize("mutation", mutations(("peft.", "compressed_tensors."), Moment.MODELS, Moment.COMPRESSED))
+def test_adapters_on_quantised_weights(cluster: None, tmp_path: Path, mutation: Mutation) -> None:
+    """Packed, and dequantised while they are loaded."""
+    compressed_tensors(tmp_path, "int4 with zero points")
+    expected, _ = run_ranks(2, mutated, None, losses_of_kinds, tmp_path, ["IA3"])
+    outcome, _ = run_ranks(2, mutated, mutation, losses_of_kinds, tmp_path, ["IA3"])
+    assert isinstance(expected, dict) and (isinstance(outcome, str) or outcome == expected), outcome
+
+
+@pytest.mark.parametrize("mutation", mutations(("deepspeed.module_inject.",), Moment.EXPERTS, Moment.RECORDERS))
+def test_expert_parallelism(cluster: None, zoo_checkpoint: Checkpoint, mutation: Mutation) -> None:
+    how = losses_of_experts, zoo_checkpoint("deepseek_v3"), expert_parallel(), "streaming", {}
+    expected, _ = run_ranks(2, mutated, None, *how)
+    outcome, _ = run_ranks(2, mutated, mutation, *how)
+    assert isinstance(expected, list) and (isinstance(outcome, str) or outcome == expected), outcome
