@@ -56,50 +56,38 @@ def generated(url: str) -> list[int]:
     return tokens
 
 
+SIZES = {
+    "vocab_size": 311,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "eos_token_id": 1,
+}
+
+
+def saved_in(folder: Path, kind: Any, config: Any) -> Path:
+    torch.manual_seed(0)
+    kind(config).to(torch.bfloat16).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
 def make_dense(folder: Path, layers: int = 2) -> Path:
     """A model of which vLLM's CPU build loads the same weights again as it did at its start."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=311,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        tie_word_embeddings=True,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    make_tokenizer(folder)
-    return folder
+    config = Qwen3Config(**SIZES, intermediate_size=256, num_hidden_layers=layers, tie_word_embeddings=True)
+    return saved_in(folder, Qwen3ForCausalLM, config)
 
 
 def make_mixture(folder: Path) -> Path:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=311,
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=64,
-        max_position_embeddings=256,
-        bos_token_id=None,
-        eos_token_id=1,
-    )
-    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
-    make_tokenizer(folder)
-    return folder
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    return saved_in(folder, Qwen3MoeForCausalLM, Qwen3MoeConfig(**SIZES, **experts, num_hidden_layers=2))
 
 
 @pytest.fixture(scope="module")
