@@ -171,8 +171,7 @@ def begin_exchange(
         error = caught
     # The same on all ranks.
     are_sent = any(part.rank != writer for writer, segment in of_round for part in segment.parts)
-    collective = partial(dist.all_to_all_single, received, send, arriving, sent)
-    wait = coordinator.begin(collective) if are_sent else None
+    wait = coordinator.begin(dist.all_to_all_single, received, send, arriving, sent) if are_sent else None
     try:
         mine = [(segment, buffer_of(segment)) for writer, segment in of_round if writer == rank and error is None]
         for segment, buffer in mine:  # while the rest is on its way
