@@ -10,21 +10,16 @@ from collections.abc import Callable, Iterator, Set
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from ..bindings.install import standing_in
-from ..destinations.marks import has_partition, is_packed
+from ..destinations.marks import has_partition
 from ..destinations.own_names import named_parameters
 from .buckets import Bucket
 from .merging import has_adapters
-from .weights import StreamedTensor, WeightStream, weight_stream
-
-
-_streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
-"""By the trainer whose weights they are."""
+from .weights import StreamedTensor, stream_of
 
 
 def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:
@@ -32,13 +27,10 @@ def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:
     model = self.actor.model.module
     if self.strategy.args.ds.tensor_parallel_size > 1 or not any(map(has_partition, model.parameters())):
         return original(self)
-    stream = _streams.get(self)
     # The encoder of images is frozen, and OpenRLHF leaves it out. Adapters have other names than what they change.
     leaves_out = getattr(self.actor, "is_vlm", False) and not has_adapters(model)
-    if stream is None:
-        layout: Any = "hub" if is_packed(model) else "model"
-        to: Any = "all" if self.use_cuda_ipc else "rank0"
-        stream = _streams[self] = weight_stream(model, to, layout=layout, only="trainable" if leaves_out else "all")
+    only = "trainable" if leaves_out else "all"
+    stream = stream_of(self, model, "all" if self.use_cuda_ipc else "rank0", only)
     frozen = {name for name, param in named_parameters(model) if leaves_out and not param.requires_grad}
     buckets = stream.passing()  # at once, and its first bucket: so that all ranks hear of any error from here on
     first = next(buckets)

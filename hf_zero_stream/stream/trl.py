@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from ..bindings.install import standing_in
-from ..destinations.marks import has_partition, is_packed, is_sharded
+from ..destinations.marks import has_partition, is_sharded
 from ..ranks.coordinator import collective_device
 from ..ranks.presence import is_alone
 from ..seams.wrappers import unwrapped
@@ -24,13 +23,10 @@ from .buckets import Bucket
 from .calls import Calls
 from .merging import has_adapters
 from .servers import Server, described, tensors_of
-from .weights import BUCKET_BYTES, WeightStream, weight_stream
+from .weights import BUCKET_BYTES, WeightStream, stream_of
 
 
 _CLIENT = "trl.generation.vllm_client"
-
-_streams: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
-"""By what of TRL's syncs the weights of a trainer."""
 
 
 def sync_weights(original: Callable[..., Any], self: Any) -> Any:
@@ -39,7 +35,7 @@ def sync_weights(original: Callable[..., Any], self: Any) -> Any:
     if _gives_all_it_has(model):
         return original(self)
     serves = self.mode == "server"
-    stream = _stream_of(self, model, "rank0" if serves else "all")
+    stream = stream_of(self, self.model, "rank0" if serves else "all")
     info = described(stream.metadata, "dtype_names")
     stand_ins = {
         "_iter_named_params": lambda: chain.from_iterable(stream),
@@ -57,7 +53,7 @@ def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> An
     if _gives_all_it_has(model):
         return original(self, t0)
     adapts = has_adapters(model)
-    stream = _stream_of(self, model, "rank0", "all" if adapts else "trainable")
+    stream = stream_of(self, self.model, "rank0", "all" if adapts else "trainable")
     if self.accelerator.is_main_process and hasattr(self.weight_transfer, "_weight_update_info"):
         self.weight_transfer._weight_update_info |= described(stream.metadata, "dtype_names")
     nothing = {"merge_adapter": lambda: None, "unmerge_adapter": lambda: None} if adapts else {}
@@ -72,7 +68,7 @@ def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
     if _gives_all_it_has(model):
         return original(self)
     serves = self.vllm_mode == "server"
-    stream = _stream_of(self, model, "rank0" if serves else "all")
+    stream = stream_of(self, self.model, "rank0" if serves else "all")
     client = _ByBuckets(self.vllm_client, stream) if serves and self.accelerator.is_main_process else None
 
     def move() -> None:
@@ -98,14 +94,6 @@ def _gives_all_it_has(model: Any) -> bool:
     """Whether TRL's own way is as good: this rank has all parameters, and nothing is merged."""
     shares = any(map(has_partition, model.parameters())) or is_sharded(model)
     return not shares and (is_alone() or not has_adapters(model))
-
-
-def _stream_of(trainer: Any, model: Any, to: Any, only: Any = "all") -> WeightStream:
-    stream = _streams.get(trainer)
-    if stream is None:
-        layout: Any = "hub" if is_packed(model) else "model"
-        stream = _streams[trainer] = weight_stream(trainer.model, to, layout=layout, only=only)
-    return stream
 
 
 class _ByBuckets:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -89,6 +90,18 @@ def weight_stream(
     """
     with expected_at(STREAM):
         return WeightStream(model, to, bucket_bytes, dtype_of_argument(dtype), only, layout, deltas=deltas)
+
+
+_of_trainers: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
+
+
+def stream_of(trainer: Any, model: Any, to: Any, only: Any = "all") -> WeightStream:
+    """The stream by which `trainer` gives `model` to engines, made once: by its own names, or the hub's if packed."""
+    stream = _of_trainers.get(trainer)
+    if stream is None:
+        layout: Any = "hub" if is_packed(unwrapped(model)) else "model"
+        stream = _of_trainers[trainer] = weight_stream(model, to, layout=layout, only=only)
+    return stream
 
 
 class StreamedTensor(NamedTuple):
