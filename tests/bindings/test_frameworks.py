@@ -103,6 +103,7 @@ def resume_as_lightning(folder: Path, source: Path, again: Path, stage: int) -> 
     return train(engine, (3, 4)), repr({name: found[name] for name in client_state()})
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [3, 2])
 @pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])

@@ -93,8 +93,9 @@ PLACES = ["object", "subclass", "class", "save"]
 
 
 def test_of_an_accelerator(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
-    assert run_ranks(2, save_model, zoo_checkpoint("llama"), tmp_path, PLACES) == [[True] * 3 * len(PLACES)] * 2
-    for where in PLACES:
+    places = sampling.every(2, PLACES)
+    assert run_ranks(2, save_model, zoo_checkpoint("llama"), tmp_path, places) == [[True] * 3 * len(places)] * 2
+    for where in places:
         assert "renamed.lm_head.weight" in names_in(tmp_path / where / "stock")
         for how in ("ours", "inside"):
             assert different(tmp_path / where / how, tmp_path / where / "stock") == [], (where, how)

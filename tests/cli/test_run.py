@@ -179,6 +179,7 @@ print(os.path.exists(os.path.join(sys.argv[2], "model.safetensors")))
 """
 
 
+@pytest.mark.slow
 def test_all_threads_stream_and_variables_are_read_late(
     compiler: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:

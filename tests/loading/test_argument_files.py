@@ -78,6 +78,7 @@ def with_an_object(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_weights_only(cluster: None, tmp_path: Path) -> None:
     """True refuses, and False loads, a pickle with objects in it; False is also passed for safetensors."""
     folder = with_an_object(tmp_path / "pickled")

@@ -236,6 +236,7 @@ def test_generation_config(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: 
         assert results[0]["probes"][0]["max_new_tokens"] == expected
 
 
+@pytest.mark.slow
 def test_fusion_config(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     """Another module, and a conversion of its weights."""
     kwargs = {"fusion_config": {"patch_embeddings": True}}

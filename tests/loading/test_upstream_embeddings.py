@@ -122,7 +122,7 @@ COMPOSITES = [
 
 
 @pytest.mark.parametrize(("model_type", "class_name"), COMPOSITES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_composite_models(cluster: None, composites: dict[str, Path], model_type: str, class_name: str) -> None:
     """`test_model_from_pretrained_dtype_composite`..., whole and in part: one dtype, or one for each sub-config."""
     dtypes: list[Any] = ["auto", "float32"]
@@ -151,6 +151,7 @@ def compare_pairs(class_name: str, method: str, folders: list[Path], kwargs: dic
     return [*unequal(ours, theirs), *([] if len(parts) == 2 else [f"streamed: {parts}"])]
 
 
+@pytest.mark.slow
 def test_model_of_two_loads(cluster: None, zoo_checkpoint: Checkpoint, composites: dict[str, Path]) -> None:
     """`EncoderDecoderModelTest`, `VisionTextDualEncoderIntegrationTest`: one call that loads two checkpoints."""
     bert, clip = zoo_checkpoint("bert"), composites["clip"]

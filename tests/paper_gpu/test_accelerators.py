@@ -54,6 +54,7 @@ assert model.streaming_report.ranks[0].device_peak == 0
 """
 
 
+@pytest.mark.slow
 def test_a_build_for_cuda_without_a_gpu(paper_gpus: None, even_checkpoint: Path) -> None:
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     imports = "import tests.paper_gpu.cuda\nimport torch, transformers.modeling_utils"

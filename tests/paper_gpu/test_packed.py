@@ -35,6 +35,7 @@ RESUMED = ("ZeRO-3 FP8", "FSDP2 MXFP4", "ZeRO-3 NF4", "FSDP2 NF4")
 """Which states are loaded again by four ranks."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("titles", TITLES, ids=" and ".join)
 def test_packed(tmp_path: Path, titles: tuple[str, ...]) -> None:
     """The values and losses of the same weights dequantised; in files, the bytes that they came from."""

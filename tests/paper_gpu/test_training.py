@@ -95,6 +95,7 @@ def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
     assert len(set(found[0]["losses"])) == 3, "steps must change the loss"
 
 
+@pytest.mark.slow
 def test_zero_with_a_group_for_each_kind_of_device(of_zero: list[dict[str, Any]], even_checkpoint: Path) -> None:
     """As under NCCL alone, also if somebody has set the current device."""
     names = ("ZeRO-3",) if sampling.is_sample else ("ZeRO-3", "ZeRO-3, pinned parameters")
@@ -118,6 +119,7 @@ def of_sharded(request: pytest.FixtureRequest, paper_gpus: None, even_checkpoint
     return run_ranks(2, in_one_process, trials, on=BOTH_GROUPS, timeout=280)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", rows([*SHARDED, *ACCELERATE]))
 def test_sharded(of_sharded: list[dict[str, Any]], name: str) -> None:
     check_sharded(of_sharded, name, stock=name != NO_STOCK)

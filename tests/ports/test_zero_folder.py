@@ -142,6 +142,7 @@ def resume_kinds(folders: list[Path], sources: list[Path], names: list[str]) -> 
     return {name: resume(folder, source, *KINDS[name][2:]) for name, folder, source in cases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_losses_at_the_same_size_are_those_of_going_on(trained: Trained, world_size: int) -> None:
     names = [name for name, kind in KINDS.items() if kind[0] == world_size]

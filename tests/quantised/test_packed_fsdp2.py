@@ -186,6 +186,7 @@ def held_in_training(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_plan_counts_adapters(cluster: None, folders: dict[str, Path]) -> None:
     lora = {"r": 3, "target_modules": TARGETS}
     for rank, of_rank in enumerate(run_ranks(2, held_in_training, folders, timeout=300)):
@@ -319,6 +320,7 @@ def quantise(folder: Path, out: Path, is_native: bool) -> dict[str, Any]:
     return {"losses": losses, "names": packed_names(model), "read": read, "held": shard_bytes(base)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_native", [True, False], ids=["distributed_config", "accelerate"])
 def test_quantised_while_loading(cluster: None, tmp_path: Path, is_native: bool) -> None:
     unquantised(tmp_path / "bf16")
@@ -427,6 +429,7 @@ def train_replicas(folder: Path, offloads: bool) -> list[list[float]]:
     return losses
 
 
+@pytest.mark.slow
 def test_replicas(cluster: None, folders: dict[str, Path]) -> None:
     for packed, whole in run_ranks(4, logits_of_replicas, folders["fp8"], timeout=300):
         assert torch.equal(packed, whole)

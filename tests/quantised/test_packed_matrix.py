@@ -60,6 +60,7 @@ def losses(folder: Path, homes_in_fp32: Container[str]) -> dict[str, Any]:
 HOMES = ("alone", "hpZ", "offload")
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODELS)

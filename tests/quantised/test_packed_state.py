@@ -73,6 +73,7 @@ def resume_ours(folder: Path, source: Path) -> list[float]:
     return steps(engine, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKERS)
 def test_resumed(cluster: None, tmp_path: Path, name: str) -> None:
     MAKERS[name](folder := tmp_path / "model")

@@ -190,6 +190,7 @@ LARGE: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_peak_of_dequantising(tmp_path: Path, name: str) -> None:

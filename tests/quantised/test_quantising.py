@@ -139,6 +139,7 @@ def losses_of_stock(folder: Path, out: Path, kinds: list[str]) -> dict[str, Any]
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["dense", pytest.param("moe", marks=pytest.mark.slow)])

@@ -166,6 +166,7 @@ def load_in_other_ways(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_other_ways_to_load(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = shutil.copytree(zoo_checkpoint("llama"), tmp_path / "llama")
     for found in run_ranks(4, load_in_other_ways, folder):

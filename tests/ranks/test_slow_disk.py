@@ -30,6 +30,7 @@ needs_fuse = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @needs_fuse
 def test_a_slow_shared_disk(tmp_path: Path) -> None:
     skip_if_lacking(FUSE)

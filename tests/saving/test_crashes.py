@@ -19,7 +19,12 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @pytest.mark.parametrize(
     ("fault", "stride"),
-    [pytest.param("killed", 1, marks=pytest.mark.slow), ("killed", 4), ("no space", 3), ("i/o error", 4)],
+    [
+        pytest.param("killed", 1, marks=pytest.mark.slow),
+        ("killed", 4),
+        ("no space", 3),
+        pytest.param("i/o error", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_one_rank(checkpoints: Checkpoints, fault: str, stride: int) -> None:
     old, checkpoint, new = checkpoints

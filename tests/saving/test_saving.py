@@ -59,6 +59,7 @@ def test_every_architecture(
             assert max(written) <= 1.1 * sum(written) / world_size, "every rank should write its share"
 
 
+@pytest.mark.slow
 def test_in_another_dtype(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Tied weights stay tied when they are cast."""
     names = sampling.every(3, ZOO)
@@ -148,6 +149,7 @@ def test_after_training(
         assert different(tmp_path / f"ours {dtype}", tmp_path / f"stock {dtype}") == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("async_io")
 def test_from_swap_files(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = make_moe_checkpoint(tmp_path / "moe", 4e7, num_layers=4, num_experts=32)

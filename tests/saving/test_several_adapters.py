@@ -123,6 +123,7 @@ def assert_are_saved(folder: Path, values: dict[str, torch.Tensor]) -> None:
         assert [key for key, value in saved.items() if not torch.equal(value, expected[key])] == [], place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_engines(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     folder = zoo_checkpoint("llama")

@@ -60,6 +60,7 @@ def test_ranks_with_empty_shards(cluster: None, zoo_checkpoint: Checkpoint, tmp_
     assert_whole(tmp_path, [live.on_four_ranks])
 
 
+@pytest.mark.slow
 def test_tied_heads(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     ways = [live.after_an_eval, live.after_a_step, live.by_transformers]
     run_ranks(2, save_live, zoo_checkpoint("qwen3"), tmp_path, ways, {})

@@ -161,6 +161,7 @@ def load_file_of(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
+@pytest.mark.slow
 def test_models_that_are_not_prepared(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for found in run_ranks(2, use_unprepared, zoo_checkpoint("llama")):
         assert not found["unequal"], found

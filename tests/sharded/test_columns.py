@@ -110,9 +110,9 @@ def reports_of(folder: Path, sizes: Sizes) -> tuple[list[Any], Any]:
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """30 MB, whose columns are worth an exchange; those of the zoo are not."""
+    """20 MB, whose columns are worth an exchange; those of the zoo are not."""
     folder = tmp_path_factory.mktemp("mixture")
-    make_moe_checkpoint(folder, 3e7, num_layers=2, num_experts=64)
+    make_moe_checkpoint(folder, 2e7, num_layers=2, num_experts=64)
     return folder
 
 

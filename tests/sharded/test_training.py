@@ -84,6 +84,7 @@ def test_policies(cluster: None, tmp_path: Path) -> None:
         assert any(isinstance(ours, list) for _, _, _, ours in found)
 
 
+@pytest.mark.slow
 def test_a_tied_head_of_odd_sizes(cluster: None, zoo_checkpoint: Callable[..., Path]) -> None:
     """It stays one parameter. Of stock's, which FSDP2 pads, the two ends part in the first step, without a word."""
     for found in run_ranks(2, train, zoo_checkpoint("qwen3"), [{"fsdp_size": 2}]):

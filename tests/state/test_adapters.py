@@ -132,6 +132,7 @@ def resume_from_deepspeeds(folder: Path, target: Path, stages: list[int]) -> dic
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_from_deepspeeds_own_folders(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     """Goes on as if nothing had happened; at another size and stage, and under FSDP2, as from a state of ours."""

@@ -126,6 +126,7 @@ def losses_without_steps(engine: Any) -> float:
         return float(engine(input_ids=tokens, labels=tokens).loss)
 
 
+@pytest.mark.slow
 def test_engine_without_its_optimizer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """As DeepSpeed: the weights of the tag that is named, counters and the scheduler, what the client gave."""
     for found in run_ranks(2, save_by_engine, zoo_checkpoint("llama"), tmp_path):

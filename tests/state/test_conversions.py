@@ -91,7 +91,6 @@ def resume(folder: Path, source: Path, home: str) -> dict[str, torch.Tensor]:
         return whole_values(training.model)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("home", ["fsdp2", "replicas", "zero3", "zero2"])
 def test_values_come_back_as_they_are(cluster: None, tmp_path: Path, home: str) -> None:
     register_checkpoint_conversion_mapping("odd_to_save", CONVERSIONS, overwrite=True)

@@ -20,7 +20,11 @@ from tests.support.zoo import make_checkpoint
 
 @pytest.mark.parametrize(
     ("way", "fault", "stride"),
-    [("waited", "killed", 5), ("background", "killed", 5), ("background", "no space", 11)],
+    [
+        ("waited", "killed", 5),
+        pytest.param("background", "killed", 5, marks=pytest.mark.slow),
+        ("background", "no space", 11),
+    ],
 )
 def test_one_rank(tmp_path: Path, way: str, fault: str, stride: int) -> None:
     found = trials_of_one_rank(tmp_path, way, [fault], stride)

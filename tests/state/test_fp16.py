@@ -88,7 +88,7 @@ def resume_and_save(folder: Path, target: Path, stages: list[int]) -> None:
 
 def test_overflows(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("llama")
-    stages = sampling.every(2, STAGES)
+    stages = sampling.every(3, STAGES)
     continued = run_ranks(2, train_and_save, folder, tmp_path, stages)[0]
     for steps in continued.values():
         assert len({scale for _, scale, _, _ in steps}) > 1 and steps[-1][2:] == (11, 4)

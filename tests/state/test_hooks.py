@@ -211,6 +211,7 @@ def save_again(folder: Path, target: Path, config: dict[str, Any]) -> dict[str, 
     return found
 
 
+@pytest.mark.slow
 def test_a_place_that_deepspeed_has_saved_to_as_well(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path
 ) -> None:

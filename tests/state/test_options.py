@@ -157,6 +157,7 @@ def steps_of_homes(folder: Path, target: Path, homes: list[Any], saves: bool, by
 HOMES = [3, 2, 1, 0, {"fsdp_size": 2}]
 
 
+@pytest.mark.slow
 def test_homes(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("llama")
     homes = sampling.every(2, HOMES)

@@ -89,6 +89,7 @@ def go_on(folder: Path, root: Path, home: str, is_packed: bool, first: int) -> t
         return losses, training.train(first + 2, first + 3)
 
 
+@pytest.mark.slow
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("home", ["zero3", "fsdp2"])

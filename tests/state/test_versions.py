@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -37,6 +38,7 @@ def as_version_1(checkpoint: Path, state: Path) -> None:
     (place / "training_state.json").write_text(json.dumps({**record, "version": 1}))
 
 
+@pytest.mark.slow
 def test_a_state_of_version_1(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """What is saved again after a load of it is what was saved at first; experts are fused again."""
     folder, config = zoo_checkpoint("qwen3_moe"), state_config(3)

@@ -19,6 +19,7 @@ import hf_zero_stream
 from hf_zero_stream import StreamingConfig
 from hf_zero_stream.convert import convert
 from hf_zero_stream.pickled.deepspeed_names import remove_signs, write_signs
+from tests import sampling
 from tests.support.cluster import RankFailure, run_ranks
 from tests.support.training_state import all_in_one_group, engine_of, state_config, train
 
@@ -125,9 +126,10 @@ def test_tools(
         assert found.keys() == wanted.keys()
         for file, content in wanted.items():
             assert found[file] == content if file.endswith(".json") else not differences(found[file], content)
-    # Of tied parameters DeepSpeed's script writes no safetensors.
-    run_script(ours, tmp_path / "safe", "--safe_serialization")
-    assert not differences(load_file(tmp_path / "safe" / "model.safetensors"), in_dtype(expected, torch.float32))
+    if not sampling.is_sample:
+        # Of tied parameters DeepSpeed's script writes no safetensors.
+        run_script(ours, tmp_path / "safe", "--safe_serialization")
+        assert not differences(load_file(tmp_path / "safe" / "model.safetensors"), in_dtype(expected, torch.float32))
     run_script(ours, tmp_path / "bf16", "--dtype", "bf16", script="zero_to_torch.py")
     assert not differences(torch.load(tmp_path / "bf16" / "pytorch_model.bin"), in_dtype(expected, torch.bfloat16))
 

@@ -49,7 +49,6 @@ def assert_right(of_ranks: list[list[Any]], most: float = 0.3) -> None:
             assert all(0 < share < most for _, share in steps)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("to", ["rank0", "all", "owners"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_under_zero_3(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, world_size: int, to: str) -> None:

@@ -73,7 +73,7 @@ def send(checkpoint: Path, home: str, url: str, folder: Path, deltas: bool) -> i
     return int(sender.stream.version)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("deltas", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("home", HOMES)

@@ -50,7 +50,6 @@ def assert_complete(of_ranks: Sequence[dict[str, Any]], to: str) -> None:
         assert owned == [names if to == "all" or rank == 0 else [] for rank in range(len(owned))]
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("bucket_bytes", [1000, 2**20])
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("to", ["rank0", "all", "owners"])

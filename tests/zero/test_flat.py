@@ -122,7 +122,7 @@ def test_equals_stock(
     ],
     ids=["round_robin_1", "round_robin_2", "alignment", "alignment_round_robin", "offload", "frozen"],
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_equals_stock_with(
     cluster: None, zoo_checkpoint: Callable[..., Path], zero: dict[str, Any], groups: bool, frozen: Sequence[str]
 ) -> None:

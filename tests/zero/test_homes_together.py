@@ -157,6 +157,7 @@ def classify_under_init(how: str, folder: Path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_own_model_built_under_init(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     folder = zoo_checkpoint("llama")
     streamed = run_ranks(2, classify_under_init, "streamed", folder)
