@@ -74,10 +74,14 @@ def check_agreement(optimizers: Sequence[OptimizerFile]) -> None:
                 "are others. Copy or save the checkpoint again."
             )
         for number, (flat, other) in enumerate(zip(it.flats, first.flats, strict=True)):
-            if flat.moments.keys() != other.moments.keys() or flat.numbers != other.numbers:
+            here, there = ({**dict.fromkeys(each.moments), **each.numbers} for each in (flat, other))
+            if here != there:
+                strange = sorted(key for key in here.keys() | there.keys() if here.get(key) != there.get(key))
                 raise CheckpointError(
                     f"{it.path}: tensor {number} of the optimizer: expected the same entries and steps as in "
-                    f"{first.path}, found others. Copy or save the checkpoint again."
+                    f"{first.path}, found others ({', '.join(strange)}). Either the files are of different saves: "
+                    "copy or save the checkpoint again; or the optimizer keeps what belongs to a rank, as Adafactor "
+                    f"does: go on with {len(optimizers)} ranks."
                 )
 
 
