@@ -104,9 +104,8 @@ def resume_as_lightning(folder: Path, source: Path, again: Path, stage: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("stage", [3, 2])
-@pytest.mark.parametrize("world_size", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_checkpoints_of_lightning(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, world_size: int, stage: int
 ) -> None:
@@ -177,6 +176,7 @@ def save_as_sentence_transformers(checkpoint: Path, target: Path, home: str) -> 
     return {name: value.numpy().tobytes() for name, value in whole_values(chain).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["zero3", "fsdp2"])
 def test_the_save_of_sentence_transformers(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str

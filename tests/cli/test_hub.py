@@ -136,6 +136,7 @@ def on_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return on_the_hub
 
 
+@pytest.mark.slow
 def test_plan_of_a_repository_reads_headers_only(tmp_path: Path) -> None:
     folder = make_moe_checkpoint(tmp_path / "moe", 1e7, num_layers=2, num_experts=8)
     with hub(folder) as (address, sent):

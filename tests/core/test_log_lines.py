@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -55,6 +56,7 @@ def act(folder: Path, saved: Path) -> tuple[list[Line], list[Line]]:
     return tuple([line for line in lines if line[0].startswith(whose)] for whose in ("hf_zero_stream", "transformers"))
 
 
+@pytest.mark.slow
 def test_ranks_speak_once(compiler: None, cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     found = run_ranks(WORLD_SIZE, act, zoo_checkpoint("llama"), tmp_path, timeout=240)
     ranks_of = defaultdict[str, list[int]](list)

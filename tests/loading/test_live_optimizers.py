@@ -191,6 +191,7 @@ def around_and_beside(folders: Folders) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_is_around_and_beside(cluster: None, folders: Folders) -> None:
     results = run_ranks(2, around_and_beside, folders)
     assert 0 < sum(found.pop("changed") for found in results) <= results[0]["loaded"]

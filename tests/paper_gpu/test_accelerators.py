@@ -76,6 +76,7 @@ def load_unannounced(folder: Path) -> None:
     zero_model(folder, zero_config(2, {}), {})
 
 
+@pytest.mark.slow
 def test_nobody_says_which_device(paper_gpus: None, even_checkpoint: Path) -> None:
     for outcome in run_ranks_expecting_errors(2, load_unannounced, even_checkpoint, on=PAPER_GPUS):
         assert outcome.error_type == "ConfigError", outcome.traceback

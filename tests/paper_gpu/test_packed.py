@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests import sampling
 from tests.paper_gpu.packed_trials import packed_resumed, packed_states
 from tests.paper_gpu.trials import in_one_process, outcome
 from tests.quantised.test_packed import check_saved
@@ -48,8 +47,7 @@ def test_packed(tmp_path: Path, titles: tuple[str, ...]) -> None:
             MAKERS[name](folder)
         # transformers dequantises no NF4 while it loads.
         states[title] = partial(packed_states, home, folder, tmp_path / title, loads_into=name != "NF4")
-    to_resume = titles[:1] if sampling.is_sample else titles
-    resumed = {title: partial(packed_resumed, *states[title].args) for title in to_resume if title in RESUMED}
+    resumed = {title: partial(packed_resumed, *states[title].args) for title in titles if title in RESUMED}
     at_two = run_ranks(2, in_one_process, states, on=replace(PAPER_GPUS, sets_device=True), timeout=280)
     for title in states:
         for rank in outcome(at_two, title):

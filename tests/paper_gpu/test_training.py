@@ -11,7 +11,6 @@ from unittest.mock import patch
 
 import pytest
 
-from tests import sampling
 from tests.paper_gpu.trials import by_accelerate, by_transformers, in_one_process, outcome, zero
 from tests.sampling import chosen
 from tests.support.cluster import PAPER_GPUS, run_ranks
@@ -98,7 +97,7 @@ def test_zero(of_zero: list[dict[str, Any]], name: str) -> None:
 @pytest.mark.slow
 def test_zero_with_a_group_for_each_kind_of_device(of_zero: list[dict[str, Any]], even_checkpoint: Path) -> None:
     """As under NCCL alone, also if somebody has set the current device."""
-    names = ("ZeRO-3",) if sampling.is_sample else ("ZeRO-3", "ZeRO-3, pinned parameters")
+    names = ("ZeRO-3", "ZeRO-3, pinned parameters")
     trials: dict[str, Any] = {name: partial(zero, even_checkpoint, *ZERO[name]) for name in names}
     found = run_ranks(2, in_one_process, trials, on=BOTH_GROUPS, timeout=200)
     for name in trials:

@@ -143,7 +143,7 @@ def resume_kinds(folders: list[Path], sources: list[Path], names: list[str]) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_losses_at_the_same_size_are_those_of_going_on(trained: Trained, world_size: int) -> None:
     names = [name for name, kind in KINDS.items() if kind[0] == world_size]
     sources, models = ([of(name) for name in names] for of in (trained.stock, trained.models.get))

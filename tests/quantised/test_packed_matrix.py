@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from hf_zero_stream.packed.modules import packed_weights
-from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.packed_models import MODELS, Folders, in_file
 from tests.support.packed_training import (
@@ -61,16 +60,15 @@ HOMES = ("alone", "hpZ", "offload")
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses(cluster: None, folders: Folders, name: str, world_size: int) -> None:
     """Bit for bit those of the dequantised model under ZeRO-3; in fp32 also those of one process without it."""
     (plain,) = run_ranks(1, plain_losses, folders(name), torch.float32)
-    for found in run_ranks(world_size, losses, folders(name), sampling.every(3, HOMES), timeout=600):
+    for found in run_ranks(world_size, losses, folders(name), HOMES, timeout=600):
         bf16, fp32 = found["torch.bfloat16"], found["torch.float32"]
         assert bf16["alone"] == bf16["hpZ"] == bf16["offload"] == bf16["dequantised"]
-        assert all(fp32[home] == fp32["dequantised"] for home in sampling.every(3, HOMES))
+        assert all(fp32[home] == fp32["dequantised"] for home in HOMES)
         assert fp32["alone"] == pytest.approx(plain, rel=3e-7)  # an ulp of DeepSpeed's Adam grows
         assert len(set(bf16["alone"])) == len(set(fp32["alone"])) == 3, "three steps must change the loss"
         assert any("experts.down_proj" in each for each in found["names"]) == name.endswith("mixture")

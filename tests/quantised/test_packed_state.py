@@ -12,7 +12,6 @@ import transformers
 from safetensors import safe_open
 
 import hf_zero_stream
-from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.packed_training import inputs, load, packed_names, with_adapters
 from tests.support.parity import ds_config
@@ -80,7 +79,7 @@ def test_resumed(cluster: None, tmp_path: Path, name: str) -> None:
     first, *others = run_ranks(2, resumed, folder, tmp_path, timeout=300)
     assert len({tuple(losses) for losses in first.values()}) == 1 and first["continued"][0] != first["continued"][1]
     assert others == [first]
-    for world_size in (3,) if sampling.is_sample else (2, 3):
+    for world_size in (2, 3):
         for losses in run_ranks(world_size, resume_ours, folder, tmp_path / "ours", timeout=300):
             if world_size == 2:
                 assert losses == first["continued"]

@@ -191,7 +191,6 @@ LARGE: dict[str, Callable[[Path], Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_peak_of_dequantising(tmp_path: Path, name: str) -> None:
     """Beside the matrix itself a few MiB, however large it is; all at once would be up to nine times the matrix."""

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import hf_zero_stream
-from tests import sampling
 from tests.support.allocations import AllocationWatch
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.packed_training import load, packed_names, plain_losses_of, trained
@@ -140,17 +139,15 @@ def losses_of_stock(folder: Path, out: Path, kinds: list[str]) -> dict[str, Any]
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", ["dense", pytest.param("moe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["dense", "moe"])
 def test_losses(cluster: None, tmp_path: Path, name: str, world_size: int) -> None:
     folder = tmp_path / "bf16"
     # Rows of whole blocks: bitsandbytes 0.50 on a CPU dequantises others with wrong scales.
     unquantised(folder, **MODELS[name], intermediate_size=64, head_dim=64)
-    kinds = ["double nf4"] if sampling.is_sample else KINDS
-    run_ranks(1, saved_by_stock, folder, tmp_path, kinds)
-    (expected,) = run_ranks(1, losses_of_stock, folder, tmp_path, kinds, timeout=300)
-    for of_rank in run_ranks(world_size, losses, folder, tmp_path, kinds, timeout=600):
+    run_ranks(1, saved_by_stock, folder, tmp_path, KINDS)
+    (expected,) = run_ranks(1, losses_of_stock, folder, tmp_path, KINDS, timeout=300)
+    for of_rank in run_ranks(world_size, losses, folder, tmp_path, KINDS, timeout=600):
         for kind, found in of_rank.items():
             assert found["bf16"] == found["from quantised"], kind
             assert found["fp32"] == found["of values"], kind

@@ -124,7 +124,7 @@ def assert_are_saved(folder: Path, values: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [3, 2])
 def test_engines(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, stage: int) -> None:
     folder = zoo_checkpoint("llama")
     for values, continued, resumed in run_ranks(2, by_engine, folder, tmp_path, stage):

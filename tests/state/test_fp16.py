@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 
 import hf_zero_stream
-from tests import sampling
 from tests.state.test_state import different_states
 from tests.support.cluster import run_ranks
 from tests.support.training_state import state_config, two_groups
@@ -86,16 +86,16 @@ def resume_and_save(folder: Path, target: Path, stages: list[int]) -> None:
         hf_zero_stream.save_state(engine, target / f"again {stage}")
 
 
+@pytest.mark.slow
 def test_overflows(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = zoo_checkpoint("llama")
-    stages = sampling.every(3, STAGES)
-    continued = run_ranks(2, train_and_save, folder, tmp_path, stages)[0]
+    continued = run_ranks(2, train_and_save, folder, tmp_path, STAGES)[0]
     for steps in continued.values():
         assert len({scale for _, scale, _, _ in steps}) > 1 and steps[-1][2:] == (11, 4)
-    for stage, source, by_us, steps in run_ranks(2, resume, folder, tmp_path, stages)[0]:
+    for stage, source, by_us, steps in run_ranks(2, resume, folder, tmp_path, STAGES)[0]:
         assert steps == continued[stage], (stage, source, by_us)
-    run_ranks(3, resume_and_save, folder, tmp_path, stages)
-    for stage in stages:
+    run_ranks(3, resume_and_save, folder, tmp_path, STAGES)
+    for stage in STAGES:
         ours, again = tmp_path / f"ours {stage}", tmp_path / f"again {stage}"
         assert different_states(ours, again) == [], stage
         scalers = [json.loads(next(it.glob("*/training_state.json")).read_text())["scaler"] for it in (ours, again)]

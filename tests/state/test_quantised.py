@@ -90,12 +90,9 @@ def go_on(folder: Path, root: Path, home: str, is_packed: bool, first: int) -> t
 
 
 @pytest.mark.slow
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("home", ["zero3", "fsdp2"])
-@pytest.mark.parametrize(
-    "is_packed", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["packed", "dequantised"]
-)
+@pytest.mark.parametrize("is_packed", [True, False], ids=["packed", "dequantised"])
 def test_resumed_elsewhere(cluster: None, tmp_path: Path, name: str, home: str, is_packed: bool) -> None:
     """Of 2 ranks on 3, and of 3 on 2: values, moments and steps are those that were saved; so are later losses."""
     FORMATS[name](folder := tmp_path / "model")

@@ -111,6 +111,7 @@ def test_shards_and_what_stock_does(cluster: None, checkpoints: Path) -> None:
     assert {"| FSDP2 | made up 1.0 |", "| ZeRO-3 partitions | made up 2.0 |"} < set(both_page.splitlines())
 
 
+@pytest.mark.slow
 def test_what_initialisation_code_gives_and_freezes(cluster: None, checkpoints: Path) -> None:
     """Buffers that a whole model's code fills, a parameter that it freezes, parameters that are not in the files."""
     result = sweep(["falcon_h1", "hrm_text", "marian"], checkpoints / "code", destinations=[Destination("fsdp2")])

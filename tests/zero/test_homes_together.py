@@ -77,7 +77,6 @@ def second_load_of_stock(folder: Path) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.sample(1)
 def test_teacher_and_student_with_hpz(cluster: None, zoo_checkpoint: Checkpoint, world_size: int) -> None:
     """A second `zero.Init` of stock's fails; losses are those without hpZ, which copies values and changes none."""
     folders = zoo_checkpoint("qwen3_moe", torch.bfloat16), zoo_checkpoint("llama")

@@ -49,8 +49,8 @@ def train(folder: Path, config: dict[str, Any], loader: str) -> tuple[list[float
     return three_losses(engine, inputs), swapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.sample(1)
 def test_losses_equal_stock(cluster: None, checkpoint: Path, tmp_path: Path, world_size: int) -> None:
     streamed = run_ranks(world_size, train, checkpoint, offload(tmp_path / "ours"), "streamed")
     stock = run_ranks(world_size, train, checkpoint, offload(tmp_path / "stock"), "stock")
