@@ -55,11 +55,11 @@ def choose(
 
         zero3.init_distributed()
         return Choice(LOAD, "", partial(_into_partitions, found, strict))
-    from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed, is_known
+    from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed
 
     _warn_if_zero3_comes_too_late()
     with expected_at(LOAD):
-        sharding = distributed_config_of(kwargs) if is_known() else None
+        sharding = distributed_config_of(kwargs)
         if sharding is not None:
             if is_pipeline(sharding):
                 _say_pipeline(sharding)
