@@ -96,13 +96,14 @@ def passes(updates: list[Tensors]) -> Iterator[Tensors]:
 
 
 def assert_right(found: tuple[list[Tensors], list[str]], expected: tuple[list[Tensors], list[str]]) -> None:
+    """TRL itself merges adapters into its model and takes them out again, with roundings."""
     assert expected[0] and expected[1] == []
     updates, errors = found
-    if not errors:
-        for mine, theirs in zip(passes(updates), expected[0], strict=True):
-            assert differing(mine, theirs) == []
-    for mine, theirs in zip(updates if errors else (), expected[0], strict=False):
-        assert differing(mine, theirs) == []
+    mine = updates if errors else list(passes(updates))
+    assert errors or len(mine) == len(expected[0])
+    for ours, theirs in zip(mine, expected[0], strict=False):
+        assert errors or ours.keys() == theirs.keys()
+        torch.testing.assert_close(ours, {name: theirs[name] for name in ours}, rtol=0, atol=1e-6)
 
 
 class Expected:

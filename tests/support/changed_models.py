@@ -190,7 +190,7 @@ def _whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-SHARDED_BY = {"distributed_config": ["fsdp_size"], "tp": ["tp_size"], "ep": ["fsdp_size", "ep_size"]}
+SHARDED_BY = {"distributed_config": ["fsdp_size"], "tp": ["tp_size"], "ep": ["tp_size", "ep_size"]}
 """Homes that transformers shards itself, and the sizes that are the number of ranks there."""
 
 
