@@ -166,8 +166,11 @@ def types(known: Path, folder: Path) -> Iterator[tuple[str, str]]:
         if why := found.cannot_build.get(name):
             what = f"cannot be built: {' '.join(why.split())[:200]}"
         else:
-            outcomes = {to.name: rows[name][f"{to.name} fp32"] for to in destinations}
-            what = "; ".join(f"{to} {text}" for to, text in outcomes.items() if text != "equal") or "equal"
+            texts = {}
+            for to in destinations:
+                error = found.rows["ours", to.name, "fp32"][name].get("error", "")
+                texts[to.name] = f"raises: {' '.join(error.split())[:160]}" if error else rows[name][f"{to.name} fp32"]
+            what = "; ".join(f"{to} {text}" for to, text in texts.items() if text != "equal") or "equal"
         yield f"{name} (new)" if name in new else name, what
 
 
