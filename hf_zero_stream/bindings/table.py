@@ -23,6 +23,9 @@ _ACCELERATOR, _PEFT = "accelerate.accelerator", "peft.tuners.tuners_utils"
 
 _DEFAULT_GROUP = "torch.distributed.distributed_c10d:_update_default_pg"
 
+OF_PARTITIONS = "weights for vLLM by TRL's AsyncGRPO"
+"""A feature without which partitions cannot be used where its module is imported: TRL itself sends them empty."""
+
 _STATES, _SAVES = "training states of accelerate", "saves by accelerate"
 _OF_FSDP2 = "FSDP2 by accelerate"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"
@@ -150,7 +153,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             )
         ],
         *[
-            Row(f"{_ASYNC_GRPO}:{name}", leads_to, feature="weights for vLLM by TRL's AsyncGRPO", since="1.16")
+            Row(f"{_ASYNC_GRPO}:{name}", leads_to, feature=OF_PARTITIONS, since="1.16")
             for name, leads_to in (
                 ("_iter_vllm_named_params", "stream.trl:iter_named_params"),
                 ("AsyncGRPOTrainer._sync_weight_merged", "stream.trl:sync_weight_merged"),

@@ -11,6 +11,7 @@ import torch
 from transformers.integrations import is_fsdp_enabled
 from transformers.utils import logging
 
+from ..bindings.table import OF_PARTITIONS, refuse_lacking
 from ..destinations.base import Destination
 from ..engine.load import Load
 from ..errors import UnsupportedError
@@ -55,11 +56,11 @@ def choose(
 
         zero3.init_distributed()
         return Choice(LOAD, "", partial(_into_partitions, found, strict))
-    from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed, is_known
+    from ..seams.sharding import cuts_matrices, distributed_config_of, init_distributed
 
     _warn_if_zero3_comes_too_late()
     with expected_at(LOAD):
-        sharding = distributed_config_of(kwargs) if is_known() else None
+        sharding = distributed_config_of(kwargs)
         if sharding is not None:
             if is_pipeline(sharding):
                 _say_pipeline(sharding)
@@ -100,6 +101,7 @@ def choose_alone(
 def _into_partitions(found: dict[str, Any], strict: bool | None, coordinator: Coordinator) -> Load:
     from ..destinations.deepspeed import partitioned, zero3
 
+    refuse_lacking(OF_PARTITIONS)
     settings, around, ds_config = settings_for(found, strict), partitioned.open_init(), completed(found)
     if around is not None:
         ds_config = partitioned.config_of(around, ds_config if found else {})

@@ -28,7 +28,7 @@ from ..seams.adapters import put_adapters_on
 from ..seams.dequantised import dequantising
 from ..seams.ds_config import zero3_hidden
 from ..seams.session import LazyModel, Session, Stopped
-from ..seams.sharding import cuts_matrices, device_type, distributed_config_of, is_known
+from ..seams.sharding import cuts_matrices, device_type, distributed_config_of
 from ..settings import scope
 from ..settings.config import StreamingConfig, buildable, completed, refuse_settings
 from .choice import is_pipeline, refuse_sharding, shares_columns, warn_of_open_dtype
@@ -109,7 +109,7 @@ def plan(
     if distributed_config is not None:
         kwargs["distributed_config"] = distributed_config
     _check_tp_plan(kwargs)
-    if is_known() and (sharding := distributed_config_of(kwargs)) is not None:
+    if (sharding := distributed_config_of(kwargs)) is not None:
         if is_pipeline(sharding):
             raise UnsupportedError(
                 f"plan(): expected pp_size 1; got {sharding.pp_size}. With pipeline parallelism ranks hold different "

@@ -16,6 +16,7 @@ from packaging.version import Version
 from transformers.distributed import DistributedConfig
 
 from ..bindings.table import refuse_lacking
+from ..errors import VersionError
 from ..ranks import accelerators
 from ..settings.config import announced_local_rank
 from .session import Original, Session, in_session
@@ -38,6 +39,9 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
     Raises what transformers raises if they contradict each other, and a VersionError if this version of transformers
     lacks what the seams here replace: stock gives some types other values then.
     """
+    if not is_known():
+        _refuse_shards_of_stock(kwargs.get("distributed_config"))
+        return None
     config = kwargs.get("distributed_config")
     if config is None:
         of_its_own = {name: kwargs[name] for name in ("tp_plan", "tp_size") if kwargs.get(name) is not None}
@@ -48,6 +52,18 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
         return None
     refuse_lacking("distributed_config")
     return config
+
+
+def _refuse_shards_of_stock(config: Any) -> None:
+    """Raise a VersionError if `config` asks an older transformers for FSDP2, which gives some types other values."""
+    asked = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
+    if sizes := [size for size in ("fsdp_size", "dp_replicate_size") if asked.get(size) not in (None, 1)]:
+        raise VersionError(
+            f"distributed_config= with {' and '.join(sizes)} is streamed with transformers {_SINCE} or newer. "
+            f"transformers {transformers.__version__} itself cuts tensors before it converts them, which gives some "
+            f"models other values: install a newer one, or, if you know that yours gets its own, load it without "
+            "streaming()."
+        )
 
 
 def cuts_matrices(config: Any) -> str:

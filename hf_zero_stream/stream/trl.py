@@ -16,6 +16,7 @@ import torch
 
 from ..bindings.install import standing_in
 from ..destinations.marks import has_partition, is_sharded
+from ..errors import PACKAGE, VersionError, installed_version
 from ..ranks.coordinator import collective_device
 from ..ranks.presence import is_alone
 from ..seams.wrappers import unwrapped
@@ -36,13 +37,13 @@ def sync_weights(original: Callable[..., Any], self: Any) -> Any:
         return original(self)
     serves = self.mode == "server"
     stream = stream_of(self, self.model, "rank0" if serves else "all")
-    info = described(stream.metadata, "dtype_names")
+    info, tensors = described(stream.metadata, "dtype_names"), chain.from_iterable(stream)
     stand_ins = {
-        "_iter_named_params": lambda: chain.from_iterable(stream),
+        "_iter_named_params": lambda: tensors,
         "_weight_metadata": list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True)),
     }
     if serves and self.accelerator.is_main_process:
-        stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream)
+        stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream, tensors)
     with standing_in(self, **stand_ins):
         return original(self)
 
@@ -69,11 +70,12 @@ def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
         return original(self)
     serves = self.vllm_mode == "server"
     stream = stream_of(self, self.model, "rank0" if serves else "all")
-    client = _ByBuckets(self.vllm_client, stream) if serves and self.accelerator.is_main_process else None
+    nothing: Iterator[Any] = iter(())
+    client = _ByBuckets(self.vllm_client, stream, nothing) if serves and self.accelerator.is_main_process else None
 
     def move() -> None:
         if client is not None:
-            client.update_named_params(None, iter(()))
+            client.update_named_params(None, nothing)
         for bucket in () if client is not None else stream:
             if not serves:
                 self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(list(bucket))
@@ -99,11 +101,11 @@ def _gives_all_it_has(model: Any) -> bool:
 class _ByBuckets:
     """A client of TRL's that broadcasts a bucket as it is: the packer behind TRL's own copies all that it is given.
 
-    TRL's session makes a call that failed again; these calls are made once.
+    TRL's session makes a call that failed again; these calls are made once. `named_params` is what it is to be given.
     """
 
-    def __init__(self, client: Any, stream: WeightStream) -> None:
-        self._client, self._stream = client, stream
+    def __init__(self, client: Any, stream: WeightStream, named_params: Iterator[Any]) -> None:
+        self._client, self._stream, self._named_params = client, stream, named_params
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -113,7 +115,15 @@ class _ByBuckets:
         return nullcontext()
 
     def update_named_params(self, metadata: Any, named_params: Iterator[Any]) -> None:
-        """In place of what is given, send the stream, in one update of the server's."""
+        """In place of what is given, send the stream, in one update of the server's.
+
+        Raises a VersionError if it is not what we have TRL give: the other ranks are at something else then, too.
+        """
+        if named_params is not self._named_params:
+            raise VersionError(
+                f"trl {installed_version('trl')} gives vLLM its weights without calling _iter_named_params, which this"
+                f" version of {PACKAGE} relies on: install a newer {PACKAGE}, or train outside of streaming()."
+            )
         server = _Server(self._client)
         buckets = self._stream.passing()  # at once: the other ranks wait for what becomes of it
         # The first one is there before the server begins: what ranks find wrong until then leaves it as it is.

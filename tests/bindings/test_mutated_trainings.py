@@ -19,6 +19,7 @@ from tests.bindings.test_mutated_bindings import MUTATIONS
 from tests.drift import smoke
 from tests.quantised.test_packed_peft import losses_of_kinds
 from tests.state.test_trainer import train
+from tests.support.changed_models import resume_changed
 from tests.support.cluster import run_ranks
 from tests.support.quantised_checkpoints import compressed_tensors
 from tests.support.training_state import TrainerRun
@@ -118,15 +119,14 @@ def test_trainer_under_fsdp2(
     "mutation", mutations(("deepspeed.runtime.", "deepspeed.accelerator:"), Moment.BLOCK, Moment.FLAT)
 )
 def test_engine(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, home: str, mutation: Mutation) -> None:
-    outcome, _ = run_ranks(2, mutated, mutation, outcome_of_engine, home, zoo_checkpoint("qwen3_moe"), tmp_path)
-    assert outcome == "right" or "Error" in outcome, outcome
-
-
-def outcome_of_engine(home: str, folder: Path, output: Path) -> str:
-    from transformers import AutoModelForCausalLM
-
-    plain = dict(AutoModelForCausalLM.from_pretrained(folder).float().named_parameters())
-    return smoke.outcome(home, folder, output, plain)
+    how, folder = smoke.HOMES[home], zoo_checkpoint("qwen3_moe")
+    outcome, _ = run_ranks(2, mutated, mutation, smoke.train_and_save, folder, tmp_path, *how)
+    if isinstance(outcome, str):
+        return
+    what, losses = outcome
+    assert what == "right" and smoke.wrongly_saved(tmp_path) == []
+    again, _ = run_ranks(2, mutated, mutation, resume_changed, folder, tmp_path, *how, ["none"])
+    assert isinstance(again, str) or again == {"none": {"losses": losses, "wrong": []}}, (again, losses)
 
 
 @pytest.mark.parametrize("mutation", mutations(("peft.", "compressed_tensors."), Moment.MODELS, Moment.COMPRESSED))

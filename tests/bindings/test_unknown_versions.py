@@ -17,6 +17,7 @@ import hf_zero_stream
 from hf_zero_stream.bindings.install import Installation, Moment, Row, Weight
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
+from hf_zero_stream.seams import sharding
 from tests.support.cluster import run_ranks
 from tests.support.fsdp2 import announce
 from tests.support.parity import ds_config
@@ -106,6 +107,21 @@ def test_what_shards_has_another_name(cluster: None, zoo_checkpoint: Checkpoint)
     for of_accelerate, of_transformers in run_ranks(2, renamed, zoo_checkpoint("llama")):
         assert "accelerate 1" in of_accelerate and "no utils.fsdp_utils.fsdp2_prepare_model" in of_accelerate
         assert "no core_model_loading.was_is_dtensor, which distributed_config needs" in of_transformers
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 2}, {"dp_replicate_size": 2, "fsdp_size": 1}])
+def test_an_older_transformers_shards_nothing_wrongly(
+    zoo_checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int]
+) -> None:
+    """What it cuts before it converts has other values for some types. TP alone is left to it, as it always was."""
+    monkeypatch.setattr(sharding, "_SINCE", "99")
+    for config in (sizes, transformers.distributed.DistributedConfig(**sizes)):
+        with pytest.raises(
+            VersionError, match=r"_size.* is streamed with transformers 99 or newer.*without streaming"
+        ):
+            load(zoo_checkpoint("llama"), distributed_config=config)
+    assert sharding.distributed_config_of({"distributed_config": {"tp_size": 2}}) is None
+    assert sharding.distributed_config_of({"tp_plan": "auto"}) is None
 
 
 def uncalled(folder: Path) -> list[str]:

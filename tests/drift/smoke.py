@@ -1,162 +1,185 @@
-"""What a user does first, in each home, beside stock: load, train, save, resume. Run by ``torchrun`` on two ranks.
+"""What a user does first, in each home: load, train, save, resume; and types of models, compared with plain loads.
 
-Each line that it prints on rank 0 is one home and what came of it.
+Each line that it prints is one thing that was tried, and what came of it.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import json
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
+import accelerate.utils
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoModelForCausalLM
+import transformers.distributed
 
 import hf_zero_stream
+from tests.support.changed_models import SHARDED_BY, Session, different, resume_changed, whole_values
+from tests.support.cluster import RankFailure, run_ranks
+from tests.support.sharded import even_model
+from tests.sweep.destinations import Destination
+from tests.sweep.run import sweep
+from tests.sweep.tables import Table, table
+from tests.sweep.tiny import all_types
 
 
-TOKENS = torch.arange(16)[None] % 64
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.0}}
-
-
-def make_checkpoint(folder: Path) -> None:
-    """A mixture of experts, whose fused weights transformers makes of several tensors of the checkpoint."""
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    torch.manual_seed(0)
-    transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes, **heads, **experts)).save_pretrained(folder)
-
-
-def steps(forward: Any, backward: Callable[[Any], object], step: Callable[[], object], count: int) -> list[float]:
-    losses = []
-    for _ in range(count):
-        loss = forward(input_ids=TOKENS, labels=TOKENS).loss
-        backward(loss)
-        step()
-        losses.append(loss.item())
-    return losses
-
-
-def whole(param: Any) -> torch.Tensor:
-    if hasattr(param, "full_tensor"):
-        return param.full_tensor().detach().clone().cpu()
-    if hasattr(param, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([param]):
-            return param.detach().clone().cpu()
-    return param.detach().clone().cpu()
-
-
-def zero(stage: int, folder: Path, out: Path) -> tuple[Any, list[float], list[float]]:
-    """Values after the load; losses of a training that goes on, and of one that is resumed."""
-    import deepspeed
-    from transformers.integrations import HfDeepSpeedConfig
-
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, "optimizer": ADAMW}
-    kept = HfDeepSpeedConfig(copy.deepcopy(config))
-
-    def begin() -> tuple[Any, Any]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        loaded = {name: whole(param) for name, param in model.named_parameters()}
-        return deepspeed.initialize(model=model, config=copy.deepcopy(kept.config))[0], loaded
-
-    engine, values = begin()
-    steps(engine, engine.backward, engine.step, 2)
-    engine.save_checkpoint(str(out))
-    losses = steps(engine, engine.backward, engine.step, 2)
-    engine, _ = begin()
-    engine.load_checkpoint(str(out))
-    return values, losses, steps(engine, engine.backward, engine.step, 2)
-
-
-def sharded(folder: Path, out: Path) -> tuple[Any, list[float], list[float]]:
-    from transformers.distributed import DistributedConfig
-
-    if "fsdp_size" not in inspect.signature(DistributedConfig).parameters:
-        raise ModuleNotFoundError(name="fsdp_size")
-    sharding = DistributedConfig(fsdp_size=2)
-
-    def begin() -> tuple[Any, Any, Any]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, distributed_config=sharding)
-        values = {name: whole(param) for name, param in model.named_parameters()}
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3), values
-
-    return _with_states(begin, out)
-
-
-def replicas(folder: Path, out: Path) -> tuple[Any, list[float], list[float]]:
-    def begin() -> tuple[Any, Any, Any]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        values = {name: whole(param) for name, param in model.named_parameters()}
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3), values
-
-    return _with_states(begin, out)
-
-
-def _with_states(begin: Callable[[], tuple[Any, Any, Any]], out: Path) -> tuple[Any, list[float], list[float]]:
-    model, optimizer, values = begin()
-
-    def step() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    steps(model, lambda loss: loss.backward(), step, 2)
-    hf_zero_stream.save_state(model, out, optimizer=optimizer)
-    losses = steps(model, lambda loss: loss.backward(), step, 2)
-    model, optimizer, _ = begin()
-    hf_zero_stream.load_state(model, out, optimizer=optimizer)
-    return values, losses, steps(model, lambda loss: loss.backward(), step, 2)
-
-
-HOMES: dict[str, Callable[[Path, Path], tuple[Any, list[float], list[float]]]] = {
-    "ZeRO-3": lambda *args: zero(3, *args),
-    "ZeRO-2": lambda *args: zero(2, *args),
-    "distributed_config": sharded,
-    "replicas": replicas,
+HOMES = {
+    "ZeRO-3": ("zero3", "engine"),
+    "offloaded ZeRO-3": ("zero3-offloaded", "engine"),
+    "ZeRO-2": ("zero2", "engine"),
+    "ZeRO-1": ("zero1", "engine"),
+    "FSDP2 by accelerate": ("fsdp2", "accelerate"),
+    "FSDP2": ("distributed_config", "save_state"),
+    "TP": ("tp", "save_state"),
+    "EP": ("ep", "save_state"),
+    "replicas": ("replicas", "save_state"),
+    "device_map": ("device_map", "save_state"),
 }
+"""Where a model is loaded to and trained, and what saves its training state: see `tests.support.changed_models`."""
+
+ELSEWHERE = ["FSDP2 by accelerate", "FSDP2", "ZeRO-1"]
+"""Homes in which a training goes on that ZeRO-3 began, at another number of ranks."""
+
+ON_TWO_RANKS = ("TP", "EP")
+"""Homes whose plans do not divide the model by three."""
+
+SAMPLE = (
+    "qwen3_moe mixtral deepseek_v2 nomic_bert molmo2 ernie4_5_vl_moe nemotron_h olmo_hybrid "  # with conversions
+    "llama t5 clip wav2vec2"
+)
+"""Model types that each set of versions is tried with, if it has them."""
 
 
-def outcome(home: str, folder: Path, out: Path, plain: dict[str, torch.Tensor]) -> str:
+def is_there(home: str) -> bool:
+    """Whether this version of accelerate, or of transformers, shards in this way at all."""
+    if home == "fsdp2":
+        return hasattr(accelerate.utils.fsdp_utils, "fsdp2_prepare_model")
+    return (
+        set(SHARDED_BY.get(home, ()))
+        <= inspect.signature(transformers.distributed.DistributedConfig).parameters.keys()
+    )
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A mixture of experts, whose fused weights transformers makes of several tensors of the checkpoint."""
+    even_model("qwen3_moe").save_pretrained(folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------------------- homes
+
+
+def train_and_save(folder: Path, target: Path, home: str, saver: str) -> tuple[str, list[float]]:
+    """What is wrong after the load, or who made it; the losses after the save."""
+    plain = whole_values(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
-        values, losses, resumed = HOMES[home](folder, out / home)
-    wrong = [name for name in plain if not torch.equal(values[name], plain[name])]
-    if wrong:
-        return f"wrong values: {', '.join(wrong[:4])}"
-    is_same = all(abs(mine - theirs) < 1e-5 for mine, theirs in zip(resumed, losses, strict=True))
-    return "right" if is_same else f"resumed with {resumed}, not {losses}"
-
-
-def main(homes: list[str]) -> None:
-    dist.init_process_group("gloo")
-    names = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(names)
-    folder = Path(names[0], "checkpoint")
+        session = Session(folder, home, saver, "none", seed=1)
+        if wrong := different(whole_values(session.model), plain):
+            return f"wrong values: {', '.join(wrong[:4])}", []
+        session.train((0, 1))
+        session.save(target / "none")
+        session.model.save_pretrained(target / "weights")
+        values, losses = whole_values(session.model), session.train((2, 3))
     if dist.get_rank() == 0:
-        make_checkpoint(folder)
-    dist.barrier()
-    plain = dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
-    for home in homes or HOMES:
-        try:
-            what = outcome(home, folder, Path(names[0]), plain)
-        except ModuleNotFoundError as error:
-            what = f"not in this version ({error.name})"
-        except Exception as error:
-            traceback.print_exc()
-            what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        if dist.get_rank() == 0:
-            print(json.dumps({"home": home, "outcome": what}), flush=True)
-    dist.destroy_process_group()
+        torch.save(values, target / "none.pt")  # for resume_changed
+    return "right" if hasattr(session.model, "streaming_report") else "right, loaded by transformers itself", losses
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def wrongly_saved(target: Path) -> list[str]:
+    """The parameters that a plain load of what was saved has otherwise than the model that was trained."""
+    saved = transformers.AutoModelForCausalLM.from_pretrained(target / "weights", dtype=torch.float32)
+    return different(whole_values(saved), torch.load(target / "none.pt"))
+
+
+def resumed(ranks: int, folder: Path, target: Path, home: str, saver: str, losses: list[float]) -> str:
+    """What comes of a resume, in new processes, from what :func:`train_and_save` saved."""
+    found = run_ranks(ranks, resume_changed, folder, target, home, saver, ["none"])[0]["none"]
+    if found["wrong"]:
+        return f"wrong values: {', '.join(found['wrong'][:4])}"
+    # Other ranks, and other kinds of training, add up gradients in another order.
+    return "right" if found["losses"] == pytest.approx(losses, rel=1e-4) else f"losses {found['losses']}, not {losses}"
+
+
+def outcome(work: Callable[[], str]) -> str:
+    try:
+        return work()
+    except RankFailure as failure:
+        print(failure, file=sys.stderr)
+        errors = [each for each in failure.outcomes if each.error_type is not None]
+        error = min(errors, key=lambda each: each.error_type == "PeerError")  # which says that another rank has one
+        return f"{error.error_type}: {' '.join(str(error.error_message).split())[:200]}"
+
+
+def in_home(folder: Path, target: Path, name: str) -> str:
+    """What comes of a load, a training and its saves on two ranks, and of resumes on two and on three."""
+    home, saver = HOMES[name]
+    target.mkdir()
+    what, losses = run_ranks(2, train_and_save, folder, target, home, saver)[0]
+    if not losses:
+        return what
+    if wrong := wrongly_saved(target):
+        return f"wrong values are saved: {', '.join(wrong[:4])}"
+    for ranks in (2,) if name in ON_TWO_RANKS else (2, 3):
+        again = outcome(partial(resumed, ranks, folder, target, home, saver, losses))
+        if again != "right":
+            return f"resumed on {ranks} ranks: {again}"
+    return what
+
+
+def elsewhere(folder: Path, target: Path) -> Iterator[tuple[str, str]]:
+    """What comes of a training that goes on in another home, on three ranks where there were two."""
+    target.mkdir()
+    _, losses = run_ranks(2, train_and_save, folder, target, "zero3", "save_state")[0]
+    for name in ELSEWHERE:
+        home, _ = HOMES[name]
+        if is_there(home):
+            work = partial(resumed, 3, folder, target, home, "save_state", losses)
+            yield f"ZeRO-3 to {name}", outcome(work)
+
+
+def homes(folder: Path, out: Path) -> Iterator[tuple[str, str]]:
+    """Each home, and each way from one to another, and what came of it."""
+    for name, (home, _) in HOMES.items():
+        yield name, outcome(partial(in_home, folder, out / home, name)) if is_there(home) else "not in this version"
+    yield from elsewhere(folder, out / "elsewhere")
+
+
+# ------------------------------------------------------------------------------------------------------------- types
+
+
+def types(known: Path, folder: Path) -> Iterator[tuple[str, str]]:
+    """Each model type of the sample, and each that the last sweep did not know, and how it compares."""
+    there, of_last_sweep = set(all_types()), Table.parse(known.read_text()).rows
+    names = [name for name in SAMPLE.split() if name in there]
+    new = sorted(there - of_last_sweep.keys())
+    destinations = [Destination("zero3x2"), *([Destination("fsdp2")] if is_there("distributed_config") else [])]
+    found = sweep([*names, *new], folder, destinations=destinations, say=lambda line: print(line, file=sys.stderr))
+    rows = Table.parse(table(found)).rows
+    for name in [*names, *new]:
+        if why := found.cannot_build.get(name):
+            what = f"cannot be built: {' '.join(why.split())[:200]}"
+        else:
+            texts = {}
+            for to in destinations:
+                error = found.rows["ours", to.name, "fp32"][name].get("error", "")
+                texts[to.name] = f"raises: {' '.join(error.split())[:160]}" if error else rows[name][f"{to.name} fp32"]
+            what = "; ".join(f"{to} {text}" for to, text in texts.items() if text != "equal") or "equal"
+        yield f"{name} (new)" if name in new else name, what
+
+
+def main(known: Path) -> None:
+    """`known`: the table of the last sweep."""
+    transformers.utils.logging.disable_progress_bar()
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        for name, what in homes(make_checkpoint(out / "checkpoint"), out):
+            print(json.dumps({"home": name, "outcome": what}), flush=True)
+        for name, what in types(known, out / "types"):
+            print(json.dumps({"type": name, "outcome": what}), flush=True)

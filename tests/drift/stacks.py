@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.venvs import environment_of
@@ -63,8 +62,8 @@ def versions_in(python: Path) -> dict[str, str]:
     return found
 
 
-def outcomes(name: str) -> Iterator[tuple[str, str]]:
-    """Each home of the smoke run, and what came of it."""
+def outcomes(name: str) -> tuple[dict[str, str], dict[str, str]]:
+    """What was tried in a set, and what came of it: each home of :mod:`.smoke`, and each type of models."""
     python = python_of(name)
     environment = environment_of(python.parents[1])
     own = versions_in(python)
@@ -74,16 +73,14 @@ def outcomes(name: str) -> Iterator[tuple[str, str]]:
     folder = os.environ.get("TORCH_EXTENSIONS_DIR") if shares else None
     own_folder = ROOT / ".drift" / "-".join(["extensions", *compiled.values()])
     environment["TORCH_EXTENSIONS_DIR"] = folder or str(own_folder)
-    launcher = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
-        [*launcher, str(Path(__file__).with_name("smoke.py"))],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"home"')]
-    if not lines:
-        yield "all", f"exit code {done.returncode}: {done.stderr[-300:]}"
-    for line in lines:
-        yield line["home"], line["outcome"]
+    command = [str(python), "-W", "ignore", "-m", "tests.drift", "here"]
+    with (python.parents[1] / "errors.txt").open("w") as errors:
+        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+    found: dict[str, dict[str, str]] = {"home": {}, "type": {}}
+    for line in done.stdout.splitlines():
+        if line.startswith(('{"home"', '{"type"')):
+            (kind, what), (_, outcome) = json.loads(line).items()
+            found[kind][what] = outcome
+    if done.returncode:
+        found["home"]["the rest"] = f"exit code {done.returncode}, see {errors.name}"
+    return found["home"], found["type"]

@@ -61,3 +61,40 @@ def test_parts_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     command.write("one", command.table(("a", "b"), [("1", "2")]))
     assert "| a | b |\n| --- | --- |\n| 1 | 2 |" in command.PAGE.read_text() and "old" not in command.PAGE.read_text()
     assert command.allowed("transformers").specifier.contains("5.23.0")
+
+
+@pytest.mark.parametrize(
+    ("what", "is_allowed"),
+    [
+        ("right", True),
+        ("equal", True),
+        ("right, loaded by transformers itself", True),
+        ("cannot be built: needs a package: timm", True),
+        ("fsdp2 refused", True),
+        ("fsdp2 raises: VersionError: transformers 6 has no act", True),
+        ("zero3x2 refused", False),
+        ("fsdp2 wrong values: head", False),
+        ("zero3x2 raises: KeyError: 'act'", False),
+        ("wrong values are saved: head", False),
+        ("resumed on 3 ranks: losses [1.0], not [2.0]", False),
+        ("RankTimeout: VersionError", False),
+    ],
+)
+def test_what_a_set_of_versions_may_come_to(what: str, is_allowed: bool) -> None:
+    assert bool(command.ALLOWED.match(what)) == is_allowed
+
+
+def test_the_rows_of_sets_that_were_not_tried_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+        "oldest": ({"ZeRO-3": "right", "ZeRO-2": "right"}, {"bert": "equal", "new": "cannot be built: a | b"}),
+        "newest": ({"ZeRO-3": "wrong values: head"}, {"bert": "equal"}),
+    }
+    monkeypatch.setattr(command, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(command.stacks, "outcomes", outcomes.__getitem__)
+    monkeypatch.setattr(command.stacks, "python_of", Path)
+    monkeypatch.setattr(command.stacks, "versions_in", lambda python: dict.fromkeys(command.stacks.SHOWN, "1"))
+    command.PAGE.write_text("<!-- stacks -->\n<!-- end of stacks -->\n")
+    assert not command.run_stacks(["newest"]) and command.run_stacks(["oldest"])
+    oldest = "| oldest | 1 | 1 | 1 | 1 | 1 | right: ZeRO-3, ZeRO-2 | equal: bert; cannot be built: a / b: new |"
+    newest = "| newest | 1 | 1 | 1 | 1 | 1 | wrong values: head: ZeRO-3 | equal: bert |"
+    assert command.PAGE.read_text().splitlines()[3:6] == ["| --- " * 8 + "|", oldest, newest]

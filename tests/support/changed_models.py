@@ -190,6 +190,10 @@ def _whole(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
+SHARDED_BY = {"distributed_config": ["fsdp_size"], "tp": ["tp_size"], "ep": ["tp_size", "ep_size"]}
+"""Homes that transformers shards itself, and the sizes that are the number of ranks there."""
+
+
 class Session:
     """One training of a changed model, of a `home` and saved by `saver`."""
 
@@ -198,8 +202,11 @@ class Session:
         self._accelerator = self._accelerator_of(home) if home == "fsdp2" or saver == "accelerate" else None
         config = zero_config(home) if home.startswith("zero") else None
         kwargs: dict[str, Any] = {}
-        if home == "distributed_config":
-            kwargs["distributed_config"] = transformers.distributed.DistributedConfig(fsdp_size=dist.get_world_size())
+        if home in SHARDED_BY:
+            sizes = {size: dist.get_world_size() for size in SHARDED_BY[home]}
+            kwargs["distributed_config"] = transformers.distributed.DistributedConfig(**sizes)
+        elif home == "device_map":
+            kwargs["device_map"] = "cpu"
         elif config is not None and self._accelerator is None:
             kwargs["ds_config"] = config
         model = loaded(folder, home, change, **kwargs)
@@ -278,7 +285,12 @@ class Session:
 def zero_config(home: str) -> dict[str, Any]:
     config = {**ds_config(torch.float32), "zero_allow_untested_optimizer": True, "gradient_accumulation_steps": 1}
     del config["optimizer"]
-    config["zero_optimization"] = {"stage": int(home.removeprefix("zero"))}
+    config["gradient_clipping"] = 0.0  # 1 is the default, and nothing clips in other homes
+    stage, _, offloads = home.removeprefix("zero").partition("-")
+    config["zero_optimization"] = {"stage": int(stage)}
+    if offloads:
+        config["zero_force_ds_cpu_optimizer"] = False
+        config["zero_optimization"] |= {f"offload_{what}": {"device": "cpu"} for what in ("param", "optimizer")}
     return config
 
 

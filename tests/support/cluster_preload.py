@@ -31,7 +31,6 @@ LATE = (
     "hf_zero_stream.destinations.deepspeed.engine_memory",
     "hf_zero_stream.destinations.deepspeed.flat",
     "hf_zero_stream.destinations.deepspeed.gathered",
-    "hf_zero_stream.destinations.deepspeed.gathered",
     "hf_zero_stream.destinations.deepspeed.masters",
     "hf_zero_stream.destinations.deepspeed.partitioned",
     "hf_zero_stream.loading.into",
@@ -52,7 +51,8 @@ LATE = (
 """What most ranks, or the slowest, would otherwise import when they first need it."""
 
 for _name in LATE:
-    importlib.import_module(_name)
+    with contextlib.suppress(ModuleNotFoundError):  # older versions have not all of them
+        importlib.import_module(_name)
 conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes its table, of all models, at the first call
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # takes processes, and each extension asks twice
 importlib.metadata.version = functools.cache(importlib.metadata.version)  # parses a file, and each load asks often

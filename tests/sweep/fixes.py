@@ -41,6 +41,17 @@ _SHARED_KV = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 _GEMMA3N = {**_SHARED_KV, "intermediate_size": 65}  # by default one for each of its 35 layers
+# Of a vocabulary the last parts are the codes of images, then those of sounds.
+_APERTUS = {
+    **{"image_token_id": 10, "audio_token_id": 11, "image_token_offset": 20, "audio_token_offset": 36},
+    "vision_config": {"codebook_size": 16, "base_channels": 32},
+    "audio_config": {"codebook_size": 16},
+}
+_DORY = {
+    **{"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+_HY_V4 = {"qk_rope_head_dim": 8, "rope_parameters": _rope([2, 1, 1])}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": "auto"}
 _ATOMS = {
     "hidden_size": 16,
@@ -108,6 +119,7 @@ BASES: dict[str, dict[str, Any]] = {
 """Model type -> arguments without which its default config, the one that is shrunk, cannot be made."""
 
 FIXES: dict[str, dict[str, Any]] = {
+    "apertus1p5": _APERTUS,
     "arcee": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "autoformer": _TIME_SERIES,
     "bamba": _MAMBA,
@@ -124,6 +136,7 @@ FIXES: dict[str, dict[str, Any]] = {
     "depth_pro": {"scaled_images_feature_dims": (16, 16, 8)},
     "diffusion_gemma": {"text_config": _DIFFUSION_GEMMA},
     "diffusion_gemma_text": _DIFFUSION_GEMMA,
+    "dory": _DORY,
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "dots3_note": {"text_config": _DOTS3, "vision_config": _DOTS3_VISION},
     "dots3_note_text": _DOTS3,
@@ -152,6 +165,8 @@ FIXES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": _HUNYUAN,
     "hunyuan_vl": {"text_config": _HUNYUAN},
     "hunyuan_vl_text": _HUNYUAN,
+    "hy_v4_vl": {"text_config": _HY_V4},
+    "hy_v4_vl_text": _HY_V4,
     "informer": _TIME_SERIES,
     "janus": {"vq_config": {"base_channels": 32}},
     "lfm2_moe": {"num_hidden_layers": 2, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},

@@ -240,7 +240,7 @@ def make_checkpoints(model_type: str, class_name: str | None, folders: dict[torc
         "auto_class": auto_class_of(cls),
         "parameters": built.parameters,
         "divisor": built.way.divisor,
-        "plans": {way: bool(getattr(built.model, f"{way}_plan")) for way in ("tp", "ep")},
+        "plans": {way: bool(getattr(built.model, f"{way}_plan", None)) for way in ("tp", "ep")},
     }
 
 
