@@ -37,7 +37,7 @@ from ..seams.saving import lay_out_pretrained
 from ..seams.wrappers import unwrapped
 from .buckets import Bucket, filled
 from .deltas import Given, patches
-from .merging import AdaptedLayers, base_of, has_adapters, merging_of, trained_copies
+from .merging import AdaptedLayers, base_of, has_adapters, merging_of, state_of_adapters, trained_copies
 from .plan import BucketPlan, Named, Planner, by_layers, with_whole_layers
 from .vllm_source import weight_source
 from .wire import Patch
@@ -309,11 +309,7 @@ class WeightStream:
 
     def _circumstances(self) -> Any:
         trained = [param.requires_grad for param in self._model.parameters()]
-        if not self._adapters:
-            return circumstances(self._model), trained
-        names = ("active_adapters", "scaling")
-        merged = [str(getattr(module, name, "")) for module in self._model.modules() for name in names]
-        return circumstances(self._model), trained, merged
+        return circumstances(self._model), trained, state_of_adapters(self._model) if self._adapters else ()
 
     def _as_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
         plan = self._plan
