@@ -7,11 +7,11 @@ One training gives all its tensors away, in turns by all ways: as TRL does it, e
 and by a weight stream in buckets, which is in the hub's layout. `stock, packed`: what vLLM's packer makes of stock's:
 chunks of up to 1 GB, of copies. `ours, direct`: nothing is gathered, and each rank sends what it holds to a server, a
 process of its own that puts tensors together; `changes`: one element of a hundred is another, and no others are sent.
-`stock, TRL`: a sync of TRL's own GRPO, with its client and vLLM's packer, to a server, a process of its own that only
-takes the bytes; `ours, TRL`: the same call inside of `streaming()`, to such a server. The other ways send nothing. On a
-CPU DeepSpeed gathers through shared memory where all ranks are on one host, and by gloo where they are not: `--gathers`
-chooses. A stream sends by gloo. Growth is that of anonymous memory, beside what the training holds. All give the same
-values, or the exit code is 1.
+`stock, TRL`: a sync of TRL's own GRPO, with its client and vLLM's packer, to a server in a process of its own that
+only takes the bytes; `ours, TRL`: the same call inside of `streaming()`, to another such server. The other ways send
+nothing. On a CPU DeepSpeed gathers through shared memory where all ranks are on one host, and by gloo where they are
+not: `--gathers` chooses. A stream sends by gloo. Growth is that of anonymous memory, beside what the training holds.
+All give the same values, or the exit code is 1.
 """
 
 import argparse
