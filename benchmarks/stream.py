@@ -7,21 +7,26 @@ One training gives all its tensors away, in turns by all ways: as TRL does it, e
 and by a weight stream in buckets, which is in the hub's layout. `stock, packed`: what vLLM's packer makes of stock's:
 chunks of up to 1 GB, of copies. `ours, direct`: nothing is gathered, and each rank sends what it holds to a server, a
 process of its own that puts tensors together; `changes`: one element of a hundred is another, and no others are sent.
-The other ways send nothing. On a CPU DeepSpeed gathers through shared memory where all ranks are on one host, and by
-gloo where they are not: `--gathers` chooses. A stream sends by gloo. Growth is that of anonymous memory, beside what
-the training holds. All give the same values, or the exit code is 1.
+`stock, TRL`: a sync of TRL's own GRPO, with its client and vLLM's packer, to a server in a process of its own that
+only takes the bytes; `ours, TRL`: the same call inside of `streaming()`, to another such server. The other ways send
+nothing. On a CPU DeepSpeed gathers through shared memory where all ranks are on one host, and by gloo where they are
+not: `--gathers` chooses. A stream sends by gloo. Growth is that of anonymous memory, beside what the training holds.
+All give the same values, or the exit code is 1.
 """
 
 import argparse
 import json
 import multiprocessing
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,12 +35,13 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.checkpoints import cached_checkpoint
 from benchmarks.launch import run
+from examples.vllm_on_cpu import Group, free_port, stand_in
 from hf_zero_stream.reports.measures import AnonymousMemory
 from hf_zero_stream.stream.receiver import Receiver
-from tests.support.engine_servers import DirectServer
+from tests.support.engine_servers import DirectServer, VLLMServer
 
 
-ARMS = ("ours", "ours, direct", "ours, changes", "stock", "stock, packed")
+ARMS = ("ours", "ours, direct", "ours, changes", "stock", "stock, packed", "ours, TRL", "stock, TRL")
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 PACKER_BYTES = 1 << 30
 
@@ -53,17 +59,24 @@ def sum_of(tensor: torch.Tensor) -> int:
     return int(tensor.reshape(-1).view(torch.int64).sum())
 
 
-def pack(tensors: Iterator[tuple[str, torch.Tensor]]) -> int:
-    """Do as vLLM's packer does; the sum of all chunks."""
+def packed(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[torch.Tensor]:
+    """The chunks that vLLM's packer makes of tensors."""
     chunk: list[torch.Tensor] = []
-    size = total = 0
+    size = 0
     for _, tensor in tensors:
-        chunk.append(tensor.contiguous().view(-1))
+        chunk.append(tensor.contiguous().view(-1).view(torch.uint8))
         size += tensor.nbytes
         if size > PACKER_BYTES:
-            total += sum_of(torch.cat(chunk))
+            yield torch.cat(chunk)
             chunk, size = [], 0
-    return total + (sum_of(torch.cat(chunk)) if chunk else 0)
+    if chunk:
+        yield torch.cat(chunk)
+
+
+def broadcast_packed(iterator: Any, group: Group, src: int, post_iter_func: Any) -> None:
+    """In place of vLLM's function, which copies on a GPU's streams."""
+    for chunk in packed(iterator):
+        group.broadcast(chunk, src)
 
 
 class Engine(DirectServer):
@@ -93,10 +106,52 @@ class Engine(DirectServer):
         return {}
 
 
+class Taker(VLLMServer):
+    """It takes what is broadcast, and says the sum of all chunks of an update."""
+
+    sum = 0
+
+    def answer(self, path: str, body: Any) -> Any:
+        match path:
+            case "start_weight_update":
+                self.sum = 0
+            case "finish_weight_update":
+                pass
+            case "sum":
+                return self.sum
+            case _:
+                return super().answer(path, body)
+        return {}
+
+    def take(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
+        numel = sum(torch.Size(shape).numel() for shape in shapes)
+        chunk = torch.empty(numel, dtype=getattr(torch, dtypes[0])).view(torch.uint8)
+        self.receive(chunk)
+        self.sum += sum_of(chunk)
+
+
 def serve(source: str, urls: Any) -> None:
     torch.set_num_threads(1)
-    urls.put([Engine(source).url, Engine(source).url])
+    urls.put([kind(source).url for kind in (Engine, Engine, Taker, Taker)])
     threading.Event().wait()
+
+
+def generation_of_trl(model: Any, url: str) -> Any:
+    """What syncs in TRL's GRPO, without its trainer."""
+    from trl.distributed import DistributedBackend
+    from trl.generation import vllm_client
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    state = SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3), fsdp_plugin=None)
+    generation: Any = object.__new__(VLLMGeneration)
+    generation.model, generation.mode = model, "server"
+    generation.accelerator = SimpleNamespace(is_main_process=dist.get_rank() == 0, state=state)
+    generation._dist, generation._weight_metadata = DistributedBackend(generation.accelerator), None
+    if dist.get_rank() == 0:
+        vars(vllm_client)["packed_nccl_broadcast_producer"] = broadcast_packed
+        generation.vllm_client = vllm_client.VLLMClient(base_url=url, group_port=free_port())
+        generation.vllm_client.init_communicator()
+    return generation
 
 
 def change(model: Any) -> None:
@@ -120,7 +175,7 @@ def measure(source: str, repeats: int, bucket_bytes: int, gathers: str) -> dict[
     began = time.perf_counter()
     stream = hf_zero_stream.weight_stream(engine, bucket_bytes=bucket_bytes)
     plan_s = time.perf_counter() - began
-    servers = ["", ""]
+    servers = [""] * 4
     if dist.get_rank() == 0:
         context = multiprocessing.get_context("spawn")
         urls = context.Queue()
@@ -131,6 +186,18 @@ def measure(source: str, repeats: int, bucket_bytes: int, gathers: str) -> dict[
     direct = hf_zero_stream.weight_sender(engine, servers[0], **how)
     changes = hf_zero_stream.weight_sender(engine, servers[1], deltas=True, **how)
     changes.send()
+    synced = {"ours, TRL": hf_zero_stream.streaming, "stock, TRL": nullcontext}
+    urls_of = dict(zip(("ours, direct", "ours, changes", *synced), servers, strict=True))
+    first_s = {}
+    with tempfile.TemporaryDirectory() as folder:
+        stand_in(Path(folder))
+        generations = {arm: generation_of_trl(engine.module, urls_of[arm]) for arm in synced}
+    for arm, generation in generations.items():
+        began = time.perf_counter()
+        with synced[arm]():
+            generation.sync_weights()
+        dist.barrier()
+        first_s[arm] = time.perf_counter() - began
     found: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
     for _ in range(repeats):
         change(engine.module)
@@ -140,19 +207,23 @@ def measure(source: str, repeats: int, bucket_bytes: int, gathers: str) -> dict[
                 began = time.perf_counter()
                 if arm == "ours":
                     total = sum(sum_of(tensor) for bucket in stream for _, tensor in bucket)
-                elif arm.startswith("ours, "):
-                    (direct if arm == "ours, direct" else changes).send()
-                    total = _said(servers[arm == "ours, changes"]) if dist.get_rank() == 0 else 0
+                elif arm in urls_of:
+                    if arm in synced:
+                        with synced[arm]():
+                            generations[arm].sync_weights()
+                    else:
+                        (direct if arm == "ours, direct" else changes).send()
+                    total = _said(urls_of[arm]) if dist.get_rank() == 0 else 0
                 elif arm == "stock":
                     total = sum(sum_of(tensor) if dist.get_rank() == 0 else 0 for _, tensor in gathered(engine.module))
                 else:
                     tensors = gathered(engine.module)
-                    total = pack(tensors) if dist.get_rank() == 0 else sum(0 for _ in tensors)
+                    total = sum(map(sum_of, packed(tensors))) if dist.get_rank() == 0 else sum(0 for _ in tensors)
                 dist.barrier()
                 seconds = time.perf_counter() - began
             runs.append({"seconds": seconds, "anonymous_growth_bytes": memory.growth_peak, "sum": total % 2**64})
     dist.destroy_process_group()
-    return {"plan_s": plan_s, "arms": found}
+    return {"plan_s": plan_s, "first_s": first_s, "arms": found}
 
 
 def _said(url: str) -> int:
@@ -192,7 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
                 f"| {median(seconds) / stock:.2f}x | {first:.0f} | {max(others, default=0):.0f} |"
             )
         same = same and len(sums) == 1
-        print(f"the same values: {'yes' if len(sums) == 1 else 'NO'}")
+        firsts = (f"{arm} {max(rank['first_s'][arm] for rank in ranks):.2f} s" for arm in ranks[0]["first_s"])
+        print(f"first syncs: {', '.join(firsts)}; the same values: {'yes' if len(sums) == 1 else 'NO'}")
     if settings.json:
         settings.json.write_text(json.dumps(everything, indent=2) + "\n")
     return 0 if same else 1

@@ -218,6 +218,7 @@ class Coordinator:
                     raise
                 finally:
                     self._watch = None
+                    arrival.leave()
                     presence.left_together = arrival.key, begun_collectives()
         finally:
             _turn.release()
@@ -367,8 +368,35 @@ def expected_at(occasion: Occasion) -> Iterator[None]:
 _SMALL_BYTES = 504
 """Of what ranks exchange, so much goes with its length, in one collective."""
 
-_turn = threading.RLock()
-"""Held by the thread whose load or save uses the process group."""
+
+class _Turn:
+    """Held by a thread whose load or save uses the process group; within it, that thread may take it again.
+
+    Another thread may give it back, which a lock of Python's does not allow: a pass of a weight stream goes on, and
+    ends, in the thread that asks for the next bucket.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        self._owner = self._depth = 0
+
+    def acquire(self, *, blocking: bool) -> bool:
+        thread = threading.get_ident()
+        with self._free:
+            if not self._free.wait_for(lambda: self._owner in (0, thread), None if blocking else 0.0):
+                return False
+            self._owner, self._depth = thread, self._depth + 1
+            return True
+
+    def release(self) -> None:
+        with self._free:
+            self._depth -= 1
+            if not self._depth:
+                self._owner = 0
+                self._free.notify_all()
+
+
+_turn = _Turn()
 
 
 def _shortened(what: object) -> str:

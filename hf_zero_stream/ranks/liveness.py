@@ -152,7 +152,11 @@ class Watch:
     def absent(self) -> list[int]:
         """Ranks that have not come to this meeting, or to fewer of its agreements than this one."""
         beats = self._read(range(self._presence.world_size))
-        return [rank for rank, beat in enumerate(beats) if beat is None or beat.agreements < self._agreements]
+        return [
+            rank
+            for rank, beat in enumerate(beats)
+            if beat is None or beat.meeting != self.meeting or beat.agreements < self._agreements
+        ]
 
     def elsewhere(self, ranks: Sequence[int]) -> list[int]:
         """Those of `ranks` that are in a meeting to which this rank has not come, where they may wait for it."""
@@ -225,15 +229,17 @@ class Watch:
         presence = self._presence
         ranks = presence.watched()
         for rank, beat in zip(ranks, self._read(ranks), strict=True):
-            if beat is not None and beat.has_left:
+            came = beat is not None and beat.meeting == self.meeting
+            if beat is not None and came and beat.has_left:
                 continue
             is_alive = presence.is_alive(rank)
             if is_alive is False:
                 seen, has_ended = presence.end_of(rank)
                 return Verdict.of_death(rank, seen, "Ended" if has_ended else "PeerError")
             # A rank that has not come to this meeting may take its time, unless its host has ceased to answer for it.
+            # One in another meeting besides writes heartbeats of both, of which perhaps only the other's are seen.
             last, still_s = self._seen.get(rank, (None, 0.0))
-            is_quiet = beat == last and (beat is not None or presence.has_answered(rank))
+            is_quiet = beat == last and (came or presence.has_answered(rank))
             still_s = still_s + passed_s if is_quiet and not is_alive else 0.0
             self._seen[rank] = beat, still_s
             if still_s > self.timeout_s:
@@ -241,7 +247,6 @@ class Watch:
         return None
 
     def _read(self, ranks: Sequence[int]) -> list[_Beat | None]:
-        """The heartbeats of `ranks` in this meeting; None for those that have not come to it."""
+        """The last heartbeats of `ranks`, perhaps in another meeting than this one; None of those without any."""
         written = self._store.get_many([f"{self._beats}/{rank}" for rank in ranks])
-        beats = [_Beat(*values) if values else None for values in written]
-        return [beat if beat is not None and beat.meeting == self.meeting else None for beat in beats]
+        return [_Beat(*values) if values else None for values in written]

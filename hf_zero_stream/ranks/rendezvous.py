@@ -203,7 +203,8 @@ class Round:
             if self._is_last or len(passed) > 1:
                 self._store.delete(f"{key}/{name}" for key in passed for name in _KEYS)
             passed.clear()
-        passed.append(self.key)
+        else:
+            passed.append(self.key)
         if decision.outcome == "failed":
             raise Verdict(*decision.failure).error()
         if decision.outcome == "apart":
@@ -211,6 +212,10 @@ class Round:
                 raise self._occasion.error(decision.why)
             rank = self._presence.rank
             raise Apart(decision.why, says_it=self._store.set_first(f"{self.key}/speaker", rank) == rank)
+
+    def leave(self) -> None:
+        """The meeting is over on this rank. Its keys stay until then: another one may begin meanwhile, and end."""
+        self._presence.passed[self._occasion.name].append(self.key)
 
     def _wait(self, watch: Watch) -> _Decision:
         is_optional, presence = self._occasion.is_optional, self._presence

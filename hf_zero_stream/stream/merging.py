@@ -44,6 +44,13 @@ def trained_copies(model: nn.Module) -> dict[str, str]:
     return found
 
 
+def state_of_adapters(model: nn.Module) -> list[str]:
+    """What merging depends on beside values. (transformers' models have a method of the name ``active_adapters``.)"""
+    names = ("active_adapters", "merged_adapters", "scaling")
+    found = [getattr(module, name, None) for module in model.modules() for name in names]
+    return [str(value) for value in found if value is not None and not callable(value)]
+
+
 class AdaptedLayers:
     """The layers of a model that have adapters to be merged.
 

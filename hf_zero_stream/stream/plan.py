@@ -39,6 +39,15 @@ class Named(NamedTuple):
         return self.view.numel * self.view.node.dtype.itemsize
 
 
+class StreamedTensor(NamedTuple):
+    """A tensor of a stream, and the ranks that get it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    owners: tuple[int, ...]
+
+
 class Entry(NamedTuple):
     """A tensor in the buckets of its owners, from byte `at` on."""
 

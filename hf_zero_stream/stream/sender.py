@@ -19,8 +19,9 @@ from ..ranks.coordinator import Coordinator, collective_device, expected_at, mee
 from ..ranks.rendezvous import STREAM
 from ..saving.calls import dtype_of_argument
 from .calls import Calls
+from .plan import StreamedTensor
 from .servers import VLLM, Join, Server, SGLang
-from .weights import BUCKET_BYTES, StreamedTensor, WeightStream
+from .weights import BUCKET_BYTES, WeightStream
 
 
 logger = logging.get_logger(__name__)

@@ -21,7 +21,8 @@ from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator
 from .buckets import Bucket
 from .calls import Calls
-from .weights import StreamedTensor, WeightStream
+from .plan import StreamedTensor
+from .weights import WeightStream
 from .wire import name_of
 
 

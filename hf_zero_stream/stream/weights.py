@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,10 +35,11 @@ from ..saving.save import make_ready
 from ..seams.adapted import lay_out_adapters
 from ..seams.saving import lay_out_pretrained
 from ..seams.wrappers import unwrapped
+from .arguments import refuse_different_values, refuse_unknown_values
 from .buckets import Bucket, filled
 from .deltas import Given, patches
-from .merging import AdaptedLayers, base_of, has_adapters, merging_of, trained_copies
-from .plan import BucketPlan, Named, Planner, by_layers, with_whole_layers
+from .merging import AdaptedLayers, base_of, has_adapters, merging_of, state_of_adapters, trained_copies
+from .plan import BucketPlan, Named, Planner, StreamedTensor, by_layers, with_whole_layers
 from .vllm_source import weight_source
 from .wire import Patch
 
@@ -104,15 +105,6 @@ def stream_of(trainer: Any, model: Any, to: Any, only: Any = "all") -> WeightStr
     return stream
 
 
-class StreamedTensor(NamedTuple):
-    """A tensor of a stream, and the ranks that get it."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    owners: tuple[int, ...]
-
-
 @dataclass(frozen=True)
 class _Plan:
     """What is kept from pass to pass. `circumstances`: what the plan depends on beside the `layout`."""
@@ -146,15 +138,11 @@ class WeightStream:
         overfull: bool = False,
         deltas: bool = False,
     ) -> None:
-        for name, value, known in (
-            ("to", to, ("rank0", "all", "owners")),
-            ("only", only, ("all", "trainable")),
-            ("layout", layout, ("hub", "model")),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name}: expected one of {', '.join(known)}; got {value!r}")
-        if not isinstance(bucket_bytes, int) or bucket_bytes < 1:
-            raise ConfigError(f"bucket_bytes: expected a size in bytes, at least 1; got {bucket_bytes!r}")
+        arguments = {
+            **{"to": to, "bucket_bytes": bucket_bytes, "dtype": dtype, "only": only, "layout": layout},
+            **{"overfull": overfull, "deltas": deltas},
+        }
+        refuse_unknown_values(arguments)
         self._model = unwrapped(model)
         self._base = base_of(self._model)
         if not isinstance(self._base, PreTrainedModel):
@@ -176,8 +164,11 @@ class WeightStream:
         self._given: Given | None = None
         self._is_complete = False
         """Whether the last pass came to its end: what is kept is what it gave."""
+        self._open: Coordinator | None = None
+        """Of the pass that has begun and not ended."""
         self._plan: _Plan | None = None
         with meeting(STREAM) as coordinator:
+            refuse_different_values(arguments, coordinator)
             self._plan, _ = self._planned(coordinator)
 
     @property
@@ -255,25 +246,28 @@ class WeightStream:
         planned: Callable[[Coordinator], tuple[_Plan, Parameters]],
         give: Callable[[BucketPlan, Parameters, AdaptedLayers | None, Coordinator], T],
     ) -> Generator[T]:
+        self._call_off()
         with meeting(STREAM, coordinator=coordinator) as coordinator:
             self._plan, parameters = planned(coordinator)
+            self._open = coordinator
             self.version += 1
             self._is_complete = False
             settle(self._base.parameters())
-            for plan in self._plan.buckets:
-                given = give(plan, parameters, self._plan.adapted, coordinator)
-                try:
+            try:
+                for plan in self._plan.buckets:
+                    given = give(plan, parameters, self._plan.adapted, coordinator)
                     yield given
-                except GeneratorExit:
-                    error = StreamError(
-                        f"A pass of a weight stream ended before its last bucket on rank {coordinator.rank}: the loop "
-                        "over it was left there, or raised."
-                    )
-                    with suppress(HfZeroStreamError):
-                        coordinator.agree(error)
-                    return
-                del given  # before the next one is there
-                coordinator.agree()  # a rank that has left the loop takes no part in the next exchange
+                    if self._open is not coordinator:
+                        raise StreamError("Another pass of this weight stream has begun before this one ended.")
+                    del given  # before the next one is there
+                    coordinator.agree()  # a rank that has left the loop takes no part in the next exchange
+            except GeneratorExit:
+                if self._open is coordinator:
+                    self._call_off()
+                return
+            finally:
+                if self._open is coordinator:
+                    self._open = None
             if self._deltas:
                 with coordinator.reporting():
                     if self._given is not None and self._given.of is self._plan.buckets:
@@ -281,6 +275,17 @@ class WeightStream:
                     else:
                         self._given = Given(self._plan.buckets, parameters.holdings, coordinator.rank)
             self._is_complete = True
+
+    def _call_off(self) -> None:
+        """End the pass that is open, if there is one, with an error on the other ranks."""
+        coordinator, self._open = self._open, None
+        if coordinator is not None:
+            error = StreamError(
+                f"A pass of a weight stream ended before its last bucket on rank {coordinator.rank}: the loop over it "
+                "was left there, or raised."
+            )
+            with suppress(HfZeroStreamError):
+                coordinator.agree(error)
 
     def _given_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters]:
         """As :meth:`_planned`, if there is something to compare with."""
@@ -309,11 +314,7 @@ class WeightStream:
 
     def _circumstances(self) -> Any:
         trained = [param.requires_grad for param in self._model.parameters()]
-        if not self._adapters:
-            return circumstances(self._model), trained
-        names = ("active_adapters", "scaling")
-        merged = [str(getattr(module, name, "")) for module in self._model.modules() for name in names]
-        return circumstances(self._model), trained, merged
+        return circumstances(self._model), trained, state_of_adapters(self._model) if self._adapters else ()
 
     def _as_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
         plan = self._plan

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_zero_stream.errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
+from hf_zero_stream.ranks import liveness
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
@@ -56,6 +61,94 @@ def test_a_loop_that_ends_early(cluster: None, zoo_checkpoint: Checkpoint, leave
     assert left[0] == ('KeyError: "an engine\'s error"' if raises else "left")
     assert other[0].startswith("StreamError: ") and f"ended before its last bucket on rank {leaver}" in other[0]
     assert found[0][1] == found[0][2] and found[1][1] == "0"
+
+
+def hold_on(checkpoint: Path) -> list[Any]:
+    """A pass that is held, and not left, as a traceback in a notebook holds one: whole passes go on beside it."""
+    import hf_zero_stream
+
+    stream = stream_of(checkpoint)
+    held = iter(stream)
+    next(held)
+    counts = [len(taken(stream)) for _ in range(2)]
+    with pytest.raises(StreamError, match="Another pass of this weight stream has begun"):
+        next(held)
+    other = iter(hf_zero_stream.weight_stream(stream.model, "all", bucket_bytes=1000))
+    counts.append(sum(len(bucket) for bucket, _ in zip(stream, other, strict=False)))
+    other.close()
+    return [*counts, len(taken(stream)), len(stream.metadata)]
+
+
+def test_a_pass_that_is_held(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    *counts, number = run_ranks(2, hold_on, zoo_checkpoint("llama"), timeout=60)[0]
+    assert counts == [number] * 4
+
+
+def begin_again(checkpoint: Path) -> str:
+    """Rank 1 begins another pass in the middle of one, and rank 0 goes on with it."""
+    stream = stream_of(checkpoint)
+    held = iter(stream)
+    next(held)
+    message = ""
+    if dist.get_rank() == 0:
+        with pytest.raises(StreamError) as caught:
+            list(held)
+        message = str(caught.value)
+    assert len(taken(stream)) == (len(stream.metadata) if dist.get_rank() == 0 else 0)
+    return message
+
+
+def test_another_pass_of_one_rank(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    message, _ = run_ranks(2, begin_again, zoo_checkpoint("llama"), timeout=60)
+    assert "ended before its last bucket on rank 1" in message
+
+
+def in_threads(checkpoint: Path) -> list[int]:
+    """Each pass begins in this thread, and ends in another one."""
+    stream = stream_of(checkpoint)
+    counts = []
+    for _ in range(2):
+        buckets = iter(stream)
+        first = next(buckets)
+        with ThreadPoolExecutor(1) as thread:
+            rest = thread.submit(list, buckets).result()
+        counts.append(sum(map(len, [first, *rest])))
+    return [*counts, len(stream.metadata)]
+
+
+def test_a_pass_in_two_threads(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    *counts, number = run_ranks(2, in_threads, zoo_checkpoint("llama"), timeout=60)[0]
+    assert counts == [number] * 2
+
+
+class OneRank:
+    """What a watch must know of ranks, of which this one looks after rank 1, on another host."""
+
+    rank, world_size = 0, 2
+    watched = staticmethod(lambda: [1])
+    is_alive = staticmethod(lambda rank: None)
+    has_answered = staticmethod(lambda rank: True)
+
+    def __init__(self) -> None:
+        self.beats: list[Any] = []
+        self.store = SimpleNamespace(
+            get_many=lambda keys: [self.beats.pop(0)], set=lambda *_: None, get=lambda key: None, is_lost=False
+        )
+
+
+def test_a_rank_that_is_in_two_meetings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes the heartbeats of both into one place, where perhaps only those of the other one are seen."""
+    clock = itertools.count(0.0, 2.0)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: None)
+    monkeypatch.setattr(threading.Thread, "join", lambda self, timeout: None)
+    monkeypatch.setattr(liveness.time, "monotonic", lambda: next(clock))
+    for moves, dies in [(True, False), (False, True)]:
+        presence = OneRank()
+        watch = liveness.Watch(cast(Any, presence), "stream weights/1")
+        watch.timeout_s = 5.0
+        presence.beats = [("stream weights/2", float(moves and number), 0, False) for number in range(10)]
+        assert any(watch._look() is not None for _ in range(10)) == dies
+        watch.close()
 
 
 @contextmanager
@@ -119,6 +212,27 @@ def test_a_rank_dies(cluster: None, zoo_checkpoint: Checkpoint, victim: int) -> 
         if rank != victim:
             assert outcome.error_type == "PeerError" and f"rank {victim}" in str(outcome.error_message)
             assert outcome.seconds < 20
+
+
+def ask_otherwise(checkpoint: Path, name: str, values: list[Any]) -> None:
+    import hf_zero_stream
+
+    model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
+    hf_zero_stream.weight_stream(model, **{name: values[dist.get_rank()]})
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("name", "values"), [("bucket_bytes", [2000, 1000]), ("deltas", [False, True]), ("to", ["rank0", "all"])], ids=str
+)
+def test_other_arguments_on_a_rank(cluster: None, zoo_checkpoint: Checkpoint, name: str, values: list[Any]) -> None:
+    """Its plan would be another one, or it would not come to a pass."""
+    for outcome in run_ranks_expecting_errors(2, ask_otherwise, zoo_checkpoint("llama"), name, values):
+        assert outcome.error_type == "ConfigError", outcome.traceback
+        expected = (
+            f"{name}: expected the same value on all ranks; got {values[1]} on rank 1, and {values[0]} on rank 0"
+        )
+        assert expected in str(outcome.error_message)
 
 
 @pytest.mark.parametrize(

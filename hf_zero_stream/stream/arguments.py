@@ -1,0 +1,33 @@
+"""What a weight stream is made with: values that are known, and the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from ..ranks.coordinator import Coordinator
+
+
+_KNOWN = {"to": ("rank0", "all", "owners"), "only": ("all", "trainable"), "layout": ("hub", "model")}
+
+
+def refuse_unknown_values(arguments: Mapping[str, Any]) -> None:
+    for name, known in _KNOWN.items():
+        if arguments[name] not in known:
+            raise ConfigError(f"{name}: expected one of {', '.join(known)}; got {arguments[name]!r}")
+    nbytes = arguments["bucket_bytes"]
+    if not isinstance(nbytes, int) or nbytes < 1:
+        raise ConfigError(f"bucket_bytes: expected a size in bytes, at least 1; got {nbytes!r}")
+
+
+def refuse_different_values(arguments: Mapping[str, Any], coordinator: Coordinator) -> None:
+    """Ranks with other arguments than rank 0's would wait for what nobody sends (all ranks)."""
+    first, *others = coordinator.all_gather({name: str(value) for name, value in arguments.items()})
+    for rank, theirs in enumerate(others, 1):
+        for name, value in first.items():
+            if theirs[name] != value:
+                raise ConfigError(
+                    f"{name}: expected the same value on all ranks; got {theirs[name]} on rank {rank}, and {value} on "
+                    "rank 0"
+                )
