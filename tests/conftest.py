@@ -12,6 +12,7 @@ from tests.support.extensions import compile_extension
 
 
 ON_PAPER = "tests/paper_gpu/"
+OF_SHORT_TESTS = ("tests/core/", "tests/docs/", "tests/hostile/", "tests/support/")
 
 STARTS_RANKS = {"cluster", "compiler", "async_io"}
 """Fixtures of tests that start ranks."""
@@ -62,8 +63,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 most -= 1
             occurred |= values
 
-    # These take longest, and would leave a worker alone at the end.
-    items.sort(key=lambda item: not item.nodeid.startswith(ON_PAPER))
+    # What takes longest goes first, and files of short tests last: else a worker would be alone at the end.
+    items.sort(key=lambda item: (not item.nodeid.startswith(ON_PAPER), item.nodeid.startswith(OF_SHORT_TESTS)))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -323,6 +323,7 @@ def load_and_listen(folder: Path, kwargs: dict[str, Any]) -> tuple[bool, list[st
     return all(hasattr(param, "ds_tensor") for param in model.parameters()), messages.found
 
 
+@pytest.mark.slow
 def test_ds_config(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     """A dict, a path, or nothing; with a stage below 3 the load is transformers' own."""
     import json

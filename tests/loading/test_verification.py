@@ -227,6 +227,7 @@ def verified_on_nvme(folder: Path, swap: Path) -> dict[str, Any]:
     return {"swapped": swapped, "digest": model.streaming_report.digest}
 
 
+@pytest.mark.slow
 def test_swap_files(cluster: None, async_io: None, tmp_path: Path) -> None:
     folder = make_even_llama(tmp_path / "llama", vocab_size=9000)
     (on_disk,) = run_ranks(1, verified_on_nvme, folder, tmp_path)

@@ -429,8 +429,9 @@ def resume(training: str, folders: Folders, root: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", TRAININGS)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in FORMATS])
+@pytest.mark.parametrize("name", FORMATS)
 def test_resumed(cluster: None, formats: Any, tmp_path: Path, training: str, name: str) -> None:
     folders = formats(name)
     went_on = run_ranks(2, train_on, training, folders, tmp_path)

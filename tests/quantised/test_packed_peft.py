@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import sampling
 from tests.support.cluster import run_ranks
 from tests.support.packed_training import fill_adapters, inputs, load, three_losses
 from tests.support.parity import ds_config
@@ -163,8 +162,9 @@ def used(folder: Path, uses: tuple[Callable[[Path, bool], Any], ...]) -> dict[st
     return {use.__name__: [use(folder, keep) for keep in (True, False)] for use in uses}
 
 
+@pytest.mark.slow
 def test_used_as_others(cluster: None, folder: Path) -> None:
-    uses = sampling.every(3, USES)
+    uses = USES
     for of_rank in run_ranks(2, used, folder, uses, timeout=200):
         for name, (packed, dequantised) in of_rank.items():
             assert packed == dequantised, name

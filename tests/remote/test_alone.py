@@ -138,7 +138,8 @@ with hf_zero_stream.streaming():
 """
 
 
-@pytest.mark.parametrize("offline", ["0", pytest.param("1", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("offline", ["0", "1"])
 def test_the_hub_is_not_asked_and_nothing_is_stored(web: Behaviour, tmp_path: Path, offline: str) -> None:
     """Neither the user's folder nor the Hub's cache can be written to."""
     with http_files(tmp_path) as hub:

@@ -19,9 +19,8 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Behaviour]:
         yield how
 
 
-@pytest.mark.parametrize(
-    ("world_size", "rank", "most"), [pytest.param(2, 1, 1.01, marks=pytest.mark.slow), (512, 37, 1.02)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "rank", "most"), [(2, 1, 1.01), (512, 37, 1.02)])
 def test_bytes_asked_for(deepseek: Behaviour, world_size: int, rank: int, most: float) -> None:
     deepseek.requests.clear()
     planned = hf_zero_stream.plan(deepseek.address, world_size=world_size, rank=rank)

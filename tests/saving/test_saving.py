@@ -116,6 +116,7 @@ def freeze_half(model: nn.Module) -> None:
 OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "zero", "prepare"),
     [
@@ -130,7 +131,6 @@ OFFLOAD = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "
     ],
     ids=["zero3", "offload_frozen", "hpz", "stage2", "stage1_frozen", "stage0"],
 )
-@pytest.mark.sample(2)
 def test_after_training(
     cluster: None,
     zoo_checkpoint: Callable[..., Path],

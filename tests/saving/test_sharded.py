@@ -55,6 +55,7 @@ def test_live_models(
     assert_whole(tmp_path, ways)
 
 
+@pytest.mark.slow
 def test_ranks_with_empty_shards(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> None:
     run_ranks(4, save_live, zoo_checkpoint("qwen3_moe"), tmp_path, [live.on_four_ranks], {})
     assert_whole(tmp_path, [live.on_four_ranks])

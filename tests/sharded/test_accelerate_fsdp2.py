@@ -205,6 +205,7 @@ class Pair(nn.Module):
         return output
 
 
+@pytest.mark.slow
 def test_what_is_prepared(cluster: None, zoo_checkpoint: Checkpoint) -> None:
     for of_none, of_one, of_all, pair, stock_pair, ddp, stock_ddp in run_ranks(
         2, prepare_after_use, zoo_checkpoint("llama")

@@ -89,6 +89,7 @@ def test_initialisation_of_loaded_values(cluster: None, tmp_path: Path) -> None:
     assert run_ranks(4, wrong_cases, cases, of_sizes) == [{}] * 4
 
 
+@pytest.mark.slow
 def test_remote_code(cluster: None, tmp_path: Path) -> None:
     """Its ``_init_weights`` writes to all of a module's parameters, loaded ones too; so does plain loading."""
     plan = {"model.layers.*": "free_full_weight"}

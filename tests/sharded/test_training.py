@@ -70,6 +70,7 @@ def test_losses(cluster: None, tmp_path: Path, name: str) -> None:
             assert ours == stock and ours == pytest.approx(plain, abs=1e-6), (sizes, plain, stock, ours)
 
 
+@pytest.mark.slow
 def test_policies(cluster: None, tmp_path: Path) -> None:
     """Memory on the CPU, and 16-bit computing: as in stock, its errors included."""
     even_model("llama").save_pretrained(tmp_path)

@@ -94,6 +94,7 @@ def states(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_states(tmp_path_factory.mktemp("states"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "rank", "step", "fault"),
     [

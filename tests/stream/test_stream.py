@@ -76,6 +76,7 @@ def test_in_another_dtype(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: P
         assert_complete(of_ranks, "rank0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.float32}, {"to": "all", "bucket_bytes": 5000}], ids=str)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_of_a_training(

@@ -190,9 +190,9 @@ def initialise_with(folder: Path, config: dict[str, Any], other: dict[str, Any])
 # ------------------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
-@pytest.mark.sample(1)
 def test_losses_equal_those_without_expert_parallelism(
     cluster: None, checkpoint: Callable[..., Path], name: str, world_size: int
 ) -> None:

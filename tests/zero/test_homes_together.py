@@ -124,12 +124,12 @@ def classify(how: str, folder: Path, zero: dict[str, Any], init: str) -> dict[st
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "zero", "init"),
     [(2, {}, "second"), (2, HPZ, "initialize"), (3, OFFLOAD, "initialize"), (4, HPZ, "second")],
     ids=["device", "hpz_2", "offload", "hpz_4"],
 )
-@pytest.mark.sample(1)
 def test_own_model_around_a_streamed_one(
     cluster: None, zoo_checkpoint: Checkpoint, world_size: int, zero: dict[str, Any], init: str
 ) -> None:

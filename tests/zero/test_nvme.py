@@ -106,6 +106,7 @@ def growth(folder: Path, config: dict[str, Any]) -> tuple[int, int]:
     return rank.anonymous_growth_peak, rank.partition_bytes
 
 
+@pytest.mark.slow
 def test_host_memory_is_bounded_by_the_buffers(cluster: None, tmp_path: Path) -> None:
     """Partitions of 384 MiB on one rank pass through buffers of 2 x 24 MiB."""
     torch.manual_seed(0)
@@ -124,6 +125,7 @@ def test_host_memory_is_bounded_by_the_buffers(cluster: None, tmp_path: Path) ->
     assert peak < 48 * MIB + 64 * MIB + 32 * MIB, "buffers, staging and what else a load needs"
 
 
+@pytest.mark.slow
 def test_missing_weights_are_initialised_in_swap_files(cluster: None, checkpoint: Path, tmp_path: Path) -> None:
     assert run_ranks(2, classifier, checkpoint, offload(tmp_path)) == [True, True]
 

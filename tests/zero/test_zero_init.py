@@ -67,6 +67,7 @@ def load_inside(
     return {"held": found, "wrapped": is_wrapped, "losses": three_losses(engine, ZOO["qwen3_moe"].inputs)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("inits", "trains_by"),
     [
@@ -79,7 +80,6 @@ def load_inside(
     ],
     ids=["config", "offload", "without_config", "remote_device", "nested", "disabled_inside"],
 )
-@pytest.mark.sample(1)
 def test_an_open_init_is_zero3(
     cluster: None, zoo_checkpoint: Checkpoint, inits: list[dict[str, Any]], trains_by: dict[str, Any]
 ) -> None:
