@@ -244,7 +244,7 @@ def _grouped(lacking: Sequence[tuple[Row, str]]) -> dict[tuple[str, str, Weight]
 @functools.cache  # once
 def _say_off(package: str, feature: str, *lacking: str) -> None:
     logger.warning(
-        "%s %s has no %s: %s are left to it. This version is not known to %s: install a newer one.",
+        "%s %s has no %s; left to it: %s. This version is not known to %s: install a newer one.",
         *(package, installed_version(package), ", ".join(lacking), feature, PACKAGE),
     )
 

@@ -96,7 +96,7 @@ def test_a_feature_goes_as_a_whole_and_with_a_word(
     act = library.Own.act
     with Installation(Moment.LAYOUT, TABLE) as installation:
         assert installation and library.Own.act is act and library.act is not None
-    assert "of_tests 3.1 has no gone: acts are left to it" in caplog.text and not installation
+    assert "of_tests 3.1 has no gone; left to it: acts" in caplog.text and not installation
 
 
 def test_an_essential_function_that_is_gone_is_an_error(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,14 +97,18 @@ def write(path: Path, architecture: str, model: transformers.PreTrainedModel, na
     writer.close()
 
 
+def write_lfm2(path: Path) -> None:
+    config = transformers.Lfm2Config(
+        **SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
+    )
+    write(path, "lfm2", transformers.Lfm2ForCausalLM(config), LFM2)
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gguf")
     torch.manual_seed(0)
-    lfm2 = transformers.Lfm2Config(
-        **SIZES, num_hidden_layers=2, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False
-    )
-    write(folder / "lfm2.gguf", "lfm2", transformers.Lfm2ForCausalLM(lfm2), LFM2)
+    write_lfm2(folder / "lfm2.gguf")
     llama = transformers.LlamaConfig(**SIZES, num_hidden_layers=2)
     write(folder / "llama.gguf", "llama", transformers.LlamaForCausalLM(llama), LLAMA)
     return folder
