@@ -63,6 +63,18 @@ LOADS: Loads = {
 """Each loads the folder of its name, and says what of it would not be the same if a file were not read."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Code of checkpoints goes neither into the user's cache nor into other tests of this process."""
+    cache = str(tmp_path_factory.mktemp("modules"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
+        patch.syspath_prepend(cache)
+        yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        del sys.modules[name]
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("served")

@@ -16,12 +16,9 @@ from tests.support.remote_code import make_remote_checkpoint
 def with_own_module_cache(folder: Path, action: Any, *args: Any) -> Any:
     """Run `action` with a module cache of this rank's own, and not the user's."""
     import os
-    import sys
 
     from transformers import dynamic_module_utils
 
-    # A cache that another test of this worker has used would come first.
-    sys.path[:] = [path for path in sys.path if not Path(path, "transformers_modules").exists()]
     dynamic_module_utils.HF_MODULES_CACHE = str(folder / f"modules-{os.environ['RANK']}")
     return action(*args)
 
