@@ -56,9 +56,8 @@ def test_table() -> None:
 
 @pytest.mark.usefixtures("paper_gpus")
 class TestOnPaper:
-    @pytest.mark.parametrize(
-        "command", [each if each == "speed" else pytest.param(each, marks=pytest.mark.slow) for each in COMMANDS]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("command", COMMANDS)
     def test_sample(self, tmp_path: Path, command: str) -> None:
         """Two ranks on one GPU first find a way to talk."""
         found = day(tmp_path, command, SAMPLE[command], gpus=1)

@@ -86,6 +86,7 @@ def train(folder: Path, project: Path, kind: str, resumes: bool, config: Streami
     return {"steps": steps, "hooked": hooked}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["3", "1", "FSDP2"])
 def test_what_a_script_saves(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, kind: str) -> None:
     """Registered objects, hooks, names and numbers of checkpoints, two groups, frozen parameters, data, rates."""
