@@ -79,7 +79,25 @@ def broadcast_packed(iterator: Any, group: Group, src: int, post_iter_func: Any)
         group.broadcast(chunk, src)
 
 
-class Engine(DirectServer):
+class Summing(VLLMServer):
+    """It keeps nothing of an update, and says the sum of what it got."""
+
+    sum = 0
+
+    def answer(self, path: str, body: Any) -> Any:
+        match path:
+            case "start_weight_update":
+                self.sum = 0
+            case "finish_weight_update":
+                pass
+            case "sum":
+                return self.sum
+            case _:
+                return super().answer(path, body)
+        return {}
+
+
+class Engine(Summing, DirectServer):
     """One worker, which holds nothing: it says the sum of all tensors of an update."""
 
     def answer(self, path: str, body: Any) -> Any:
@@ -97,31 +115,13 @@ class Engine(DirectServer):
                 else:
                     buckets = worker.tensors(info["plan"], info["buckets"], sliced=info["sliced"])
                     self.sum = sum(sum_of(each) for tensors in buckets for _, each in tensors)
-            case "finish_weight_update":
-                pass
-            case "sum":
-                return self.sum
             case _:
                 return super().answer(path, body)
         return {}
 
 
-class Taker(VLLMServer):
-    """It takes what is broadcast, and says the sum of all chunks of an update."""
-
-    sum = 0
-
-    def answer(self, path: str, body: Any) -> Any:
-        match path:
-            case "start_weight_update":
-                self.sum = 0
-            case "finish_weight_update":
-                pass
-            case "sum":
-                return self.sum
-            case _:
-                return super().answer(path, body)
-        return {}
+class Taker(Summing):
+    """It takes what is broadcast: the sum is that of all chunks."""
 
     def take(self, names: list[str], dtypes: list[str], shapes: list[list[int]]) -> None:
         numel = sum(torch.Size(shape).numel() for shape in shapes)

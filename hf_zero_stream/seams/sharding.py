@@ -39,10 +39,10 @@ def distributed_config_of(kwargs: Mapping[str, Any]) -> Any:
     Raises what transformers raises if they contradict each other, and a VersionError if this version of transformers
     lacks what the seams here replace: stock gives some types other values then.
     """
-    if not is_known():
-        _refuse_shards_of_stock(kwargs.get("distributed_config"))
-        return None
     config = kwargs.get("distributed_config")
+    if not is_known():
+        _refuse_shards_of_stock(config)
+        return None
     if config is None:
         of_its_own = {name: kwargs[name] for name in ("tp_plan", "tp_size") if kwargs.get(name) is not None}
         config = DistributedConfig(**of_its_own) if of_its_own else None
