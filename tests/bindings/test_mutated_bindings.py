@@ -6,7 +6,8 @@ Either an error that names it, or the values of a plain load; never others.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,10 @@ import hf_zero_stream
 from hf_zero_stream.bindings.install import Moment, Row, Weight
 from hf_zero_stream.bindings.table import TABLE
 from hf_zero_stream.errors import VersionError
+from tests.quantised.test_dequantised import load as load_dequantised
 from tests.quantised.test_gguf import write_lfm2
 from tests.support.cluster import run_ranks
 from tests.support.packed_models import MODELS
-from tests.support.packed_training import dequantised
 from tests.support.parity import ds_config
 
 
@@ -47,12 +48,25 @@ def uncalled(row: Row, patch: pytest.MonkeyPatch) -> Row:
 MUTATIONS = (renamed, uncalled)
 
 
+@contextmanager
+def mutation_of(row: Row, moment: Moment, mutate: Callable[[Row, pytest.MonkeyPatch], Row]) -> Iterator[None]:
+    """Inside, the table has a row mutated."""
+    with pytest.MonkeyPatch.context() as patch:
+        new = mutate(row, patch)
+        rows = [new if each is row else each for each in TABLE[moment]]
+        patch.setitem(TABLE, moment, rows)  # type: ignore[arg-type]
+        yield
+
+
+def gathered(model: Any) -> dict[str, torch.Tensor]:
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
 def values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     kind = transformers.AutoModelForSequenceClassification
-    model = kind.from_pretrained(folder, dtype=torch.float32, **kwargs)
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+    return gathered(kind.from_pretrained(folder, dtype=torch.float32, **kwargs))
 
 
 def outcome(folder: Path, plain: dict[str, torch.Tensor]) -> str:
@@ -74,10 +88,7 @@ def mutated(folder: Path) -> dict[tuple[str, str], str]:
     for moment in (Moment.LOAD, Moment.HIDING):
         for row in TABLE[moment]:
             for mutate in MUTATIONS if row.leads_to else (renamed,):
-                with pytest.MonkeyPatch.context() as patch:
-                    new = mutate(row, patch)
-                    rows = [new if each is row else each for each in TABLE[moment]]
-                    patch.setitem(TABLE, moment, rows)  # type: ignore[arg-type]
+                with mutation_of(row, moment, mutate):
                     found[mutate.__name__, row.of] = outcome(folder, plain)
     return found
 
@@ -100,10 +111,7 @@ def mutated_when_sharded(folder: Path) -> dict[tuple[str, str], str]:
     plain = dict(load().named_parameters())
     for row in TABLE[Moment.SHARDED]:
         for mutate in MUTATIONS:
-            with pytest.MonkeyPatch.context() as patch:
-                new = mutate(row, patch)
-                rows = [new if each is row else each for each in TABLE[Moment.SHARDED]]
-                patch.setitem(TABLE, Moment.SHARDED, rows)  # type: ignore[arg-type]
+            with mutation_of(row, Moment.SHARDED, mutate):
                 try:
                     with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
                         model = load(distributed_config=DistributedConfig(fsdp_size=2))
@@ -139,21 +147,16 @@ OF_FORMATS = {
 def dequantised_values(folder: Path, **kwargs: Any) -> dict[str, torch.Tensor]:
     if (folder / "lfm2.gguf").exists():
         how = {"gguf_file": "lfm2.gguf", "quantization_config": transformers.GgufConfig(dequantize=True)}
-    else:
-        folder, how = dequantised(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **how, **kwargs)
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        return gathered(load(folder, dtype=torch.bfloat16, **how, **kwargs))
+    return gathered(load_dequantised(folder, **kwargs))
 
 
 def mutated_when_dequantised(number: int, folder: Path) -> dict[str, Any]:
     """By mutation: the names of wrong values, or what is raised."""
     plain, found = dequantised_values(folder), {}
     for mutate in (lambda row, patch: row, *MUTATIONS):
-        with pytest.MonkeyPatch.context() as patch:
-            rows = list(TABLE[Moment.LOAD])
-            rows[number] = mutate(rows[number], patch)
-            patch.setitem(TABLE, Moment.LOAD, rows)  # type: ignore[arg-type]
+        with mutation_of(TABLE[Moment.LOAD][number], Moment.LOAD, mutate):
             try:
                 with hf_zero_stream.streaming(hf_zero_stream.StreamingConfig(progress=False)):
                     values = dequantised_values(folder, ds_config=ds_config(torch.bfloat16))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from hf_zero_stream.bindings.install import Moment, Row
 from hf_zero_stream.bindings.table import TABLE
-from tests.bindings.test_mutated_bindings import MUTATIONS
+from tests.bindings.test_mutated_bindings import MUTATIONS, mutation_of
 from tests.drift import smoke
 from tests.quantised.test_packed_peft import losses_of_kinds
 from tests.state.test_trainer import train
@@ -46,12 +47,11 @@ def mutations(begin: tuple[str, ...], *moments: Moment) -> list[Any]:
 
 def mutated(mutation: Mutation | None, work: Callable[..., Any], *args: Any) -> Any:
     """What `work` returns, or the error that it raises."""
-    with pytest.MonkeyPatch.context() as patch:
-        if mutation is not None:
-            moment, number, mutate = mutation
-            rows = list(TABLE[moment])
-            rows[number] = mutate(rows[number], patch)
-            patch.setitem(TABLE, moment, rows)  # type: ignore[arg-type]
+    changed: AbstractContextManager[None] = nullcontext()
+    if mutation is not None:
+        moment, number, mutate = mutation
+        changed = mutation_of(TABLE[moment][number], moment, mutate)
+    with changed:
         try:
             return work(*args)
         except Exception as error:
