@@ -8,6 +8,7 @@ experts of each.
 """
 
 import argparse
+import pickle
 import re
 import sys
 import time
@@ -60,9 +61,13 @@ def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
             raise error
         if not (isinstance(value, list) and isinstance(value[0], _Held)):
             return [value] * world
-        sizes = [param.numel() for param in model.parameters()]
-        return [[_Held(None, *share(numel, rank, world), False, None) for numel in sizes] for rank in range(world)]
+        return list(map(pickle.loads, told))
 
+    sizes = [param.numel() for param in model.parameters()]
+    told = [
+        pickle.dumps([_Held(None, *share(numel, rank, world), False, None) for numel in sizes])
+        for rank in range(world)
+    ]
     coordinator = Coordinator(0, world, alone=False)
     with (
         patch.object(holder, "HOLDERS", [holdings]),

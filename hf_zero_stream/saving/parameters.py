@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -264,7 +264,7 @@ class NewParameters(Parameters):
     def _sources(self, name: str, holding: Holding, held: Sequence[_Held]) -> dict[str, ParameterBox]:
         """The sources of a parameter: itself, or the boxes of it that ranks hold, which are joined."""
         whole = ParameterBox.whole(holding.box.shape)
-        boxes = {mine.box or whole for mine in held}
+        boxes = {whole if box is None else box for box in {mine.box for mine in held}}
         if boxes == {whole} or not whole.numel:
             return {name: whole}
         sources = {f"{name}@{number}": box for number, box in enumerate(sorted(box for box in boxes if box.numel))}
@@ -284,7 +284,7 @@ class NewParameters(Parameters):
             if same:
                 self.sources.everywhere.add(source)
         if same or not first.is_whole:
-            ranges = {rank: (each.start, each.stop) for rank, each in held.items()}
+            ranges = [(each.start, each.stop, rank) for rank, each in held.items()]
             self.sources.shares[source] = cover(source, numel, ranges)
             return True
         self.sources.shares[source] = (Share(first_rank, 0, numel),)
@@ -348,12 +348,11 @@ def join(name: str, boxes: Sequence[tuple[ParameterBox, View]], dim: int = 0) ->
     return pieces[0] if len(pieces) == 1 else View.joined(pieces, dim)
 
 
-def cover(name: str, numel: int, held: Mapping[int, tuple[int, int]]) -> tuple[Share, ...]:
-    """Shares that cover a parameter of `numel` elements, chosen from what each rank holds, with no overlap."""
+def cover(name: str, numel: int, held: Iterable[tuple[int, int, int]]) -> tuple[Share, ...]:
+    """Shares that cover a parameter of `numel` elements, with no overlap; `held` are starts, stops, and ranks."""
     shares: list[Share] = []
     position = 0
-    owned = [(start, stop, rank) for rank, (start, stop) in held.items() if start < stop]
-    for start, stop, rank in sorted(owned, key=lambda own: (own[0], -own[1], own[2])):
+    for start, stop, rank in sorted(own for own in held if own[0] < own[1]):
         if start > position:
             break
         if stop > position:

@@ -88,7 +88,7 @@ def test_every_byte_once(conversion: Conversion, world_size: int, everywhere: bo
     start, nbytes = 24, expected.numel() * expected.element_size()
     shard = ShardToWrite("file", b"", {"tensor": start}, {"tensor": lazy.view_of_node}, start + nbytes)
     ranges = [partition_range(full.numel(), rank, world_size)[1:] for rank in range(world_size)]
-    shares = {"p": cover("p", full.numel(), dict(enumerate(ranges)))}
+    shares = {"p": cover("p", full.numel(), [(*own, rank) for rank, own in enumerate(ranges)])}
     if everywhere and single_writer:
         shares = {"p": (Share(0, 0, full.numel()),)}
     contexts, memory, written = ExitStack(), Memory(start + nbytes), 0
@@ -123,14 +123,14 @@ def test_ranges_that_overlap_or_come_in_any_order() -> None:
     for _ in range(300):
         held = [tuple(sorted(generator.choices(range(31), k=2))) for _ in range(12)] + [(0, 7), (7, 30)]
         generator.shuffle(held)
-        shares = cover("p", 30, dict(enumerate(held)))  # type: ignore[arg-type]
+        shares = cover("p", 30, [(start, stop, rank) for rank, (start, stop) in enumerate(held)])
         assert [element for share in shares for element in range(share.start, share.stop)] == list(range(30))
         assert all(held[share.rank][0] <= share.start and share.stop <= held[share.rank][1] for share in shares)
 
 
 def test_an_element_that_nobody_holds() -> None:
     with pytest.raises(SaveError, match="q_proj: .* nobody holds number 7"):
-        cover("q_proj", 12, {0: (0, 7), 1: (8, 12)})
+        cover("q_proj", 12, [(0, 7, 0), (8, 12, 1)])
 
 
 def test_a_constant_among_what_another_rank_holds() -> None:
