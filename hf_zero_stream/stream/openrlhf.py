@@ -34,10 +34,9 @@ def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:
     stream = stream_of(self, model, "all" if self.use_cuda_ipc else "rank0", only)
     frozen = {name for name, param in named_parameters(model) if leaves_out and not param.requires_grad}
     buckets = stream.passing()  # at once, and its first bucket: so that all ranks hear of any error from here on
-    first = next(buckets)
+    first = [next(buckets)]
     mine = [each for each in stream.metadata if dist.get_rank() in each.owners and each.name not in frozen]
-    tensors = _ending_with_the_pass(chain([first], buckets), {each.name for each in mine})
-    del first
+    tensors = _ending_with_the_pass(_resumed(first, buckets), {each.name for each in mine})
     module = SimpleNamespace(named_parameters=lambda: [(each.name, _Arriving(each, tensors)) for each in mine])
     try:
         if not mine:
@@ -61,6 +60,12 @@ class _Arriving:
     @property
     def data(self) -> torch.Tensor:
         return next(self._tensors)
+
+
+def _resumed(first: list[Bucket], buckets: Iterator[Bucket]) -> Iterator[Bucket]:
+    """The bucket in `first`, of which nothing is kept here, and then `buckets`."""
+    yield first.pop()
+    yield from buckets
 
 
 def _ending_with_the_pass(buckets: Iterator[Bucket], wanted: Set[str]) -> Iterator[torch.Tensor]:

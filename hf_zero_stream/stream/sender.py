@@ -6,7 +6,6 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -128,19 +127,16 @@ class WeightSender:
             with meeting(STREAM) as coordinator:
                 if self._lost:
                     raise StreamError(self._lost)
-                items = self._server.passing(self.stream, coordinator)
-                first = next(items)  # before the server is told: what ranks find wrong until then leaves it as it is
-                self._compare(coordinator)
-                version = version or str(self.stream.version)
-                self._calls.check = coordinator.check
-                begun = True
-                coordinator.run_on_main(lambda: self._server.begin(self.stream, version))
-                all_items = chain([first], items)
-                del first
-                for item in all_items:
+                for item in self._server.passing(self.stream, coordinator):
+                    if not begun:  # what ranks find wrong until then leaves the server as it is
+                        self._compare(coordinator)
+                        name = version or str(self.stream.version)
+                        self._calls.check = coordinator.check
+                        begun = True
+                        coordinator.run_on_main(lambda: self._server.begin(self.stream, name))
                     self._server.give(item, coordinator)
                     del item
-                coordinator.run_on_main(lambda: self._server.end(version))
+                coordinator.run_on_main(lambda: self._server.end(name))
         except BaseException as error:
             if not begun or self._lost:
                 raise

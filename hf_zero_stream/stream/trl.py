@@ -126,11 +126,10 @@ class _ByBuckets:
             )
         server = _Server(self._client)
         buckets = self._stream.passing()  # at once: the other ranks wait for what becomes of it
-        # The first one is there before the server begins: what ranks find wrong until then leaves it as it is.
-        all_buckets = chain([next(buckets)], buckets)
         try:
-            server.begin(self._stream.metadata, "")
-            for number, bucket in enumerate(all_buckets, 1):
+            for number, bucket in enumerate(buckets, 1):
+                if number == 1:  # what ranks find wrong until then leaves the server as it is
+                    server.begin(self._stream.metadata, "")
                 server.send(bucket)
                 if number == self._stream.bucket_count:  # within the pass, at whose end ranks agree
                     server.end(str(self._stream.version))

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from hf_zero_stream.stream.weights import weight_stream
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.rl_trainers import Engines, openrlhf
-from tests.support.streams import change, counted_gathers, differing, lora, randomised
+from tests.support.streams import change, counted_buckets, counted_gathers, differing, lora, randomised
 
 
 STEPS = 2
@@ -31,12 +33,15 @@ def sync(folder: Path, streams: bool, fails: int = -1, frozen: str = "", **optio
     engines = Engines(2, fails)
     trainer = trainer_class(model, engines, **options)
     loaded = []
-    with hf_zero_stream.streaming() if streams else nullcontext(), counted_gathers() as gathers:
-        for step in range(STEPS):
-            change(model, step)
-            trainer.broadcast_to_vllm()
-            loaded.append(dict(engines.loaded))
-    return {"calls": engines.calls, "loaded": loaded, "gathers": len(gathers)}
+    small = patch.dict(weight_stream.__kwdefaults__, bucket_bytes=20_000)
+    with small, hf_zero_stream.streaming() if streams else nullcontext():
+        with counted_gathers() as gathers, counted_buckets() as others:
+            for step in range(STEPS):
+                change(model, step)
+                trainer.broadcast_to_vllm()
+                loaded.append(dict(engines.loaded))
+    assert options.get("ipc") or max(others, default=0) <= 1
+    return {"calls": engines.calls, "loaded": loaded, "gathers": len(gathers), "buckets": len(others)}
 
 
 @pytest.mark.sample(3)
@@ -52,6 +57,7 @@ def test_as_stock(cluster: None, zoo_checkpoint: Callable[..., Path], options: d
         assert mine and differing(mine, theirs) == []
     assert differing(*ours["loaded"]), "the changes are seen"
     assert ours["gathers"] == others[0]["gathers"] == 0 < stock["gathers"]
+    assert ours["buckets"] > 2 * STEPS
 
 
 def _with(function: Callable[..., Any], folder: Path, streams: bool, options: dict[str, Any]) -> Any:

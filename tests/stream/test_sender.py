@@ -22,7 +22,7 @@ from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import EngineServer, SGLangServer, VLLMServer
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
-from tests.support.streams import differing, saved
+from tests.support.streams import counted_buckets, differing, saved
 
 
 Checkpoint = Callable[..., Path]
@@ -57,11 +57,13 @@ def sender_of(checkpoint: Path, engine: str, url: str, **options: Any) -> Any:
 
 def send_twice(checkpoint: Path, engine: str, url: str) -> int:
     sender = sender_of(checkpoint, engine, url)
-    sender.send()
-    with torch.no_grad():
-        for param in sender.stream.model.parameters():
-            param.ds_tensor.mul_(2)
-    sender.send(version="doubled")
+    with counted_buckets() as others:
+        sender.send()
+        with torch.no_grad():
+            for param in sender.stream.model.parameters():
+                param.ds_tensor.mul_(2)
+        sender.send(version="doubled")
+    assert len(others) > 8 and max(others) <= 1
     return int(sender.stream.version)
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import peft
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_zero_stream.stream import weights
+from hf_zero_stream.stream.buckets import filled
 from tests.support.live_sharded import Way
 from tests.support.loading import load_with
 from tests.support.packed_training import load as load_packed
@@ -125,8 +130,6 @@ class counted_gathers:  # noqa: N801 - used as a function
     """Inside, the calls of DeepSpeed's and torch's that gather parameters are noted."""
 
     def __enter__(self) -> list[str]:
-        from unittest.mock import patch
-
         import deepspeed
         from torch.distributed.tensor import DTensor
 
@@ -153,6 +156,23 @@ class counted_gathers:  # noqa: N801 - used as a function
     def __exit__(self, *_: Any) -> None:
         for each in self._patches:
             each.stop()
+
+
+@contextmanager
+def counted_buckets() -> Iterator[list[int]]:
+    """Inside, it is noted of each bucket that is filled how many others are in memory then."""
+    memory: list[StorageWeakRef] = []
+    noted: list[int] = []
+
+    def counting(*args: Any) -> Any:
+        noted.append(sum(not each.expired() for each in memory))
+        bucket = filled(*args)
+        if bucket.packed.numel():
+            memory.append(StorageWeakRef(bucket.packed.untyped_storage()))
+        return bucket
+
+    with patch.object(weights, "filled", counting):
+        yield noted
 
 
 def stream_live(checkpoint: Path, folder: Path, ways: list[Way], to: str) -> dict[str, Any]:
