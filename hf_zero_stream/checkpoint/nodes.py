@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_map
@@ -35,6 +35,9 @@ class Node:
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
+
+    is_made_together: ClassVar[bool] = False
+    """Whether the ranks of a load share the work of making its elements (see :mod:`..packed.together`)."""
 
     @property
     def numel(self) -> int:

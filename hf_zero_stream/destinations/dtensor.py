@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..packed.modules import packed_weights
-from ..packed.together import Quantised
 from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
@@ -27,9 +25,8 @@ from . import fsdp
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
 from .holder import Holding, open_flat
-from .marks import local_of
+from .marks import is_packed, local_of
 from .own_names import named_parameters
-from .quantising import ToQuantise, quantising_batches
 from .shards import Shard, cuts_of, held_of, shard_of
 from .whole import WholeParameters
 
@@ -99,12 +96,12 @@ class DTensors(Destination):
             model, missing, tied, parameter=parameter, buffer=partial(buffer_on, device)
         )
         items: list[Item] = []
-        to_quantise: list[ToQuantise] = []
+        to_quantise: list[tuple[str, Any, Callable[[torch.Tensor], None]]] = []
         together: list[Columns] = []
         for name, (param, view) in parameters.items():
             local, shard = local_of(param), shards[name]
-            if isinstance(view.node, Quantised):
-                to_quantise.append(ToQuantise(name, view.node, partial(_take_own, local, shard.box)))
+            if view.node.is_made_together:
+                to_quantise.append((name, view.node, partial(_take_own, local, shard.box)))
                 continue
             columns = self._columns(name, local, view, shard) if self._shares_columns else None
             if columns is not None:
@@ -112,11 +109,12 @@ class DTensors(Destination):
             else:
                 items.append(item_of(shard.target(name, local.dtype), narrowed(view, shard.box), local.view(-1)))
         self._whole = WholeParameters(model, shards, missing, self._coordinator)
-        return [
-            Batch([*items, *flat_items(buffers)]),
-            *exchange_batches(together, self._coordinator),
-            *quantising_batches(to_quantise, self._coordinator, self.device),
-        ]
+        batches = [Batch([*items, *flat_items(buffers)]), *exchange_batches(together, self._coordinator)]
+        if to_quantise:
+            from .quantising import quantising_batches
+
+            batches += quantising_batches(to_quantise, self._coordinator, self.device)
+        return batches
 
     def _columns(self, name: str, local: torch.Tensor, view: View, shard: Shard) -> Columns | None:
         sharded, managed = self._sharded.get(name), self._managed.get(name)
@@ -162,6 +160,10 @@ class DTensors(Destination):
     def complete(self, model: nn.Module) -> None:
         self._whole = None
         fsdp.adopt_ties(model)
+        if not is_packed(model):
+            return
+        from ..packed.modules import packed_weights
+
         for name, managed in fsdp.managed_params(model).items():
             prefix, _, key = name.rpartition(".")
             if (packed := packed_weights(model.get_submodule(prefix)).get(key)) is not None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from itertools import starmap
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,12 @@ class ToQuantise(NamedTuple):
 
 
 def quantising_batches(
-    weights: Sequence[ToQuantise], coordinator: Coordinator, device: torch.device
+    weights: Sequence[tuple[str, Any, Callable[[torch.Tensor], None]]], coordinator: Coordinator, device: torch.device
 ) -> Iterator[Batch]:
-    """Batches that fill `weights`; the values are on `device` when they are quantised."""
+    """Batches that fill `weights` (see :class:`ToQuantise`); the values are on `device` when they are quantised."""
     group: list[ToQuantise] = []
     nbytes = 0
-    for weight in weights:
+    for weight in starmap(ToQuantise, weights):
         source = weight.node.source
         part = weight.node.part(0, coordinator.world_size)[0] * source.node.dtype.itemsize
         if group and nbytes + part > VALUES_BYTES:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -57,6 +57,8 @@ class Quantised(Opaque):
     quantises those values by :meth:`quantise`; one calls :meth:`joined` with what all have made; each calls
     :meth:`settle` with the row.
     """
+
+    is_made_together: ClassVar[bool] = True
 
     weight: PackedWeight | None = None
     how: Quantisation | None = None

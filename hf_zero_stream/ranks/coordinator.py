@@ -25,8 +25,7 @@ from .accelerators import is_accelerator
 from .contact import pauses
 from .liveness import Verdict, Watch
 from .presence import Presence, Topology, begun_collectives, is_alone
-from .rendezvous import LOAD, Apart, Occasion, Round
-from .turn import Turn
+from .rendezvous import LOAD, Apart, Occasion, Round, Turn
 
 
 T = TypeVar("T")

@@ -118,6 +118,9 @@ assert "deepspeed" not in sys.modules
 """
 
 
+RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
 @pytest.fixture(scope="module")
 def with_transformers() -> Iterator[Forks]:
     """Processes that have imported torch and transformers, and nothing of ours."""
@@ -130,6 +133,30 @@ def test_loads_without_zero_import_nothing_that_streams(
 ) -> None:
     """Nor DeepSpeed, as stock's; stock's ``save_pretrained`` does."""
     with_transformers.run(STOCK_LOADS, str(zoo_checkpoint("llama")), str(zoo_checkpoint("qwen3_moe")))
+
+
+FIRST_LOAD = """\
+import sys
+import deepspeed
+from transformers import AutoModelForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # nothing is compiled
+deepspeed.init_distributed("gloo", verbose=False)
+config = HfDeepSpeedConfig({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}})
+import hf_zero_stream
+with hf_zero_stream.streaming():
+    assert AutoModelForCausalLM.from_pretrained(sys.argv[1]).streaming_report
+ours = [name for name in sys.modules if name.startswith("hf_zero_stream")]
+assert len(ours) <= 60, ours
+rooms = {name.split(".")[1] for name in ours if "." in name}
+assert not rooms & {"packed", "pickled", "saving", "state", "stream", "cli"}, rooms
+"""
+
+
+def test_a_first_load_under_zero_3_imports_only_what_it_uses(
+    with_transformers: Forks, zoo_checkpoint: Callable[..., Path]
+) -> None:
+    with_transformers.run(FIRST_LOAD, str(zoo_checkpoint("llama")), **RANK)
 
 
 LATE = """\
@@ -161,8 +188,7 @@ def test_deepspeed_may_be_imported_in_the_middle_of_a_block(
     with_transformers: Forks, zoo_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Its engines save as ours then too, and its tools know what they have saved."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    with_transformers.run(LATE, str(zoo_checkpoint("llama")), str(tmp_path), **rank)
+    with_transformers.run(LATE, str(zoo_checkpoint("llama")), str(tmp_path), **RANK)
     assert (tmp_path / "first" / "model.safetensors").is_file()
     if not sampling.is_sample:
         with_transformers.run(LATE_TOOL, str(tmp_path))

@@ -15,11 +15,9 @@ from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
 from ...errors import UnsupportedError
-from ...packed.together import Quantised
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_what_is_touched
-from ..quantising import ToQuantise, quantising_batches
 from . import zero3
 
 
@@ -78,20 +76,21 @@ class Partitioned(Destination):
             model, missing, tied, parameter=self._parameter, buffer=partial(buffer_on, self.device)
         )
         items: dict[int, Item] = {}
-        to_quantise: list[ToQuantise] = []
+        to_quantise: list[tuple[str, Any, Callable[[torch.Tensor], None]]] = []
         for name, (param, view) in parameters.items():
-            if isinstance(view.node, Quantised):
-                to_quantise.append(ToQuantise(name, view.node, partial(_take_own, param)))
+            if view.node.is_made_together:
+                to_quantise.append((name, view.node, partial(_take_own, param)))
                 continue
             target = Target(name, param.dtype, *self._share(param))
             items[id(param)] = Item(target, view, partial(getattr, param, "ds_tensor"))
         self._model = model
         swapped = self._through_swap_files(model, items) if zero3.uses_nvme(self._ds_config) else []
-        return [
-            Batch([*items.values(), *flat_items(buffers)]),
-            *quantising_batches(to_quantise, self._coordinator, self.device),
-            *swapped,
-        ]
+        batches = [Batch([*items.values(), *flat_items(buffers)])]
+        if to_quantise:
+            from ..quantising import quantising_batches
+
+            batches += quantising_batches(to_quantise, self._coordinator, self.device)
+        return batches + swapped
 
     def _through_swap_files(self, model: nn.Module, items: dict[int, Item]) -> list[Batch]:
         """Takes out of `items` those whose parameters PartitionedInit will swap, before there is a swapper."""
