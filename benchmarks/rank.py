@@ -5,10 +5,10 @@ import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from benchmarks.arms import ARMS, MODEL_ARMS, Task, Work, digest, owned_bytes
 from benchmarks.launch import write_figures
 from hf_zero_stream.cli.demo import drop_from_cache, fill_cache
 from hf_zero_stream.reports.measures import AnonymousMemory
+
+
+T = TypeVar("T")
 
 
 def measure(task: Task) -> dict[str, Any]:
@@ -32,11 +35,16 @@ def measure(task: Task) -> dict[str, Any]:
     if hasattr(loaded, "streaming_report"):
         figures["report"] = asdict(loaded.streaming_report.ranks[dist.get_rank()])
         del loaded
-        dist.barrier()
-        start = time.perf_counter()
-        work()
-        figures["seconds_again"] = time.perf_counter() - start
+        figures["seconds_again"], _ = seconds_of(work)
     return figures
+
+
+def seconds_of(work: Callable[[], T]) -> tuple[float, T]:
+    """How long `work` takes on this rank, once all ranks have come; and what it returns."""
+    dist.barrier()
+    start = time.perf_counter()
+    result = work()
+    return time.perf_counter() - start, result
 
 
 def timed_load(
