@@ -62,6 +62,12 @@ def keeping_groups(model: nn.Module) -> Iterator[None]:
             model.get_parameter(name).ds_zero_partition_process_group = group
 
 
+def accelerator_state() -> Any:
+    """What accelerate notes of the ``Accelerator`` that has been made; None without one."""
+    state = sys.modules.get("accelerate.state")
+    return state.AcceleratorState() if state is not None and state.AcceleratorState._shared_state else None
+
+
 def is_sharded(model: nn.Module) -> bool:
     """Whether any parameter of `model` is a DTensor, also if FSDP2 has put a gathered one in its place for now."""
     return shards_modules(model) or any(map(is_dtensor, model.parameters()))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import psutil
@@ -24,7 +24,6 @@ from ..ranks.coordinator import Coordinator
 from ..settings.config import StreamingConfig
 from ..sources.base import RETRIES, ByteSource, FilesByPath, Hints, Retries
 from ..sources.local import LocalFiles, ReadAhead
-from .compute import Evaluator
 from .execute import run_in_threads
 from .lanes import Lane, SideLane
 
@@ -32,6 +31,7 @@ from .lanes import Lane, SideLane
 if TYPE_CHECKING:
     from ..sources.relay import Server
     from ..sources.remote import RemoteFiles
+    from .compute import Evaluator
 
 
 READS_STAGED = 8
@@ -207,9 +207,11 @@ class OpenCheckpoint:
         """Largest single read."""
         self.seek_bytes = self.hints.seek_bytes
         """Longest hole that is read through."""
-        self._evaluator = self.evaluator()
+        vars(self).pop("_evaluator", None)
 
     def evaluator(self, threads: int = 1, on_bytes: Callable[[int], None] | None = None) -> Evaluator:
+        from .compute import Evaluator  # most checkpoints have nothing to compute
+
         return Evaluator(
             self.source,
             request_bytes=self.request_bytes,
@@ -218,6 +220,10 @@ class OpenCheckpoint:
             threads=threads,
             on_bytes=on_bytes,
         )
+
+    @cached_property
+    def _evaluator(self) -> Evaluator:
+        return self.evaluator()
 
     def materialise(self, view: View) -> torch.Tensor:
         """The values of `view`, read now, in a new host tensor."""

@@ -75,7 +75,6 @@ class Reader:
                 coordinator.check()  # stop reading once another rank has died
 
             threads = checkpoint.threads()
-            evaluator = checkpoint.evaluator(threads, on_bytes)
             for batch, of_batch, sources in zip(batches, plan.batches, leaves, strict=True):
                 batch.begin()
                 memory = [item.memory() for item in batch.items]
@@ -86,8 +85,9 @@ class Reader:
                 for phase, seconds in times.items():
                     self._clock.add(phase, seconds)
                 self._memory.sample()
-                with self._clock("convert"):
-                    evaluator.place(of_batch, sources, memory)
+                if of_batch.placements:
+                    with self._clock("convert"):
+                        checkpoint.evaluator(threads, on_bytes).place(of_batch, sources, memory)
                 self._memory.sample()
                 if not batch.is_temporary:
                     kept.append((batch.items, memory))

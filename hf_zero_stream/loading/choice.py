@@ -18,9 +18,9 @@ from ..errors import UnsupportedError
 from ..ranks import accelerators
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Occasion
-from ..seams.wrappers import shards_by_fsdp2
 from ..settings import scope
 from ..settings.config import StreamingConfig, announced_local_rank, announces_zero3, announces_zero3_init, completed
+from .entrance import shards_by_fsdp2
 
 
 logger = logging.get_logger(__name__)

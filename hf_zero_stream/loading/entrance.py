@@ -14,11 +14,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..destinations.marks import is_dequantised
+from ..bindings.table import refuse_lacking
+from ..destinations.marks import accelerator_state, is_dequantised
 from ..seams.ds_config import found_config
-from ..seams.wrappers import is_accelerator_there, shards_by_fsdp2
 from ..settings import scope
-from ..settings.config import StreamingConfig, announces_zero3
+from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3
 from ..sources.base import is_url
 
 
@@ -74,9 +74,21 @@ def _is_stocks(path: Any = None, /, *args: Any, **kwargs: Any) -> bool:
     return not (asks or _may_stream() or announces_zero3() or shards_by_fsdp2() or found_config()[0])
 
 
+def shards_by_fsdp2() -> bool:
+    """Whether ``accelerator.prepare`` is going to shard models by FSDP2, as far as one can know by now.
+
+    Raises a VersionError if it is, in a way that is not known: every rank would load the whole model.
+    """
+    accelerator = accelerator_state()
+    shards = bool(announces_fsdp2() if accelerator is None else getattr(accelerator, "is_fsdp2", False))
+    if shards:
+        refuse_lacking("FSDP2 by accelerate")
+    return shards
+
+
 def _may_stream() -> bool:
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    return several or "deepspeed.runtime.engine" in sys.modules or is_accelerator_there()
+    return several or "deepspeed.runtime.engine" in sys.modules or accelerator_state() is not None
 
 
 def _may_be_at_url(path: Any) -> bool:

@@ -21,9 +21,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ..bindings.install import is_defined_by, is_replaced, replaced_methods
-from ..bindings.table import refuse_lacking
 from ..destinations.marks import is_sharded
-from ..settings.config import announces_fsdp2
 
 
 def accelerate_config_file() -> str:
@@ -172,22 +170,6 @@ def is_of_accelerate(method: Any) -> bool:
 def is_of_the_trainer(method: Any) -> bool:
     """The same of a method of the Trainer's."""
     return is_defined_by(sys.modules["transformers.trainer"].Trainer, method)
-
-
-def is_accelerator_there() -> bool:
-    """Whether an ``Accelerator`` has been made."""
-    return bool(AcceleratorState._shared_state)
-
-
-def shards_by_fsdp2() -> bool:
-    """Whether ``accelerator.prepare`` is going to shard models by FSDP2, as far as one can know by now.
-
-    Raises a VersionError if it is, in a way that is not known: every rank would load the whole model.
-    """
-    shards = getattr(AcceleratorState(), "is_fsdp2", False) if is_accelerator_there() else announces_fsdp2()
-    if shards:
-        refuse_lacking("FSDP2 by accelerate")
-    return bool(shards)
 
 
 def ignored_by_fsdp2(accelerator: Accelerator, model: nn.Module) -> set[torch.Tensor]:

@@ -107,11 +107,6 @@ def changing(module: nn.Module) -> Iterator[None]:
         yield
 
 
-def is_partitioned(value: Any) -> bool:
-    """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
-    return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
-
-
 @contextmanager
 def gathering(coordinator: Coordinator, params: Sequence[Any]) -> Iterator[None]:
     """``GatheredParameters(modifier_rank=0)``, which fails on 0-dimensional ones; an exception changes nothing.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -134,9 +134,14 @@ class Partitioned(Destination):
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        from .gathered import gathering, is_partitioned
+        run_with_what_is_touched(initialise, module, zero3.is_partitioned, self._present)
 
-        run_with_what_is_touched(initialise, module, is_partitioned, partial(gathering, self._coordinator))
+    def _present(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
+        if not touched:  # the checkpoint has nearly all parameters of nearly all models
+            return nullcontext()
+        from .gathered import gathering
+
+        return gathering(self._coordinator, touched)
 
 
 def _take_own(param: Any, row: torch.Tensor) -> None:

@@ -19,7 +19,13 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero import partition_parameters
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
-from deepspeed.runtime.zero.partition_parameters import Init, PartitionedParamStatus, free_param, is_zero_param
+from deepspeed.runtime.zero.partition_parameters import (
+    Init,
+    PartitionedParamStatus,
+    ZeroParamStatus,
+    free_param,
+    is_zero_param,
+)
 from deepspeed.utils import groups
 from torch import nn
 
@@ -156,6 +162,11 @@ def own_range(param: Any) -> tuple[int, int, int]:
 def box_of(param: Any) -> ParameterBox:
     """What of a parameter of the whole model a ZeRO-3 parameter is: all of it, or the experts of some ranks."""
     return getattr(param, "_hf_zero_stream_box", None) or ParameterBox.whole(param.ds_shape)
+
+
+def is_partitioned(value: Any) -> bool:
+    """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
+    return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
 
 
 def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
