@@ -79,7 +79,12 @@ def run(
         typer.Option("--suggest", help="Find the smallest set-up that fits; --world-size is the most ranks."),
     ] = False,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write accelerate's config for what --suggest finds: .yaml.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=frame.file_to_write(".yaml", ".yml"),
+            help="Write accelerate's config for what --suggest finds: .yaml.",
+        ),
     ] = None,
     revision: frame.RevisionOption = None,
     trust_remote_code: frame.TrustOption = False,
