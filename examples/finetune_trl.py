@@ -18,8 +18,8 @@ Without a GPU, on two processes, with what the first command makes:
     accelerate launch --config_file examples/accelerate/zero3_cpu_gloo.yaml examples/finetune_trl.py --method grpo \
         --model tiny-moe --data pairs --steps 3
 
-Of a data set, grpo takes the column `prompt`; `--data trl-lib/tldr` has one too. Here transformers writes the completions,
-with all weights gathered; examples/grpo_vllm.py lets a vLLM server do that.
+Of a data set, grpo takes the column `prompt`; `--data trl-lib/tldr` has one too. Here transformers writes the
+completions, with all weights gathered; examples/grpo_vllm.py lets a vLLM server do that.
 
 `--loader stock` does without this package: the losses are the same. `--output adapters` saves the adapters.
 """
