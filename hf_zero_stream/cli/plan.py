@@ -107,6 +107,8 @@ def run(
     lora = _lora(lora_rank, lora_targets)
     if lora is not None and sharding.keys() - {"fsdp_size"}:
         raise typer.BadParameter("--lora-rank: expected ZeRO-3, or --fsdp alone; got --tp, --ep or --replicate")
+    if suggested and device == HOST:
+        raise typer.BadParameter("--suggest: expected a GPU's --device-memory; a CPU has nothing to offload to")
     if suggested and (sharding or ds_config or device_memory is None):
         raise typer.BadParameter("--suggest: expected --device-memory, and neither --ds-config nor --fsdp, --tp, ...")
     if write and not suggested:

@@ -160,6 +160,7 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--plot", "plan.doc"], "plan.doc"),
         (["plan", ".", "--world-size", "2", "--plot", "nowhere/plan.png"], "nowhere"),
         (["plan", ".", "--world-size", "2", "--write", "nowhere/zero3.yaml"], "there is no folder nowhere"),
+        (["plan", ".", "--world-size", "2", "--suggest", "--device", "cpu"], "expected a GPU's --device-memory"),
         (["plan", ".", "--world-size", "64", "--fsdp", "16", "--tp", "2"], "--world-size: expected 32"),
         (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
         (["demo", "--nproc", "0"], "nproc"),
