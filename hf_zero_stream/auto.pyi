@@ -1,6 +1,7 @@
 """The classes that ``auto.py`` makes at run time, of those of the newest version of transformers that was tried."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -13,7 +14,12 @@ class StreamedModel(PreTrainedModel):
 class _Streaming:
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | os.PathLike[str], *model_args: Any, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *model_args: Any,
+        ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
     ) -> StreamedModel: ...
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **kwargs: Any) -> PreTrainedModel: ...

@@ -45,6 +45,8 @@ def read_header(source: ByteSource, path: str) -> ShardHeader:
         prefix = file.read(0, 8)
         if len(prefix) < 8:
             raise CheckpointError(f"{path}: expected at least 8 bytes of safetensors header, found {len(prefix)}.")
+        if prefix[:4] == b"GGUF":
+            raise CheckpointError(f"{path}: this is a GGUF file. from_pretrained(FOLDER, gguf_file=NAME) loads it.")
         length = int.from_bytes(prefix, "little")
         if length > MAX_HEADER_BYTES:
             raise CheckpointError(

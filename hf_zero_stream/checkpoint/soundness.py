@@ -13,7 +13,17 @@ from pathlib import Path
 
 from ..errors import CheckpointError, ReadError
 from .format import NotAMap, excerpt, parse_object
-from .formats import INDEX, SINGLE, WEIGHTS, check_files, fault_of_name, faults_of_index, read_index_text, read_map
+from .formats import (
+    INDEX,
+    SINGLE,
+    WEIGHTS,
+    check_files,
+    fault_of_name,
+    faults_of_index,
+    has_weights,
+    read_index_text,
+    read_map,
+)
 from .map import CheckpointMap
 
 
@@ -112,8 +122,17 @@ def _shards_and_map(folder: Path, found: Soundness) -> tuple[list[str], dict[str
         message = f"{of_a_set} is one of several shards, but there is no index. Download or save the checkpoint again."
         found.fault(INDEX, "missing", message)
     elif not names:
-        found.fault(SINGLE, "missing", "The folder holds neither this file, nor an index, nor any safetensors file.")
+        message = "The folder holds neither this file, nor an index, nor any safetensors file."
+        found.fault(SINGLE, "missing", f"{message}{_advice_on(folder)}")
     return names, None
+
+
+def _advice_on(folder: Path) -> str:
+    """What to name instead of a folder without weights: a trainer's output has a folder for each checkpoint."""
+    below = (entry for entry in folder.glob("[!.]*") if has_weights(entry))
+    if newest := max(below, key=os.path.getmtime, default=None):
+        return f" A folder in it does: give {excerpt(newest.name)}, the newest."
+    return " from_pretrained(FOLDER, gguf_file=NAME) loads its GGUF file." if any(folder.glob("*.gguf")) else ""
 
 
 def read_weight_map(path: Path, found: Soundness) -> dict[str, str] | None:

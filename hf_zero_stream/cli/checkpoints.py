@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from ..engine.places import place_of
-from ..errors import UnsupportedError
+from ..errors import CheckpointError, UnsupportedError
 from ..sources.base import is_url
 from . import frame
 
@@ -29,6 +30,8 @@ def refuse_unloadable(place: str) -> None:
     """Raise an error of ours if `from_pretrained` could not load what is in a folder, or only by running a pickle."""
     if is_url(place):
         return
+    if os.path.isfile(place):
+        raise CheckpointError(f"{place}: expected the checkpoint's folder, which has a config.json; found a file.")
     from ..pickled.contents import contents_of, format_of
 
     found = format_of(place)

@@ -98,6 +98,7 @@ def run(
     from ..destinations.deepspeed.zero3 import partition_dtype
     from ..engine.places import cached_folder
     from ..loading.dry_load import model_class_of
+    from .models import transformers_errors
 
     config = frame.zero3_config(ds_config, dtype if ds_config or dtype else "bf16")
     adamw = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}  # DeepSpeed's own would be compiled first
@@ -105,10 +106,11 @@ def run(
     with frame.quiet(), tempfile.TemporaryDirectory(prefix="hf-zero-stream-") as name:
         folder = cached_folder(checkpoint, revision) if checkpoint else _made(Path(name, "qwen3-moe"))
         loads, steps = (1, 0) if checkpoint else (2, STEPS)
-        model_class = model_class_of(str(folder), {"trust_remote_code": False}).__name__
+        shards = shards_of(folder)[0]
+        with transformers_errors(str(folder)):
+            model_class = model_class_of(str(folder), {"trust_remote_code": False}).__name__
         dtype_name = str(partition_dtype(config)).removeprefix("torch.")
         task = Task(str(folder), model_class, dtype_name, config, loads, steps, name)
-        shards = shards_of(folder)[0]
         arms: dict[str, dict[str, Any]] = {}
         for arm in ARMS:
             (drop_from_cache if cache == "cold" else fill_cache)(shards)
@@ -190,25 +192,38 @@ def _run_arm(arm: str, task: Task, nproc: int, on: str) -> dict[str, Any]:
     results = Path(task.results)
     (results / "task.json").write_text(json.dumps(asdict(task)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
-    done = subprocess.run(
-        [*torchrun, "-m", "hf_zero_stream.cli.demo_rank", arm, str(results / "task.json")],
-        env={**_QUIET, **os.environ, **(_ON_A_CPU if on == "cpu" else {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    command = [*torchrun, "-m", "hf_zero_stream.cli.demo_rank", arm, str(results / "task.json")]
+    code, printed = _launched(command, {**_QUIET, **os.environ, **(_ON_A_CPU if on == "cpu" else {})})
     files = [results / f"{arm}-{number}.json" for number in range(nproc)]
     ranks = [json.loads(file.read_text()) for file in files if file.exists()]
     errors = [found["error"] for found in ranks if "error" in found]
-    if errors or len(ranks) < nproc or done.returncode:
-        return {"error": errors[0] if errors else f"exit code {done.returncode}:\n{done.stdout.strip()[-2000:]}"}
+    if errors or len(ranks) < nproc or code:
+        return {"error": errors[0] if errors else f"exit code {code}:\n{printed.strip()[-2000:]}"}
     return {
         "seconds": [max(times) for times in zip(*(found["seconds"] for found in ranks), strict=True)],
         "losses": ranks[0]["losses"],
         **{key: [found[key] for found in ranks] for key in (*_ROWS, "digests", "curves")},
     }
+
+
+def _launched(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """(exit code, what it printed) of a launcher."""
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as launcher:
+        try:
+            printed, _ = launcher.communicate()
+        except BaseException:  # Ctrl-C: torchrun, if it were killed, would leave its ranks behind
+            launcher.terminate()
+            launcher.communicate()
+            raise
+    return launcher.returncode, printed
 
 
 def _same_files(saved: Path, again: Path) -> bool:

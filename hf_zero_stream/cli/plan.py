@@ -79,7 +79,12 @@ def run(
         typer.Option("--suggest", help="Find the smallest set-up that fits; --world-size is the most ranks."),
     ] = False,
     write: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write accelerate's config for what --suggest finds: .yaml.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            parser=frame.file_to_write(".yaml", ".yml"),
+            help="Write accelerate's config for what --suggest finds: .yaml.",
+        ),
     ] = None,
     revision: frame.RevisionOption = None,
     trust_remote_code: frame.TrustOption = False,
@@ -102,6 +107,8 @@ def run(
     lora = _lora(lora_rank, lora_targets)
     if lora is not None and sharding.keys() - {"fsdp_size"}:
         raise typer.BadParameter("--lora-rank: expected ZeRO-3, or --fsdp alone; got --tp, --ep or --replicate")
+    if suggested and device == HOST:
+        raise typer.BadParameter("--suggest: expected a GPU's --device-memory; a CPU has nothing to offload to")
     if suggested and (sharding or ds_config or device_memory is None):
         raise typer.BadParameter("--suggest: expected --device-memory, and neither --ds-config nor --fsdp, --tp, ...")
     if write and not suggested:

@@ -148,7 +148,7 @@ class _Opcodes(dict[int, Callable[["_Unpickler"], None]]):
         return super().__getitem__(code)
 
     def __missing__(self, code: int) -> Callable[[_Unpickler], None]:
-        raise CheckpointError(f"the opcode {_NAMES.get(code, code)} is in no such file")
+        raise CheckpointError(f"the opcode {_NAMES.get(code, code)} is in no file of torch's")
 
 
 _InPython: Any = pickle._Unpickler  # of whose attributes nobody gives types

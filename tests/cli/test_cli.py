@@ -159,6 +159,8 @@ def test_entry_points(tmp_path: Path, command: list[str]) -> None:
         (["plan", ".", "--world-size", "2", "--ds-config", "nowhere.json"], "nowhere.json"),
         (["plan", ".", "--world-size", "2", "--plot", "plan.doc"], "plan.doc"),
         (["plan", ".", "--world-size", "2", "--plot", "nowhere/plan.png"], "nowhere"),
+        (["plan", ".", "--world-size", "2", "--write", "nowhere/zero3.yaml"], "there is no folder nowhere"),
+        (["plan", ".", "--world-size", "2", "--suggest", "--device", "cpu"], "expected a GPU's --device-memory"),
         (["plan", ".", "--world-size", "64", "--fsdp", "16", "--tp", "2"], "--world-size: expected 32"),
         (["plan", ".", "--world-size", "2", "--fsdp", "0"], "fsdp"),
         (["demo", "--nproc", "0"], "nproc"),
@@ -183,6 +185,12 @@ def test_version() -> None:
 def test_a_path_is_no_repository(command: str, path: str) -> None:
     message = run(command, path, code=1).stderr
     assert f"ReadError: {path}: there is no such file or folder" in message and "hf://" not in message
+
+
+def test_plan_wants_a_folder(tiny_moe: str) -> None:
+    file = Path(tiny_moe, "config.json")
+    message = run("plan", str(file), "--world-size", "2", code=1).stderr
+    assert message.startswith(f"CheckpointError: {file}: expected the checkpoint's folder")
 
 
 def test_sizes_make_the_world_size(tiny_moe: Path) -> None:

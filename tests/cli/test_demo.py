@@ -4,16 +4,46 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from hf_zero_stream.cli import demo
 from tests.cli.test_cli import run, run_json
 from tests.cli.test_docs import DOCUMENT, assert_shown, blocks, commands
+from tests.support.commands import command_environment
 from tests.support.zoo import make_moe_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("files", "message"), [([], "model.safetensors: "), (["model.safetensors"], "no model can be")]
+)
+def test_a_checkpoint_that_cannot_be_loaded(tmp_path: Path, files: list[str], message: str) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    stderr = run("demo", "--checkpoint", str(tmp_path), code=1).stderr
+    assert stderr.startswith("CheckpointError: ") and message in stderr
+
+
+@pytest.mark.slow
+def test_an_interrupt_leaves_no_rank_behind() -> None:
+    """As of ``kill -INT``; Ctrl-C in a terminal reaches torchrun too."""
+    command = [sys.executable, "-m", "hf_zero_stream", "demo", "--on", "cpu"]
+    with subprocess.Popen(command, env=command_environment(), stderr=subprocess.DEVNULL) as process:
+        ranks: list[psutil.Process] = []
+        while len(ranks) < 2 and process.poll() is None:
+            below = psutil.Process(process.pid).children(recursive=True)
+            ranks = [child for child in below if child.environ().get("LOCAL_RANK")]
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert len(ranks) == 2 and not any(map(psutil.Process.is_running, ranks))
 
 
 @pytest.fixture
@@ -80,7 +110,7 @@ def faked_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What each arm's ranks write down, instead of loading; an arm that is not in it dies without a word."""
     results: dict[str, Any] = {}
 
-    def torchrun(command: list[str], **kwargs: Any) -> "subprocess.CompletedProcess[str]":
+    def torchrun(command: list[str], environment: Any) -> tuple[int, str]:
         arm, folder = command[-2], Path(command[-1]).parent
         ranks = int(command[command.index("--nproc-per-node") + 1])
         for rank in range(ranks if arm in results else 0):
@@ -90,9 +120,9 @@ def faked_ranks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
             for file, content in files.items():
                 (folder / name / file).write_text(content)
         failed = arm not in results or "error" in results[arm]
-        return subprocess.CompletedProcess(command, int(failed), stdout="killed by a signal\n")
+        return int(failed), "killed by a signal\n"
 
-    monkeypatch.setattr(demo.subprocess, "run", torchrun)
+    monkeypatch.setattr(demo, "_launched", torchrun)
     return results
 
 

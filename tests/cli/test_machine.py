@@ -37,7 +37,8 @@ def statuses(group: list[dict[str, str]]) -> dict[str, str]:
 @pytest.fixture
 def no_accelerate(tmp_path: Path) -> list[str]:
     """Options that keep the machine's own config of accelerate out of a test."""
-    return ["--accelerate-config", str(tmp_path / "none.yaml")]
+    (tmp_path / "plain.yaml").write_text("distributed_type: MULTI_CPU\n")
+    return ["--accelerate-config", str(tmp_path / "plain.yaml")]
 
 
 def test_versions_that_were_tried() -> None:
@@ -134,8 +135,14 @@ def test_doctor_has_no_nccl_without_a_gpu(no_accelerate: list[str]) -> None:
 def test_versions_are_there_before_anything_heavy_is_imported() -> None:
     """What follows may take seconds, or end the process: here the first such import does."""
     code = "import sys\nfrom hf_zero_stream.cli import main\nsys.modules['torch'] = None\nmain()"
-    done = subprocess.run([sys.executable, "-c", code, "doctor"], capture_output=True, text=True)
-    assert done.returncode == 1 and "| transformers " in done.stdout and "torch" in done.stderr
+    done = subprocess.run([sys.executable, "-c", code, "doctor", "/nowhere"], capture_output=True, text=True)
+    assert done.returncode == 1 and "torch" in done.stderr and "importing all libraries" in done.stderr
+    assert "| transformers " in done.stdout and "there is no /nowhere" in done.stdout
+
+
+def test_without_accelerates_own_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_default_config", lambda: str(tmp_path / "none.yaml"))
+    assert statuses(run_json("doctor")["settings"])["accelerate's config"] == "no"
 
 
 def test_bundle_has_what_an_issue_needs_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +221,8 @@ def test_doctor_reads_a_path(tmp_path: Path, no_accelerate: list[str]) -> None:
 
 def settings(tmp_path: Path, config: dict[str, Any], code: int) -> dict[str, str]:
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    options = ["--accelerate-config", str(tmp_path / "none.yaml"), "--ds-config", str(tmp_path / "ds.json")]
+    (tmp_path / "plain.yaml").write_text("distributed_type: MULTI_CPU\n")
+    options = ["--accelerate-config", str(tmp_path / "plain.yaml"), "--ds-config", str(tmp_path / "ds.json")]
     return statuses(run_json("doctor", *options, code=code)["settings"])
 
 
@@ -270,7 +278,7 @@ def test_doctor_looks_at_swap_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("distributed_type: MULTI_GPU\n", "note"),
         ("- a list\n", PROBLEM),
         ("{", PROBLEM),
-        (None, "no"),
+        (None, PROBLEM),
     ],
 )
 def test_doctor_looks_at_accelerates_config(tmp_path: Path, text: str | None, status: str) -> None:

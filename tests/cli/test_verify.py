@@ -163,6 +163,29 @@ def test_each_fault_is_named(
         assert any(line.startswith(f"| {file} ") and kind in line and words in line for line in text.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("files", "advice"),
+    [
+        ([], "safetensors file."),
+        (["checkpoint-10/model.safetensors", ".hf_zero_stream-saving-1/model.safetensors"], "give 'checkpoint-10'"),
+        (["model.gguf"], "gguf_file=NAME"),
+    ],
+)
+def test_a_folder_without_weights(tmp_path: Path, files: list[str], advice: str) -> None:
+    """People name the folder around the checkpoint's, and one with another kind of file."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for command in ("verify", "inspect"):
+        result = run(command, str(tmp_path), code=1)
+        assert advice in result.stdout + result.stderr
+
+
+def test_a_gguf_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
+    assert "this is a GGUF file" in run("inspect", str(tmp_path / "model.gguf"), code=1).stderr
+
+
 def test_all_faults_are_named_together(folder: Path) -> None:
     write(folder / FIRST, ["a", "d"])
     truncate(folder)

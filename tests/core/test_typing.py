@@ -36,7 +36,7 @@ def use(model: Any, flag: bool) -> None:
     either: SaveReport | PendingSave = save_state(model, "folder", asynchronous=flag)
     reveal_type(load_state(model, "folder"))
     try:
-        loaded = hf_zero_stream.StreamingAutoModel.from_pretrained("folder", dtype="auto")
+        loaded = hf_zero_stream.StreamingAutoModel.from_pretrained("folder", dtype="auto", strict=True, ds_config={})
     except LoadError as error:
         print(error, either)
     reveal_type(loaded)
@@ -51,6 +51,7 @@ def use(model: object) -> None:
     save_pretrained(model, "folder", variant=1)
     StreamingConfig(verify="ful")
     StreamingAutoModel.from_pretrained(model)
+    StreamingAutoModel.from_pretrained("folder", strict="yes")
 """
 
 
@@ -84,4 +85,4 @@ def test_the_public_surface_is_typed(tmp_path: Path) -> None:
 def test_misuses_are_errors(tmp_path: Path) -> None:
     code, text = check(tmp_path, MISUSES)
     assert code == 1
-    assert [int(line) for line in re.findall(r"^uses.py:(\d+): error", text, re.MULTILINE)] == [1, 4, 5, 6, 7], text
+    assert [int(line) for line in re.findall(r"^uses.py:(\d+): error", text, re.MULTILINE)] == [1, 4, 5, 6, 7, 8], text

@@ -45,7 +45,7 @@ def test_head_shows_gpu_and_cpu_commands(example: str) -> None:
 
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.slow
-@pytest.mark.parametrize("command", METHODS, ids=["sft", "dpo"])
+@pytest.mark.parametrize("command", METHODS, ids=["sft", "dpo", "grpo"])
 def test_trl_with_lora(command: str, folder: Path) -> None:
     saved = folder / f"adapters of {METHODS.index(command)}"
     streaming = run_command(command, folder, extra=["--output", str(saved)])
