@@ -35,10 +35,10 @@ help:
 	@echo "make system   install with apt-get, as root, what the system lacks (g++, libaio-dev, ...), else name it"
 	@echo "make venv     install everything into $(VENV), at the versions in constraints.txt"
 	@echo "make test     run what a change must pass (PYTEST_ARGS='-k name' narrows it, WORKERS=0 runs one at a time)"
-	@echo "make test-all run all tests: whole matrices, long trials, every command of the documentation"
+	@echo "make test-all run all tests: whole matrices, long trials, every command of the documentation; then make stranger"
 	@echo "make peers    run suites of transformers, accelerate and TRL, with and without hf_zero_stream (PEERS_ARGS=mixins)"
 	@echo "make drift    look at the table of what is bent in other versions, and try sets of versions (DRIFT_ARGS=contracts)"
-	@echo "make nightly  run make test-all, make peers, make drift and make stranger"
+	@echo "make nightly  run make test-all, make peers and make drift"
 	@echo "make compat   run the comparisons with the lowest versions of transformers, DeepSpeed, ... that are allowed"
 	@echo "make sweep    load every model type of transformers and write docs/models.csv (SWEEP_ARGS='--types bert,t5')"
 	@echo "make fuzz     read FUZZ_RUNS hostile headers and indexes per target, guided by coverage (see fuzz/README.md)"
@@ -84,9 +84,10 @@ test: $(STAMP) $(COMPILED)
 test-all: $(STAMP) $(COMPILED) azurite
 	$(BYTECODE)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m scripts.check_package --stranger
 
 # What is not in make test-all: of peers, a sample is.
-nightly: test-all peers drift stranger
+nightly: test-all peers drift
 
 drift: $(STAMP) $(COMPILED)
 	$(BIN)/python -m tests.drift $(DRIFT_ARGS)
