@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ..checkpoint.lazy import LazyTensor
+from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import partition_range
 from .marks import is_sharded, shards_modules
@@ -88,6 +90,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
 
         reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype
     left = dict(model.named_parameters())
+    refuse_meta(left)
     found: dict[str, Holding] = {}
     for held in (*HOLDERS, *_of_features(model), _held_replicas):
         of_kind = held(model, left, masters=masters, rank=rank, world_size=world_size)
@@ -95,6 +98,16 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         left = {name: param for name, param in left.items() if name not in of_kind}
     own = [name for name, _ in named_parameters(model)]
     return {name: found[theirs] for name, (theirs, _) in zip(own, model.named_parameters(), strict=True)}
+
+
+def refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise an UnsupportedError if any of these has no values, in this process at least."""
+    if meta := [name for name, tensor in tensors.items() if tensor.is_meta and not isinstance(tensor, LazyTensor)]:
+        raise UnsupportedError(
+            f"{', '.join(meta[:8])}: expected values; found {len(meta)} tensor(s) on the meta device, which has none. "
+            "Give them values first: load the model without offload to the CPU or to disk by a device_map, or call "
+            "to_empty() and fill them."
+        )
 
 
 def _of_features(model: nn.Module) -> Iterator[Holder]:

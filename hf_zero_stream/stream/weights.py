@@ -150,7 +150,7 @@ class WeightStream:
                 f"weight_stream: expected a transformers model, one of PEFT's, or an engine around one; got "
                 f"{type(self._base)}."
             )
-        make_ready(model, self._base)
+        make_ready(model, self._base, "weight_stream", "Or give engines what its state_dict() gathers.")
         self._adapters = has_adapters(self._base)
         if is_packed(self._base) and (layout == "model" or self._adapters):
             raise UnsupportedError(
