@@ -23,8 +23,9 @@ from ..seams.wrappers import unwrapped
 from .buckets import Bucket
 from .calls import Calls
 from .merging import has_adapters
+from .of_trainers import stream_of
 from .servers import Server, described, tensors_of
-from .weights import BUCKET_BYTES, WeightStream, stream_of
+from .weights import BUCKET_BYTES, WeightStream
 
 
 _CLIENT = "trl.generation.vllm_client"

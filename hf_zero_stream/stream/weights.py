@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -49,6 +49,8 @@ logger = logging.get_logger(__name__)
 T = TypeVar("T")
 
 BUCKET_BYTES = 256 * 2**20
+
+_numbers = itertools.count(1)
 
 
 def weight_stream(
@@ -93,18 +95,6 @@ def weight_stream(
         return WeightStream(model, to, bucket_bytes, dtype_of_argument(dtype), only, layout, deltas=deltas)
 
 
-_of_trainers: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
-
-
-def stream_of(trainer: Any, model: Any, to: Any, only: Any = "all") -> WeightStream:
-    """The stream by which `trainer` gives `model` to engines, made once: by its own names, or the hub's if packed."""
-    stream = _of_trainers.get(trainer)
-    if stream is None:
-        layout: Any = "hub" if is_packed(unwrapped(model)) else "model"
-        stream = _of_trainers[trainer] = weight_stream(model, to, layout=layout, only=only)
-    return stream
-
-
 @dataclass(frozen=True)
 class _Plan:
     """What is kept from pass to pass. `circumstances`: what the plan depends on beside the `layout`."""
@@ -123,6 +113,7 @@ class WeightStream:
     there. If a loop ends early or raises on one rank, the pass ends with an error on all.
 
     Attributes:
+        name: what errors call it; the same on all ranks.
         version: the number of passes that have begun.
     """
 
@@ -167,8 +158,10 @@ class WeightStream:
         self._open: Coordinator | None = None
         """Of the pass that has begun and not ended."""
         self._plan: _Plan | None = None
-        with meeting(STREAM) as coordinator:
+        with meeting(STREAM, "a new weight stream") as coordinator:
             refuse_different_values(arguments, coordinator)
+            number = coordinator.broadcast(lambda: next(_numbers))
+            self.name = f"weight stream {number} of {type(self._base).__name__} to {to}"
             self._plan, _ = self._planned(coordinator)
 
     @property
@@ -204,7 +197,7 @@ class WeightStream:
 
         It yields what `give` makes of a bucket's plan, of the parameters that are held now, and of adapters to merge.
         """
-        return self._passing(coordinator, self._planned, give or filled)
+        return self._passing(coordinator, f"a pass of {self.name}", self._planned, give or filled)
 
     def deltas(self, coordinator: Coordinator | None = None) -> Generator[Sequence[Patch]]:
         """A pass that gives what has changed since the last one, of each bucket (all ranks).
@@ -219,7 +212,7 @@ class WeightStream:
         """
         if not self._deltas:
             raise ConfigError("deltas: this stream keeps nothing to compare with. Make it with deltas=True.")
-        return self._passing(coordinator, self._given_before, self._patches)
+        return self._passing(coordinator, f"the changes of {self.name}", self._given_before, self._patches)
 
     def weight_source(self) -> Any:
         """This stream as a ``WeightSource`` for vLLM's trainer engines ``"nccl"`` and ``"ipc"``, of 0.32 or 0.33.
@@ -243,11 +236,12 @@ class WeightStream:
     def _passing(
         self,
         coordinator: Coordinator | None,
+        what: str,
         planned: Callable[[Coordinator], tuple[_Plan, Parameters]],
         give: Callable[[BucketPlan, Parameters, AdaptedLayers | None, Coordinator], T],
     ) -> Generator[T]:
         self._call_off()
-        with meeting(STREAM, coordinator=coordinator) as coordinator:
+        with meeting(STREAM, what, coordinator) as coordinator:
             self._plan, parameters = planned(coordinator)
             self._open = coordinator
             self.version += 1
