@@ -24,9 +24,27 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """The transformers model that a model of PEFT is around."""
+    """The transformers model that a model of PEFT is around; raises if an adapter is beside it, and not in it."""
     peft = sys.modules.get("peft")
-    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise UnsupportedError(
+            f"weight_stream: expected adapters of layers; {model.active_peft_config.peft_type.value} of PEFT trains "
+            "what is put before the input, which no weights of the model hold. Give engines the adapter that "
+            "model.save_pretrained saves."
+        )
+    return model.get_base_model()
+
+
+def active_adapter(model: Any) -> str:
+    """Of a model of PEFT the only adapter that is active: several have the same names in their files."""
+    if len(model.active_adapters) != 1:
+        raise UnsupportedError(
+            f'weight_stream: only="trainable" expects one active adapter; got {", ".join(model.active_adapters)}. '
+            "Call set_adapter() with one of them first, on all ranks; or stream the model with all of them merged."
+        )
+    return str(model.active_adapters[0])
 
 
 def trained_copies(model: nn.Module) -> dict[str, str]:
@@ -37,7 +55,8 @@ def trained_copies(model: nn.Module) -> dict[str, str]:
     names = {id(param): name for name, param in named_parameters(model, remove_duplicate=False)}
     found = {}
     for module in model.modules():
-        if isinstance(module, peft.utils.other.ModulesToSaveWrapper) and module.active_adapters:
+        wraps = isinstance(module, peft.utils.other.ModulesToSaveWrapper)
+        if wraps and module.active_adapters and not module.disable_adapters:
             copies = dict(module.modules_to_save[module.active_adapters[0]].named_parameters())
             for key, param in module.original_module.named_parameters():
                 found[names[id(param)]] = names[id(copies[key])]
@@ -46,7 +65,7 @@ def trained_copies(model: nn.Module) -> dict[str, str]:
 
 def state_of_adapters(model: nn.Module) -> list[str]:
     """What merging depends on beside values. (transformers' models have a method of the name ``active_adapters``.)"""
-    names = ("active_adapters", "merged_adapters", "scaling")
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     found = [getattr(module, name, None) for module in model.modules() for name in names]
     return [str(value) for value in found if value is not None and not callable(value)]
 
@@ -60,11 +79,12 @@ class AdaptedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         names = {id(param): name for name, param in named_parameters(model)}
-        self._layers = list(_outermost_layers(model))
+        layers = list(_outermost_layers(model))
+        self._layers = [layer for layer in layers if not layer.disable_adapters]  # PEFT's merge() does not ask
         self.params = [
             {names[id(param)]: param for param in layer.parameters() if id(param) in names} for layer in self._layers
         ]
-        for layer in self._layers:
+        for layer in layers:
             if layer.merged:
                 raise UnsupportedError(
                     "The adapters of this model are merged into its weights now: call unmerge_adapter() on all ranks "

@@ -38,7 +38,15 @@ from ..seams.wrappers import unwrapped
 from .arguments import refuse_different_values, refuse_unknown_values
 from .buckets import Bucket, filled
 from .deltas import Given, patches
-from .merging import AdaptedLayers, base_of, has_adapters, merging_of, state_of_adapters, trained_copies
+from .merging import (
+    AdaptedLayers,
+    active_adapter,
+    base_of,
+    has_adapters,
+    merging_of,
+    state_of_adapters,
+    trained_copies,
+)
 from .plan import BucketPlan, Named, Planner, StreamedTensor, by_layers, with_whole_layers
 from .vllm_source import weight_source
 from .wire import Patch
@@ -76,8 +84,8 @@ def weight_stream(
         bucket_bytes: size of a bucket. A larger tensor has a bucket of its own.
         dtype: of the floating-point tensors; default: the model's own. ``torch.float32`` gives the fp32 values that
             the optimizer trains, if it has them.
-        only: ``"trainable"`` leaves out layers of which nothing is trained; of a model with adapters it gives these
-            alone, under the names of PEFT's files.
+        only: ``"trainable"`` leaves out layers of which nothing is trained; of a model with adapters it gives the
+            active one alone, under the names of PEFT's files.
         layout: names and shapes are those of the ``"hub"``, or the ``"model"``'s own parameters.
         deltas: keep a copy of what this rank gives, in host memory, so that :meth:`WeightStream.deltas` can tell what
             has changed since.
@@ -143,13 +151,13 @@ class WeightStream:
             )
         make_ready(model, self._base, "weight_stream", "Or give engines what its state_dict() gathers.")
         self._adapters = has_adapters(self._base)
-        if is_packed(self._base) and (layout == "model" or self._adapters):
+        self._to, self._bucket_bytes, self._dtype, self._only, self._layout = to, bucket_bytes, dtype, only, layout
+        if is_packed(self._base) and (layout == "model" or self._adapters) and not self._gives_adapters:
             raise UnsupportedError(
                 "The weights of this model are quantised and packed (hf_zero_stream's keep_quantized): they are "
                 'streamed as their save would hold them, with layout="hub", and nothing can be merged into them. '
-                'Stream adapters by themselves, with only="trainable", from an unpacked model.'
+                'Stream adapters by themselves, with only="trainable".'
             )
-        self._to, self._bucket_bytes, self._dtype, self._only, self._layout = to, bucket_bytes, dtype, only, layout
         self._overfull, self._deltas = overfull, deltas
         self.version = 0
         self._given: Given | None = None
@@ -366,7 +374,7 @@ class WeightStream:
     def _laid_out(self, folder: Path, parameters: NewParameters) -> tuple[Sequence[str], Sequence[Any], Sequence[Any]]:
         """Names, lazy tensors, and what has the dtype and the shape of each."""
         if self._gives_adapters and self._model is not self._base:
-            noted = lay_out_adapters(self._model, folder, parameters.entries())
+            noted = lay_out_adapters(self._model, folder, parameters.entries(), [active_adapter(self._model)])
         elif self._layout == "model" and not self._gives_adapters:
             buffers = {name for name, _ in named_buffers(self._base, remove_duplicate=False)}
             entries = {name: each for name, each in self._entries(parameters).items() if name not in buffers}
