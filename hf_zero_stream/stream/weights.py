@@ -35,7 +35,7 @@ from ..saving.save import make_ready
 from ..seams.adapted import lay_out_adapters
 from ..seams.saving import lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .arguments import refuse_different_values, refuse_unknown_values
+from .arguments import refuse_different_values, refuse_other_models, refuse_unknown_values
 from .buckets import Bucket, filled
 from .deltas import Given, patches
 from .merging import (
@@ -144,11 +144,7 @@ class WeightStream:
         refuse_unknown_values(arguments)
         self._model = unwrapped(model)
         self._base = base_of(self._model)
-        if not isinstance(self._base, PreTrainedModel):
-            raise UnsupportedError(
-                f"weight_stream: expected a transformers model, one of PEFT's, or an engine around one; got "
-                f"{type(self._base)}."
-            )
+        refuse_other_models(self._base)
         make_ready(model, self._base, "weight_stream", "Or give engines what its state_dict() gathers.")
         self._adapters = has_adapters(self._base)
         self._to, self._bucket_bytes, self._dtype, self._only, self._layout = to, bucket_bytes, dtype, only, layout

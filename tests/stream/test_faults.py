@@ -289,6 +289,10 @@ def test_fsdp1(cluster: None, zoo_checkpoint: Checkpoint) -> None:
 
 def test_no_transformers_model() -> None:
     import hf_zero_stream
+    from tests.support.zoo import build_model
 
     with pytest.raises(UnsupportedError, match="expected a transformers model"):
         hf_zero_stream.weight_stream(torch.nn.Linear(2, 3))
+    both = torch.nn.ModuleDict({"policy": build_model("llama"), "value": build_model("llama")})
+    with pytest.raises(UnsupportedError, match=r"Give it one of those that it holds: policy, value\.$"):
+        hf_zero_stream.weight_stream(both)
