@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,11 @@ from .plan import Merging
 def has_adapters(model: nn.Module) -> bool:
     """Whether PEFT has put adapters on `model`."""
     return next(_outermost_layers(model), None) is not None
+
+
+def merges_values(model: nn.Module) -> bool:
+    """Whether `model` has adapters that can be merged: not into weights that other libraries have quantised."""
+    return has_adapters(model) and _quantised(_outermost_layers(model)) is None
 
 
 def base_of(model: Any) -> Any:
@@ -84,6 +89,11 @@ class AdaptedLayers:
         self.params = [
             {names[id(param)]: param for param in layer.parameters() if id(param) in names} for layer in self._layers
         ]
+        if (found := _quantised(self._layers)) is not None:
+            raise UnsupportedError(
+                f"The weights that have adapters in this model are quantised ({found.dtype}): nothing can be merged "
+                'into them. Stream adapters by themselves, with only="trainable", or load the model dequantised.'
+            )
         for layer in layers:
             if layer.merged:
                 raise UnsupportedError(
@@ -124,6 +134,13 @@ def _outermost_layers(model: nn.Module) -> Iterator[Any]:
         return
     for child in model.children():
         yield from _outermost_layers(child)
+
+
+def _quantised(layers: Iterable[Any]) -> torch.Tensor | None:
+    """What a quantiser has made of the weights inside one of PEFT's `layers`."""
+    bases = (layer.get_base_layer() for layer in layers)
+    tensors = (tensor for base in bases for tensor in (*base.parameters(), *base.buffers()))
+    return next((each for each in tensors if not each.is_floating_point() or each.dtype.itemsize < 2), None)
 
 
 def _chain(layer: Any) -> Iterator[Any]:

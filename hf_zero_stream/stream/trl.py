@@ -23,7 +23,7 @@ from ..ranks.rendezvous import STREAM
 from ..seams.wrappers import unwrapped
 from .buckets import Bucket
 from .calls import Calls
-from .merging import has_adapters
+from .merging import has_adapters, merges_values
 from .of_trainers import stream_of
 from .servers import Server, described, tensors_of
 from .weights import BUCKET_BYTES, WeightStream
@@ -109,9 +109,9 @@ def iter_named_params(original: Callable[..., Any], model: Any) -> Iterator[tupl
 
 
 def _gives_all_it_has(model: Any) -> bool:
-    """Whether TRL's own way is as good: this rank has all parameters, and nothing is merged."""
+    """Whether TRL's own way is as good: this rank has all parameters, and nothing is merged that we can merge."""
     shares = any(map(has_partition, model.parameters())) or is_sharded(model)
-    return not shares and (is_alone() or not has_adapters(model))
+    return not shares and (is_alone() or not merges_values(model))
 
 
 class _ByBuckets:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import hf_zero_stream
 from hf_zero_stream.errors import UnsupportedError
+from hf_zero_stream.stream.merging import merges_values
 from tests.support.cluster import run_ranks
 from tests.support.packed_models import Folders
 from tests.support.packed_training import load as load_packed
@@ -102,6 +103,19 @@ def test_the_active_adapter(tmp_path: Path) -> None:
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(UnsupportedError, match="expects one active adapter; got default, other"):
         taken(stream)
+
+
+def test_on_weights_that_others_have_quantised() -> None:
+    """As bitsandbytes' and others' are in a model that transformers has loaded in each process."""
+    model = lora(build_model("llama"))
+    assert merges_values(model)
+    model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight = torch.nn.Parameter(
+        torch.zeros(12, dtype=torch.uint8), requires_grad=False
+    )
+    assert not merges_values(model)
+    with pytest.raises(UnsupportedError, match=r"are quantised \(torch.uint8\): nothing can be merged"):
+        hf_zero_stream.weight_stream(model)
+    assert taken(hf_zero_stream.weight_stream(model, only="trainable"))
 
 
 def test_no_adapters_of_layers() -> None:
