@@ -90,7 +90,6 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
 
         reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype
     left = dict(model.named_parameters())
-    refuse_meta(left)
     found: dict[str, Holding] = {}
     for held in (*HOLDERS, *_of_features(model), _held_replicas):
         of_kind = held(model, left, masters=masters, rank=rank, world_size=world_size)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole, refuse_wrapped
+from ..destinations.holder import refuse_meta
 from ..destinations.marks import has_gathered, local_of
 from ..errors import UnsupportedError
 from ..ranks.accelerators import settle
@@ -95,6 +96,7 @@ class Save:
                 "A PEFT model saves its adapters itself, and they are not large."
             )
         make_ready(model, inner, "save_pretrained", _OUTSIDE)
+        refuse_meta(dict(inner.named_parameters()))
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
         self._settings, self._keeps_plans = settings_in_force(), keeps_plans

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
+from ..destinations.holder import refuse_meta
 from ..destinations.marks import is_packed
 from ..destinations.own_names import adapter_names, named_buffers, named_parameters
 from ..errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
@@ -317,6 +318,8 @@ class WeightStream:
     def _as_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
         plan = self._plan
         with coordinator.reporting():
+            if plan is not None:  # else the stream is made, which needs no values
+                refuse_meta(dict(self._held.named_parameters()))
             is_same = plan is not None and plan.circumstances == self._circumstances()
         if not all(coordinator.all_gather(is_same)) or plan is None:
             return None
