@@ -61,6 +61,7 @@ class Watch:
         self._beats = f"{PREFIX}/{beats}"
         self._agreements = presence.agreements[meeting] = 0
         self._doing = doing
+        self._rounds = sum(presence.rounds.values())
         self._seen: dict[int, tuple[_Beat | None, float]] = {}
         """Of each rank that this one looks at: its last heartbeat, and for how many seconds it has not moved."""
         self._looked = time.monotonic()
@@ -114,6 +115,11 @@ class Watch:
         key = f"{self.meeting}/agreements"
         wait = Wait(presence, self.meeting, self._agreements, f"has begun to {self._doing}, and waits in the middle")
         with self.naming_lost_store(), closing(wait):
+            rounds, self._rounds = self._rounds, sum(presence.rounds.values())
+            if self._rounds != rounds:
+                # This rank has been elsewhere, where it may have waited in vain, and been waited for here.
+                self._hear()
+                self.check(dead_only=True)
             count = self._store.add(key, 1)
             is_first = count == before + 1
             for waited_s in presence.polling():
@@ -173,16 +179,20 @@ class Watch:
         with suppress(PeerError), self.naming_lost_store():
             while True:
                 # Also before the first pause: a look opens a connection to each host, which tells of a death there.
-                for name in ("failed", "dead"):
-                    written = self._store.get(f"{self.meeting}/{name}")
-                    if written is not None:
-                        self._adopt(Verdict(*written))
+                self._hear()
                 found = None if self.knows_dead else self._look()
                 if found is not None:
                     self._publish(found)
                 if self._stop.wait(INTERVAL_S):
                     return
                 self._beat()
+
+    def _hear(self) -> None:
+        """Adopt what others have written."""
+        for name in ("failed", "dead"):
+            written = self._store.get(f"{self.meeting}/{name}")
+            if written is not None:
+                self._adopt(Verdict(*written))
 
     def _beat(self, has_left: bool = False) -> None:
         beat = _Beat(self.meeting, time.monotonic(), self._agreements, has_left)

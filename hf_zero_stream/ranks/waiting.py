@@ -53,7 +53,10 @@ class Wait:
         self._seen = elsewhere
 
     def _end(self, ranks: dict[_Place, int]) -> None:
-        """Write it where all that wait in one of these places look, and all that come there later."""
+        """Write it where all that wait in one of these places look, and all that come there later.
+
+        First into meetings that have begun: a rank that hears of it in another place may go on in one of these.
+        """
         each = "; ".join(
             f"rank {rank} {words}" for rank, (*_, words) in sorted(zip(ranks.values(), ranks, strict=True))
         )
@@ -61,7 +64,7 @@ class Wait:
             f"Ranks wait for each other in several places, and would never go on: {each}. All ranks must go through "
             "the same loads, saves and passes of weight streams, in the same order."
         )
-        for meeting, number, _ in ranks:
+        for meeting, number, _ in sorted(ranks, key=lambda place: not place[1]):
             if number:
                 self._presence.store.set_first(f"{meeting}/dead", Verdict(-1, True, "PeerError", why))
             else:

@@ -134,6 +134,7 @@ class OneRank:
     def __init__(self) -> None:
         self.beats: list[Any] = []
         self.agreements: dict[str, int] = {}
+        self.rounds: dict[str, int] = {}
         self.store = SimpleNamespace(
             get_many=lambda keys: [self.beats.pop(0)], set=lambda *_: None, get=lambda key: None, is_lost=False
         )
