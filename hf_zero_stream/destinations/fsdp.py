@@ -213,7 +213,13 @@ def original_class(model: nn.Module) -> type[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the gathered parameters that FSDP2 keeps after a forward pass, as ``model.state_dict()`` does."""
+    """Free the gathered parameters that FSDP2 keeps after a forward pass, as ``model.state_dict()`` does.
+
+    They may belong to a module around `model`, such as one that holds a policy and its value model.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+        for hook in list(module._state_dict_pre_hooks.values()):
+            if getattr(hook, "__qualname__", "").startswith("FSDPParamGroup."):
+                hook(module, "", True)

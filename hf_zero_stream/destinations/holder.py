@@ -12,9 +12,11 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ..checkpoint.lazy import LazyTensor
+from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import partition_range
-from .marks import is_sharded, shards_modules
+from .marks import is_sharded
 from .own_names import named_parameters
 
 
@@ -83,7 +85,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
 
     For the arguments and errors see :class:`Holder`.
     """
-    if shards_modules(model):
+    if "torch.distributed.fsdp" in sys.modules:
         from .fsdp import reshard
 
         reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype
@@ -95,6 +97,16 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
         left = {name: param for name, param in left.items() if name not in of_kind}
     own = [name for name, _ in named_parameters(model)]
     return {name: found[theirs] for name, (theirs, _) in zip(own, model.named_parameters(), strict=True)}
+
+
+def refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise an UnsupportedError if any of these has no values, in this process at least."""
+    if meta := [name for name, tensor in tensors.items() if tensor.is_meta and not isinstance(tensor, LazyTensor)]:
+        raise UnsupportedError(
+            f"{', '.join(meta[:8])}: expected values; found {len(meta)} tensor(s) on the meta device, which has none. "
+            "Give them values first: load the model without offload to the CPU or to disk by a device_map, or call "
+            "to_empty() and fill them."
+        )
 
 
 def _of_features(model: nn.Module) -> Iterator[Holder]:

@@ -19,6 +19,10 @@ _OF_TORCH = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 """What ``torch.compile``, ``checkpoint_wrapper`` and FSDP1 call the module that they are around."""
 
 
+_OF_PEFT = ("base_layer", "original_module", "token_adapter")
+"""What PEFT calls the modules of a model that it has put its own around."""
+
+
 class _Named(NamedTuple):
     """A tensor by the name that torch has for it, and its own; `is_of_adapter`: PEFT has put it there."""
 
@@ -46,10 +50,10 @@ def _child_inside_adapter(module: nn.Module) -> str | None:
     if peft is None:
         return None
     tuners, others = peft.tuners.tuners_utils, peft.utils.other
-    beside = getattr(others, "AuxiliaryTrainingWrapper", others.ModulesToSaveWrapper)  # PEFT has it from 0.15 on
     kinds = {
         "base_layer": tuners.BaseTunerLayer,
-        "original_module": beside,
+        "original_module": others.ModulesToSaveWrapper,
+        "token_adapter": getattr(others, "TrainableTokensWrapper", ()),  # PEFT has it from 0.15 on
         "model": tuners.BaseTuner,
         "base_model": peft.PeftModel,
     }
@@ -104,7 +108,7 @@ def adapter_names(model: nn.Module) -> set[str]:
 
 def without_adapters(name: str) -> str:
     """`name`, in a file that was saved from a model with PEFT's modules in it, without their parts."""
-    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+    return ".".join(part for part in name.split(".") if part not in _OF_PEFT)
 
 
 def own_or_clean(names: dict[str, str], name: str) -> str:

@@ -23,9 +23,10 @@ from ..settings.config import announced_local_rank, announces_local_rank
 from . import accelerators
 from .accelerators import is_accelerator
 from .contact import pauses
-from .liveness import Verdict, Watch
+from .liveness import Watch
 from .presence import Presence, Topology, begun_collectives, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round, Turn
+from .verdicts import Verdict
 
 
 T = TypeVar("T")
@@ -77,7 +78,7 @@ class Coordinator:
     def agree(self, error: BaseException | None = None) -> None:
         """Return on every rank if no rank brings an `error`, else raise on every rank.
 
-        A rank that failed raises its own error; the others raise :meth:`.liveness.Verdict.error`, which names it.
+        A rank that failed raises its own error; the others raise :meth:`.verdicts.Verdict.error`, which names it.
         """
         self.all_gather(None, error)
 
@@ -206,7 +207,7 @@ class Coordinator:
         try:
             presence = Presence.in_default_group()
             arrival = Round(presence, occasion, subject)
-            with closing(Watch(presence, arrival.key)) as watch:
+            with closing(Watch(presence, arrival.key, doing=arrival.doing)) as watch:
                 with watch.naming_lost_store():  # rank 0, which may hold the store, leaves when it hears of a death
                     arrival.gather(watch)
                 self._watch = watch

@@ -14,14 +14,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from typing import NamedTuple
 
-from .. import errors
-from ..errors import HfZeroStreamError, PeerError
+from ..errors import PeerError
 from ..settings.config import StreamingConfig
 from .contact import PREFIX, TIMEOUT_S, pauses
 from .presence import Presence
+from .verdicts import Verdict
+from .waiting import Wait
 
 
 KEYS = ("agreements", "failed", "dead", "heard")
@@ -32,35 +33,6 @@ INTERVAL_S = 0.5
 
 FAREWELL_S = 3.0
 """After a death, how long rank 0 waits for the others to read of it, because its process may hold the store."""
-
-
-class Verdict(NamedTuple):
-    """Which rank died or failed, with the class and text of its error; written into the store."""
-
-    rank: int
-    """-1 if the store, and not a rank, is lost."""
-    is_dead: bool
-    """True: the rank will never reach the next agreement. False: it will, and brings its error."""
-    kind: str
-    """``"Ended"`` if its process ended by itself."""
-    message: str
-
-    @classmethod
-    def of_failure(cls, rank: int, error: BaseException) -> Verdict:
-        return cls(rank, False, type(error).__name__, str(error))
-
-    @classmethod
-    def of_death(cls, rank: int, seen: str, kind: str = "PeerError") -> Verdict:
-        text = f"rank {rank} {seen}, so this rank gives up too. Look into that rank's log, and start all ranks anew."
-        return cls(rank, True, kind, text)
-
-    def error(self) -> HfZeroStreamError:
-        """What the other ranks raise; of the same class as the error of a rank that lives, if that is ours."""
-        if self.is_dead:
-            return PeerError(self.message)
-        if self.kind in errors.__all__:
-            return getattr(errors, self.kind)(f"rank {self.rank}: {self.message}")
-        return PeerError(f"rank {self.rank} failed, so this rank gives up too: {self.kind}: {self.message}")
 
 
 class _Beat(NamedTuple):
@@ -76,10 +48,10 @@ class Watch:
     """This rank's heartbeat, and its view of the other ranks, from construction to :meth:`close`.
 
     The keys of this `meeting` in the store begin with its name, which all ranks give, and no other meeting has. Of
-    meetings at the same time each has its own kind of heartbeat, `beats`.
+    meetings at the same time each has its own kind of heartbeat, `beats`. `doing` completes "ranks came to ...".
     """
 
-    def __init__(self, presence: Presence, meeting: str, beats: str = "beat") -> None:
+    def __init__(self, presence: Presence, meeting: str, beats: str = "beat", doing: str = "") -> None:
         self.timeout_s: float = StreamingConfig.peer_timeout_s
         self.verdict: Verdict | None = None
         """The first that this rank has heard of; one on a dead rank replaces one on a rank that failed."""
@@ -87,7 +59,9 @@ class Watch:
         self._store = presence.store
         self.meeting = meeting
         self._beats = f"{PREFIX}/{beats}"
-        self._agreements = 0
+        self._agreements = presence.agreements[meeting] = 0
+        self._doing = doing
+        self._rounds = sum(presence.rounds.values())
         self._seen: dict[int, tuple[_Beat | None, float]] = {}
         """Of each rank that this one looks at: its last heartbeat, and for how many seconds it has not moved."""
         self._looked = time.monotonic()
@@ -108,6 +82,7 @@ class Watch:
                     if waited_s > FAREWELL_S or self._store.add(f"{self.meeting}/heard", 0) >= others:
                         break
             self._beat(has_left=True)
+        self._presence.agreements.pop(self.meeting, None)
 
     @property
     def knows_dead(self) -> bool:
@@ -132,16 +107,27 @@ class Watch:
 
         The time-out is `patience_s`, or that of the process group.
         """
-        self._agreements += 1
-        expected = self._agreements * self._presence.world_size
-        timeout_s = self._presence.group_timeout_s if patience_s is None else patience_s
+        presence = self._presence
+        before = self._agreements * presence.world_size
+        expected = before + presence.world_size
+        self._agreements = presence.agreements[self.meeting] = self._agreements + 1
+        timeout_s = presence.group_timeout_s if patience_s is None else patience_s
         key = f"{self.meeting}/agreements"
-        with self.naming_lost_store():
+        wait = Wait(presence, self.meeting, self._agreements, f"has begun to {self._doing}, and waits in the middle")
+        with self.naming_lost_store(), closing(wait):
+            rounds, self._rounds = self._rounds, sum(presence.rounds.values())
+            if self._rounds != rounds:
+                # This rank has been elsewhere, where it may have waited in vain, and been waited for here.
+                self._hear()
+                self.check(dead_only=True)
             count = self._store.add(key, 1)
-            for waited_s in self._presence.polling():
+            is_first = count == before + 1
+            for waited_s in presence.polling():
                 self.check(dead_only=True)
                 if count >= expected:
                     return
+                if patience_s is None:  # else beside a training, in which ranks may wait for anything meanwhile
+                    wait.look(waited_s, for_all=is_first)
                 if waited_s > timeout_s:
                     raise PeerError(
                         f"Waited {timeout_s:g} s, the time-out of the process group, for ranks that did not come: "
@@ -193,16 +179,20 @@ class Watch:
         with suppress(PeerError), self.naming_lost_store():
             while True:
                 # Also before the first pause: a look opens a connection to each host, which tells of a death there.
-                for name in ("failed", "dead"):
-                    written = self._store.get(f"{self.meeting}/{name}")
-                    if written is not None:
-                        self._adopt(Verdict(*written))
+                self._hear()
                 found = None if self.knows_dead else self._look()
                 if found is not None:
                     self._publish(found)
                 if self._stop.wait(INTERVAL_S):
                     return
                 self._beat()
+
+    def _hear(self) -> None:
+        """Adopt what others have written."""
+        for name in ("failed", "dead"):
+            written = self._store.get(f"{self.meeting}/{name}")
+            if written is not None:
+                self._adopt(Verdict(*written))
 
     def _beat(self, has_left: bool = False) -> None:
         beat = _Beat(self.meeting, time.monotonic(), self._agreements, has_left)

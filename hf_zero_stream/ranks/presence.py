@@ -49,6 +49,8 @@ class Presence:
         self.group_timeout_s = store.timeout.total_seconds()
         self.rounds: defaultdict[str, int] = defaultdict(int)
         """The number of this rank's next round of each occasion (see :mod:`.rendezvous`)."""
+        self.agreements: dict[str, int] = {}
+        """Of the meetings that this rank is in, to how many agreements it has come."""
         self.passed: defaultdict[str, list[str]] = defaultdict(list)
         """The keys of earlier rounds of each occasion, until all ranks have come to a later one."""
         self.given_up: dict[int, bool] = {}
@@ -111,6 +113,13 @@ class Presence:
         self.listener.close()
         for line in self._lines.values():
             line.close()
+
+    def has_come(self, meeting: str, number: int) -> bool:
+        """Whether this rank has come to an agreement of a meeting; 0: to the meeting."""
+        if meeting in self.agreements:
+            return self.agreements[meeting] >= number
+        _, occasion, of_round = meeting.split("/")
+        return int(of_round) < self.rounds[occasion]
 
     def topology(self) -> Topology:
         """How the ranks lie on hosts; all of them must have made contact."""

@@ -25,12 +25,13 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from ..errors import HfZeroStreamError, PeerError, SaveError, StreamError
 from .contact import PREFIX, Line
-from .liveness import KEYS, Verdict, Watch
+from .liveness import KEYS, Watch
 from .presence import Presence
+from .verdicts import Decision, Verdict
+from .waiting import Wait
 
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ STRANGERS_END_S = 600.0
 """After this time without contact to a rank, ranks that must load or save together give up."""
 
 DIFFERENT_HOLDS_S = 5.0
-"""How long a decision not to load together because ranks load different models holds for those that come later."""
+"""How long a decision not to load together because ranks load different things holds for those that come later."""
 
 FAILURE_HOLDS_S = 60.0
 """How long an error is reported to late ranks; after that, a rank has come for something else."""
@@ -118,22 +119,8 @@ SHARED_LOAD = Occasion(
 """A load outside ZeRO-3, which ranks share if all come."""
 
 
-class _Decision(NamedTuple):
-    """How a round ended: ``"together"``, ``"apart"`` or, for a :class:`Verdict`'s fields, ``"failed"``.
-
-    `when` says that it holds for ranks that come a little later, too; 0: it does not.
-    """
-
-    outcome: str
-    why: str = ""
-    when: float = 0.0
-    failure: Sequence[Any] = ()
-    given_up: Sequence[tuple[int, bool]] = ()
-    """Ranks that were waited for as long as their time was, and whether they had made contact."""
-
-
 class Round:
-    """This rank's arrival at an occasion, in the first round that is not over; `subject`: what it would load alone.
+    """This rank's arrival at an occasion, in the first round that is not over; `subject`: the same on all ranks.
 
     With an `error`, this rank has failed before, and calls the round off (see :meth:`call_off`).
     """
@@ -145,6 +132,8 @@ class Round:
         self._error = error
         self._store = presence.store
         self._occasion = occasion
+        self.doing = f"{occasion.name} ({subject})" if subject else occasion.name
+        """Completes "ranks came to ..."."""
         self._is_late = False
         """Whether others have made the same load alone before."""
         number = presence.rounds[occasion.name]
@@ -165,8 +154,10 @@ class Round:
             first = self._store.set_first(f"{key}/subject", subject)
             if first != subject:
                 # Those that come a moment later need not wait in a round of their own.
-                why = f"ranks load different models ({first}; {subject})"
-                self._decide(_Decision("apart", why, when=time.time()))
+                why = f"ranks came to {self._occasion.name} with different things ({first}; {subject})"
+                if not self._occasion.is_optional:
+                    why = f"{why[0].upper()}{why[1:]}. {self._occasion.advice}"
+                self._decide(Decision("apart", why, when=time.time()))
         if self._error is not None:  # likewise: another rank may be counted right after this one
             self.call_off(self._error)
         count = self._store.add(f"{key}/count", 1)
@@ -177,9 +168,9 @@ class Round:
         """Decide that the ranks do not come together, because this one fails with `error`."""
         rank = self._presence.rank
         if self._occasion.is_optional:
-            self._decide(_Decision("apart", f"rank {rank} does not load"))
+            self._decide(Decision("apart", f"rank {rank} does not load"))
         else:
-            self._decide(_Decision("failed", when=time.time(), failure=Verdict.of_failure(rank, error)))
+            self._decide(Decision("failed", when=time.time(), failure=Verdict.of_failure(rank, error)))
 
     def gather(self, watch: Watch) -> None:
         """Return once all ranks are here; `watch` is that of the meeting with this :attr:`key`.
@@ -189,7 +180,7 @@ class Round:
             HfZeroStreamError: a rank is dead, or came with an error, or not all came in time.
         """
         try:
-            decision = self._decide(_Decision("together")) if self._is_last else self._wait(watch)
+            decision = self._decide(Decision("together")) if self._is_last else self._wait(watch)
         except HfZeroStreamError:
             raise
         except BaseException as error:  # Ctrl-C
@@ -218,28 +209,31 @@ class Round:
         """The meeting is over on this rank. Its keys stay until then: another one may begin meanwhile, and end."""
         self._presence.passed[self._occasion.name].append(self.key)
 
-    def _wait(self, watch: Watch) -> _Decision:
+    def _wait(self, watch: Watch) -> Decision:
         is_optional, presence = self._occasion.is_optional, self._presence
         limit_s = self._limit_s(())
         looked_s, reminder_s = 0.0, self._occasion.reminder_s
-        with closing(Inquiry(presence, watch)) as inquiry:
+        wait = Wait(presence, self.key, 0, f"waits for all ranks to {self.doing}")
+        with closing(Inquiry(presence, watch)) as inquiry, closing(wait):
             for waited_s in presence.polling():
                 decision = self._decision()
                 if decision is not None:
                     return decision
                 verdict = watch.verdict
                 if is_optional and verdict is not None and verdict.kind == "Ended":
-                    return self._decide(_Decision("apart", verdict.message.partition(",")[0]))
+                    return self._decide(Decision("apart", verdict.message.partition(",")[0]))
                 watch.check(dead_only=True)
                 if waited_s > limit_s:
                     break
+                if not is_optional:
+                    wait.look(waited_s, for_all=self._is_first)
                 if not self._is_first or waited_s - looked_s < max(0.25, presence.world_size / 1000):
                     continue
                 looked_s, absent = waited_s, watch.absent()
                 limit_s = self._limit_s(absent)
                 why = inquiry.why_in_vain(absent) if is_optional else ""
                 if why:
-                    return self._decide(_Decision("apart", why))
+                    return self._decide(Decision("apart", why))
                 if waited_s > reminder_s:
                     self._remind(absent, waited_s)
                     reminder_s *= 2
@@ -247,7 +241,7 @@ class Round:
         came = f"{world_size - len(absent)} of {world_size} ranks came to {self._occasion.name}"
         why = f"Only {came} within {limit_s:g} seconds; {_ranks(absent)} did not. {self._strangers(absent)}"
         given_up = [(rank, presence.has_contact(rank)) for rank in absent] if is_optional and not self._is_late else []
-        return self._decide(_Decision("apart", f"{why}{self._occasion.advice}".strip(), given_up=given_up))
+        return self._decide(Decision("apart", f"{why}{self._occasion.advice}".strip(), given_up=given_up))
 
     def _limit_s(self, absent: Sequence[int]) -> float:
         """How long this rank waits, if these ranks are absent."""
@@ -278,13 +272,13 @@ class Round:
             "way than this one, perhaps without hf_zero_stream.run? Or busy before it: enter streaming() first. "
         )
 
-    def _decision(self) -> _Decision | None:
+    def _decision(self) -> Decision | None:
         written = self._store.get(f"{self.key}/decision")
-        return _Decision(*written) if written else None
+        return Decision(*written) if written else None
 
-    def _decide(self, decision: _Decision) -> _Decision:
+    def _decide(self, decision: Decision) -> Decision:
         """Make `decision`; returns the one that some rank made first."""
-        return _Decision(*self._store.set_first(f"{self.key}/decision", decision))
+        return Decision(*self._store.set_first(f"{self.key}/decision", decision))
 
 
 class Turn:

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import HostTensor, Stored, View
-from ..destinations.holder import Holding, holdings
+from ..destinations.holder import Holding, holdings, refuse_meta
 from ..destinations.marks import has_converted_experts, has_partition, whole_of
 from ..destinations.own_names import named_parameters, own_names, own_or_clean
 from ..engine.execute import run_in_threads
@@ -117,6 +117,7 @@ class LazyParameters:
                     "ZeRO-3. Let it return the parameters themselves (keep_vars=True)."
                 )
             elif isinstance(value, torch.Tensor):  # a buffer; every rank has its own values, and rank 0's are written
+                refuse_meta({name: value})
                 entries[name] = self._lazy(view_of(whole_of(name, value)))
             else:
                 entries[name] = value

@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole, refuse_wrapped
+from ..destinations.holder import refuse_meta
 from ..destinations.marks import has_gathered, local_of
 from ..errors import UnsupportedError
 from ..ranks.accelerators import settle
@@ -50,6 +51,8 @@ OTHERS_COME_S = 30.0  # how long rank 0 waits for the others inside a ``Gathered
 _CHANGES_NOTHING = {"push_to_hub", "distributed_checkpoint", "safe_serialization", "is_main_process", "save_function"}
 
 _NO_MORE = Ending()
+
+_OUTSIDE = "Or save it outside streaming(), with accelerator.get_state_dict and model.save_pretrained."
 
 
 class Save:
@@ -92,7 +95,8 @@ class Save:
                 f"save_pretrained: expected a transformers model or an engine around one; got {type(inner)}. "
                 "A PEFT model saves its adapters itself, and they are not large."
             )
-        make_ready(model, inner)
+        make_ready(model, inner, "save_pretrained", _OUTSIDE)
+        refuse_meta(dict(inner.named_parameters()))
         self.model: PreTrainedModel = inner
         self._folder, self._dtype, self._state_dict = Path(folder), dtype, state_dict
         self._settings, self._keeps_plans = settings_in_force(), keeps_plans
@@ -318,23 +322,25 @@ class Save:
         return report
 
 
-def make_ready(model: Any, inner: torch.nn.Module) -> None:
-    """Have all parameters of `inner` be there to be read; raises if those of `model`, around it, cannot be."""
+def make_ready(model: Any, inner: torch.nn.Module, doing: str, instead: str) -> None:
+    """Have all parameters of `inner` be there to be read; raises if those of `model`, around it, cannot be.
+
+    The error is ``{doing}: ... {instead}``.
+    """
     fill_whole(inner)
     if isinstance(model, torch.nn.Module):
-        _refuse_fsdp1(model)
-    advice = "Save it with model.save_pretrained, outside streaming()."
+        _refuse_fsdp1(model, doing, instead)
     values = ((name, local_of(param)) for name, param in inner.named_parameters())
-    refuse_wrapped(values, "save_pretrained", advice)
+    refuse_wrapped(values, doing, instead)
 
 
-def _refuse_fsdp1(model: torch.nn.Module) -> None:
+def _refuse_fsdp1(model: torch.nn.Module, doing: str, instead: str) -> None:
     """Raise if FSDP1 shards any of `model`, whose parameters then are flat pieces that look like whole ones."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError(
-            "save_pretrained: expected parameters that are DTensors, ZeRO partitions or whole; FSDP1 "
+            f"{doing}: expected parameters that are DTensors, ZeRO partitions or whole; FSDP1 "
             "(FullyShardedDataParallel) keeps flat pieces in their place. Use FSDP2 (fully_shard; accelerate: "
-            "fsdp_version 2), or save with accelerator.get_state_dict and model.save_pretrained outside streaming()."
+            f"fsdp_version 2). {instead}"
         )
 
 

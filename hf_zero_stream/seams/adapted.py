@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from ..destinations.marks import has_partition, is_peft_model
 from ..destinations.own_names import adapter_names, named_parameters
 
 
-def lay_out_adapters(model: Any, folder: Path, entries: Mapping[str, torch.Tensor]) -> list[NotedShard]:
-    """What ``model.save_pretrained`` saves of its adapters, with the lazy `entries` of the model's state dict.
+def lay_out_adapters(
+    model: Any, folder: Path, entries: Mapping[str, torch.Tensor], adapters: Collection[str] | None = None
+) -> list[NotedShard]:
+    """What ``model.save_pretrained`` saves of its `adapters`, with the lazy `entries` of the model's state dict.
 
     As PEFT does it, those of another name than "default" get folders of their names.
     """
@@ -24,12 +26,12 @@ def lay_out_adapters(model: Any, folder: Path, entries: Mapping[str, torch.Tenso
     from peft.utils import SAFETENSORS_WEIGHTS_NAME
 
     noted = []
-    for name, config in model.peft_config.items():
+    for name in model.peft_config if adapters is None else adapters:
         tensors = get_peft_model_state_dict(
             model, state_dict=dict(entries), adapter_name=name, save_embedding_layers=False
         )
         inner = "" if name == "default" else name
-        config = copy.copy(config)
+        config = copy.copy(model.peft_config[name])
         config.inference_mode = True  # as PEFT saves it
         config.save_pretrained(str(folder / inner))
         noted.append(NotedShard(str(Path(inner, SAFETENSORS_WEIGHTS_NAME)), tensors, {"format": "pt"}))

@@ -1,11 +1,14 @@
-"""What a weight stream is made with: values that are known, and the same on all ranks."""
+"""What a weight stream is made with: a model, and values that are known, and the same on all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigError
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..errors import ConfigError, UnsupportedError
 from ..ranks.coordinator import Coordinator
 
 
@@ -19,6 +22,18 @@ def refuse_unknown_values(arguments: Mapping[str, Any]) -> None:
     nbytes = arguments["bucket_bytes"]
     if not isinstance(nbytes, int) or nbytes < 1:
         raise ConfigError(f"bucket_bytes: expected a size in bytes, at least 1; got {nbytes!r}")
+
+
+def refuse_other_models(model: Any) -> None:
+    if isinstance(model, PreTrainedModel):
+        return
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    inside = [name for name, module in modules if isinstance(module, PreTrainedModel)]
+    outermost = [name for name in inside if not any(name.startswith(f"{other}.") for other in inside)]
+    raise UnsupportedError(
+        f"weight_stream: expected a transformers model, one of PEFT's, or an engine around one; got {type(model)}."
+        + (f" Give it one of those that it holds: {', '.join(outermost)}." if outermost else "")
+    )
 
 
 def refuse_different_values(arguments: Mapping[str, Any], coordinator: Coordinator) -> None:

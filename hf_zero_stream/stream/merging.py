@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,33 @@ def has_adapters(model: nn.Module) -> bool:
     return next(_outermost_layers(model), None) is not None
 
 
+def merges_values(model: nn.Module) -> bool:
+    """Whether `model` has adapters that can be merged: not into weights that other libraries have quantised."""
+    return has_adapters(model) and _quantised(_outermost_layers(model)) is None
+
+
 def base_of(model: Any) -> Any:
-    """The transformers model that a model of PEFT is around."""
+    """The transformers model that a model of PEFT is around; raises if an adapter is beside it, and not in it."""
     peft = sys.modules.get("peft")
-    return model.get_base_model() if peft is not None and isinstance(model, peft.PeftModel) else model
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    if model.active_peft_config.is_prompt_learning:
+        raise UnsupportedError(
+            f"weight_stream: expected adapters of layers; {model.active_peft_config.peft_type.value} of PEFT trains "
+            "what is put before the input, which no weights of the model hold. Give engines the adapter that "
+            "model.save_pretrained saves."
+        )
+    return model.get_base_model()
+
+
+def active_adapter(model: Any) -> str:
+    """Of a model of PEFT the only adapter that is active: several have the same names in their files."""
+    if len(model.active_adapters) != 1:
+        raise UnsupportedError(
+            f'weight_stream: only="trainable" expects one active adapter; got {", ".join(model.active_adapters)}. '
+            "Call set_adapter() with one of them first, on all ranks; or stream the model with all of them merged."
+        )
+    return str(model.active_adapters[0])
 
 
 def trained_copies(model: nn.Module) -> dict[str, str]:
@@ -37,7 +60,8 @@ def trained_copies(model: nn.Module) -> dict[str, str]:
     names = {id(param): name for name, param in named_parameters(model, remove_duplicate=False)}
     found = {}
     for module in model.modules():
-        if isinstance(module, peft.utils.other.ModulesToSaveWrapper) and module.active_adapters:
+        wraps = isinstance(module, peft.utils.other.ModulesToSaveWrapper)
+        if wraps and module.active_adapters and not module.disable_adapters:
             copies = dict(module.modules_to_save[module.active_adapters[0]].named_parameters())
             for key, param in module.original_module.named_parameters():
                 found[names[id(param)]] = names[id(copies[key])]
@@ -46,7 +70,7 @@ def trained_copies(model: nn.Module) -> dict[str, str]:
 
 def state_of_adapters(model: nn.Module) -> list[str]:
     """What merging depends on beside values. (transformers' models have a method of the name ``active_adapters``.)"""
-    names = ("active_adapters", "merged_adapters", "scaling")
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
     found = [getattr(module, name, None) for module in model.modules() for name in names]
     return [str(value) for value in found if value is not None and not callable(value)]
 
@@ -60,11 +84,17 @@ class AdaptedLayers:
 
     def __init__(self, model: nn.Module) -> None:
         names = {id(param): name for name, param in named_parameters(model)}
-        self._layers = list(_outermost_layers(model))
+        layers = list(_outermost_layers(model))
+        self._layers = [layer for layer in layers if not layer.disable_adapters]  # PEFT's merge() does not ask
         self.params = [
             {names[id(param)]: param for param in layer.parameters() if id(param) in names} for layer in self._layers
         ]
-        for layer in self._layers:
+        if (found := _quantised(self._layers)) is not None:
+            raise UnsupportedError(
+                f"The weights that have adapters in this model are quantised ({found.dtype}): nothing can be merged "
+                'into them. Stream adapters by themselves, with only="trainable", or load the model dequantised.'
+            )
+        for layer in layers:
             if layer.merged:
                 raise UnsupportedError(
                     "The adapters of this model are merged into its weights now: call unmerge_adapter() on all ranks "
@@ -104,6 +134,13 @@ def _outermost_layers(model: nn.Module) -> Iterator[Any]:
         return
     for child in model.children():
         yield from _outermost_layers(child)
+
+
+def _quantised(layers: Iterable[Any]) -> torch.Tensor | None:
+    """What a quantiser has made of the weights inside one of PEFT's `layers`."""
+    bases = (layer.get_base_layer() for layer in layers)
+    tensors = (tensor for base in bases for tensor in (*base.parameters(), *base.buffers()))
+    return next((each for each in tensors if not each.is_floating_point() or each.dtype.itemsize < 2), None)
 
 
 def _chain(layer: Any) -> Iterator[Any]:

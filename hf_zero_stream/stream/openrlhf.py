@@ -19,8 +19,8 @@ from ..destinations.marks import has_partition
 from ..destinations.own_names import named_parameters
 from .buckets import Bucket
 from .merging import has_adapters
+from .of_trainers import stream_of
 from .plan import StreamedTensor
-from .weights import stream_of
 
 
 def broadcast_to_vllm(original: Callable[..., Any], self: Any) -> Any:

@@ -92,7 +92,7 @@ def weight_sender(
         options = {"overfull": server.packs, "deltas": deltas}
         stream = WeightStream(model, "rank0", bucket_bytes, dtype_of_argument(dtype), "all", "hub", **options)
     sender = WeightSender(stream, server, calls, checkpoint)
-    with meeting(STREAM) as coordinator:
+    with meeting(STREAM, f"a new sender of {stream.name}") as coordinator:
         sender._connect(coordinator, address, port)
     return sender
 
@@ -124,7 +124,7 @@ class WeightSender:
         """
         begun = False
         try:
-            with meeting(STREAM) as coordinator:
+            with meeting(STREAM, f"an update by {self.stream.name}") as coordinator:
                 if self._lost:
                     raise StreamError(self._lost)
                 for item in self._server.passing(self.stream, coordinator):

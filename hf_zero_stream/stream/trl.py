@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -17,14 +17,16 @@ import torch
 from ..bindings.install import standing_in
 from ..destinations.marks import has_partition, is_sharded
 from ..errors import PACKAGE, VersionError, installed_version
-from ..ranks.coordinator import collective_device
+from ..ranks.coordinator import collective_device, expected_at
 from ..ranks.presence import is_alone
+from ..ranks.rendezvous import STREAM
 from ..seams.wrappers import unwrapped
 from .buckets import Bucket
 from .calls import Calls
-from .merging import has_adapters
+from .merging import has_adapters, merges_values
+from .of_trainers import stream_of
 from .servers import Server, described, tensors_of
-from .weights import BUCKET_BYTES, WeightStream, stream_of
+from .weights import BUCKET_BYTES, WeightStream
 
 
 _CLIENT = "trl.generation.vllm_client"
@@ -37,15 +39,16 @@ def sync_weights(original: Callable[..., Any], self: Any) -> Any:
         return original(self)
     serves = self.mode == "server"
     stream = stream_of(self, self.model, "rank0" if serves else "all")
-    info, tensors = described(stream.metadata, "dtype_names"), chain.from_iterable(stream)
-    stand_ins = {
-        "_iter_named_params": lambda: tensors,
-        "_weight_metadata": list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True)),
-    }
-    if serves and self.accelerator.is_main_process:
-        stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream, tensors)
-    with standing_in(self, **stand_ins):
-        return original(self)
+    info = described(stream.metadata, "dtype_names")
+    with _walking(stream) as tensors:
+        stand_ins = {
+            "_iter_named_params": lambda: tensors,
+            "_weight_metadata": list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True)),
+        }
+        if serves and self.accelerator.is_main_process:
+            stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream, tensors)
+        with standing_in(self, **stand_ins):
+            return original(self)
 
 
 def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> Any:
@@ -58,9 +61,9 @@ def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> An
     if self.accelerator.is_main_process and hasattr(self.weight_transfer, "_weight_update_info"):
         self.weight_transfer._weight_update_info |= described(stream.metadata, "dtype_names")
     nothing = {"merge_adapter": lambda: None, "unmerge_adapter": lambda: None} if adapts else {}
-    tensors = {"_streaming_iter": lambda: chain.from_iterable(stream)}
-    with standing_in(self, **tensors), standing_in(model, **nothing):
-        return original(self, t0)
+    with _walking(stream) as tensors, standing_in(self, _streaming_iter=lambda: tensors):
+        with standing_in(model, **nothing):
+            return original(self, t0)
 
 
 def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
@@ -70,19 +73,32 @@ def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
         return original(self)
     serves = self.vllm_mode == "server"
     stream = stream_of(self, self.model, "rank0" if serves else "all")
-    nothing: Iterator[Any] = iter(())
-    client = _ByBuckets(self.vllm_client, stream, nothing) if serves and self.accelerator.is_main_process else None
+    with _walking(stream) as tensors:
+        client = _ByBuckets(self.vllm_client, stream, tensors) if serves and self.accelerator.is_main_process else None
 
-    def move() -> None:
-        if client is not None:
-            client.update_named_params(None, nothing)
-        for bucket in () if client is not None else stream:
-            if not serves:
-                self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights(list(bucket))
+        def move() -> None:
+            if client is not None:
+                client.update_named_params(None, tensors)
+                return
+            for each in tensors:
+                if not serves:
+                    self.llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights([each])
 
-    stand_ins = {"_move_model_to_vllm_inner": move, **({} if client is None else {"vllm_client": client})}
-    with standing_in(self, **stand_ins):
-        return original(self)
+        stand_ins = {"_move_model_to_vllm_inner": move, **({} if client is None else {"vllm_client": client})}
+        with standing_in(self, **stand_ins):
+            return original(self)
+
+
+@contextmanager
+def _walking(stream: WeightStream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
+    """The tensors of a pass. An error of what takes them, or comes before it, is one of all ranks at once."""
+    buckets = stream.passing()
+    with expected_at(STREAM):
+        try:
+            yield chain.from_iterable(buckets)
+        except BaseException as error:
+            buckets.throw(error)
+            raise
 
 
 def iter_named_params(original: Callable[..., Any], model: Any) -> Iterator[tuple[str, Any]]:
@@ -93,9 +109,9 @@ def iter_named_params(original: Callable[..., Any], model: Any) -> Iterator[tupl
 
 
 def _gives_all_it_has(model: Any) -> bool:
-    """Whether TRL's own way is as good: this rank has all parameters, and nothing is merged."""
+    """Whether TRL's own way is as good: this rank has all parameters, and nothing is merged that we can merge."""
     shares = any(map(has_partition, model.parameters())) or is_sharded(model)
-    return not shares and (is_alone() or not has_adapters(model))
+    return not shares and (is_alone() or not merges_values(model))
 
 
 class _ByBuckets:

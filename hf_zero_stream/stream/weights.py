@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
+from ..destinations.holder import refuse_meta
 from ..destinations.marks import is_packed
 from ..destinations.own_names import adapter_names, named_buffers, named_parameters
 from ..errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
@@ -35,10 +36,18 @@ from ..saving.save import make_ready
 from ..seams.adapted import lay_out_adapters
 from ..seams.saving import lay_out_pretrained
 from ..seams.wrappers import unwrapped
-from .arguments import refuse_different_values, refuse_unknown_values
+from .arguments import refuse_different_values, refuse_other_models, refuse_unknown_values
 from .buckets import Bucket, filled
 from .deltas import Given, patches
-from .merging import AdaptedLayers, base_of, has_adapters, merging_of, state_of_adapters, trained_copies
+from .merging import (
+    AdaptedLayers,
+    active_adapter,
+    base_of,
+    has_adapters,
+    merging_of,
+    state_of_adapters,
+    trained_copies,
+)
 from .plan import BucketPlan, Named, Planner, StreamedTensor, by_layers, with_whole_layers
 from .vllm_source import weight_source
 from .wire import Patch
@@ -49,6 +58,8 @@ logger = logging.get_logger(__name__)
 T = TypeVar("T")
 
 BUCKET_BYTES = 256 * 2**20
+
+_numbers = itertools.count(1)
 
 
 def weight_stream(
@@ -74,8 +85,8 @@ def weight_stream(
         bucket_bytes: size of a bucket. A larger tensor has a bucket of its own.
         dtype: of the floating-point tensors; default: the model's own. ``torch.float32`` gives the fp32 values that
             the optimizer trains, if it has them.
-        only: ``"trainable"`` leaves out layers of which nothing is trained; of a model with adapters it gives these
-            alone, under the names of PEFT's files.
+        only: ``"trainable"`` leaves out layers of which nothing is trained; of a model with adapters it gives the
+            active one alone, under the names of PEFT's files.
         layout: names and shapes are those of the ``"hub"``, or the ``"model"``'s own parameters.
         deltas: keep a copy of what this rank gives, in host memory, so that :meth:`WeightStream.deltas` can tell what
             has changed since.
@@ -91,18 +102,6 @@ def weight_stream(
     """
     with expected_at(STREAM):
         return WeightStream(model, to, bucket_bytes, dtype_of_argument(dtype), only, layout, deltas=deltas)
-
-
-_of_trainers: WeakKeyDictionary[Any, WeightStream] = WeakKeyDictionary()
-
-
-def stream_of(trainer: Any, model: Any, to: Any, only: Any = "all") -> WeightStream:
-    """The stream by which `trainer` gives `model` to engines, made once: by its own names, or the hub's if packed."""
-    stream = _of_trainers.get(trainer)
-    if stream is None:
-        layout: Any = "hub" if is_packed(unwrapped(model)) else "model"
-        stream = _of_trainers[trainer] = weight_stream(model, to, layout=layout, only=only)
-    return stream
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,7 @@ class WeightStream:
     there. If a loop ends early or raises on one rank, the pass ends with an error on all.
 
     Attributes:
+        name: what errors call it; the same on all ranks.
         version: the number of passes that have begun.
     """
 
@@ -145,20 +145,16 @@ class WeightStream:
         refuse_unknown_values(arguments)
         self._model = unwrapped(model)
         self._base = base_of(self._model)
-        if not isinstance(self._base, PreTrainedModel):
-            raise UnsupportedError(
-                f"weight_stream: expected a transformers model, one of PEFT's, or an engine around one; got "
-                f"{type(self._base)}."
-            )
-        make_ready(model, self._base)
+        refuse_other_models(self._base)
+        make_ready(model, self._base, "weight_stream", "Or give engines what its state_dict() gathers.")
         self._adapters = has_adapters(self._base)
-        if is_packed(self._base) and (layout == "model" or self._adapters):
+        self._to, self._bucket_bytes, self._dtype, self._only, self._layout = to, bucket_bytes, dtype, only, layout
+        if is_packed(self._base) and (layout == "model" or self._adapters) and not self._gives_adapters:
             raise UnsupportedError(
                 "The weights of this model are quantised and packed (hf_zero_stream's keep_quantized): they are "
                 'streamed as their save would hold them, with layout="hub", and nothing can be merged into them. '
-                'Stream adapters by themselves, with only="trainable", from an unpacked model.'
+                'Stream adapters by themselves, with only="trainable".'
             )
-        self._to, self._bucket_bytes, self._dtype, self._only, self._layout = to, bucket_bytes, dtype, only, layout
         self._overfull, self._deltas = overfull, deltas
         self.version = 0
         self._given: Given | None = None
@@ -167,8 +163,10 @@ class WeightStream:
         self._open: Coordinator | None = None
         """Of the pass that has begun and not ended."""
         self._plan: _Plan | None = None
-        with meeting(STREAM) as coordinator:
+        with meeting(STREAM, "a new weight stream") as coordinator:
             refuse_different_values(arguments, coordinator)
+            number = coordinator.broadcast(lambda: next(_numbers))
+            self.name = f"weight stream {number} of {type(self._base).__name__} to {to}"
             self._plan, _ = self._planned(coordinator)
 
     @property
@@ -204,7 +202,7 @@ class WeightStream:
 
         It yields what `give` makes of a bucket's plan, of the parameters that are held now, and of adapters to merge.
         """
-        return self._passing(coordinator, self._planned, give or filled)
+        return self._passing(coordinator, f"a pass of {self.name}", self._planned, give or filled)
 
     def deltas(self, coordinator: Coordinator | None = None) -> Generator[Sequence[Patch]]:
         """A pass that gives what has changed since the last one, of each bucket (all ranks).
@@ -219,7 +217,7 @@ class WeightStream:
         """
         if not self._deltas:
             raise ConfigError("deltas: this stream keeps nothing to compare with. Make it with deltas=True.")
-        return self._passing(coordinator, self._given_before, self._patches)
+        return self._passing(coordinator, f"the changes of {self.name}", self._given_before, self._patches)
 
     def weight_source(self) -> Any:
         """This stream as a ``WeightSource`` for vLLM's trainer engines ``"nccl"`` and ``"ipc"``, of 0.32 or 0.33.
@@ -243,11 +241,12 @@ class WeightStream:
     def _passing(
         self,
         coordinator: Coordinator | None,
+        what: str,
         planned: Callable[[Coordinator], tuple[_Plan, Parameters]],
         give: Callable[[BucketPlan, Parameters, AdaptedLayers | None, Coordinator], T],
     ) -> Generator[T]:
         self._call_off()
-        with meeting(STREAM, coordinator=coordinator) as coordinator:
+        with meeting(STREAM, what, coordinator) as coordinator:
             self._plan, parameters = planned(coordinator)
             self._open = coordinator
             self.version += 1
@@ -319,6 +318,8 @@ class WeightStream:
     def _as_before(self, coordinator: Coordinator) -> tuple[_Plan, Parameters] | None:
         plan = self._plan
         with coordinator.reporting():
+            if plan is not None:  # else the stream is made, which needs no values
+                refuse_meta(dict(self._held.named_parameters()))
             is_same = plan is not None and plan.circumstances == self._circumstances()
         if not all(coordinator.all_gather(is_same)) or plan is None:
             return None
@@ -372,7 +373,7 @@ class WeightStream:
     def _laid_out(self, folder: Path, parameters: NewParameters) -> tuple[Sequence[str], Sequence[Any], Sequence[Any]]:
         """Names, lazy tensors, and what has the dtype and the shape of each."""
         if self._gives_adapters and self._model is not self._base:
-            noted = lay_out_adapters(self._model, folder, parameters.entries())
+            noted = lay_out_adapters(self._model, folder, parameters.entries(), [active_adapter(self._model)])
         elif self._layout == "model" and not self._gives_adapters:
             buffers = {name for name, _ in named_buffers(self._base, remove_duplicate=False)}
             entries = {name: each for name, each in self._entries(parameters).items() if name not in buffers}

@@ -17,10 +17,12 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_zero_stream.errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
 from hf_zero_stream.ranks import liveness
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
+from tests.support.live_sharded import plain_model
 from tests.support.loading import load_with
 from tests.support.parity import ds_config
 from tests.support.streams import taken
@@ -131,6 +133,8 @@ class OneRank:
 
     def __init__(self) -> None:
         self.beats: list[Any] = []
+        self.agreements: dict[str, int] = {}
+        self.rounds: dict[str, int] = {}
         self.store = SimpleNamespace(
             get_many=lambda keys: [self.beats.pop(0)], set=lambda *_: None, get=lambda key: None, is_lost=False
         )
@@ -243,6 +247,7 @@ def test_other_arguments_on_a_rank(cluster: None, zoo_checkpoint: Checkpoint, na
         ({"layout": "file"}, "layout: expected one of hub, model; got 'file'"),
         ({"bucket_bytes": 0}, "bucket_bytes: expected a size in bytes, at least 1; got 0"),
         ({"dtype": "int8"}, "dtype: expected a floating-point torch dtype"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype: expected a dtype of at least 16 bits; got torch.float8_e4m3fn"),
     ],
     ids=str,
 )
@@ -254,8 +259,41 @@ def test_arguments(arguments: dict[str, Any], message: str) -> None:
         hf_zero_stream.weight_stream(build_model("llama"), **arguments)
 
 
+def test_values_that_are_not_there() -> None:
+    """Of a parameter or a buffer, from the beginning or from some pass on."""
+    import hf_zero_stream
+    from tests.support.zoo import build_model
+
+    model = build_model("llama")
+    stream = hf_zero_stream.weight_stream(model)
+    assert taken(stream)
+    model.lm_head.to("meta")
+    with pytest.raises(UnsupportedError, match="lm_head.weight: expected values; found 1 .* on the meta device"):
+        taken(stream)
+    model = build_model("llama")
+    model.register_buffer("scale", torch.ones(1, device="meta"))
+    with pytest.raises(UnsupportedError, match="scale: expected values"):
+        hf_zero_stream.weight_stream(model)
+
+
+def stream_fsdp1(checkpoint: Path) -> None:
+    import hf_zero_stream
+
+    model = FullyShardedDataParallel(plain_model(checkpoint), device_id=torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="^weight_stream: expected .* Or give engines"):
+        hf_zero_stream.weight_stream(model)
+
+
+def test_fsdp1(cluster: None, zoo_checkpoint: Checkpoint) -> None:
+    run_ranks(1, stream_fsdp1, zoo_checkpoint("llama"))
+
+
 def test_no_transformers_model() -> None:
     import hf_zero_stream
+    from tests.support.zoo import build_model
 
     with pytest.raises(UnsupportedError, match="expected a transformers model"):
         hf_zero_stream.weight_stream(torch.nn.Linear(2, 3))
+    both = torch.nn.ModuleDict({"policy": build_model("llama"), "value": build_model("llama")})
+    with pytest.raises(UnsupportedError, match=r"Give it one of those that it holds: policy, value\.$"):
+        hf_zero_stream.weight_stream(both)

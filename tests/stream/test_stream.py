@@ -97,9 +97,10 @@ def test_of_a_training(
     ("world_size", "ways"),
     [
         (2, [live.after_a_step_and_an_eval, live.mixed_precision, live.partly_sharded, live.tp, live.by_transformers]),
+        (2, [live.inside_another]),
         pytest.param(4, [live.hsdp, live.fsdp_of_tp, live.by_transformers_in_two_ways], marks=pytest.mark.slow),
     ],
-    ids=["2", "4"],
+    ids=["2", "part", "4"],
 )
 def test_of_dtensors(
     cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path, world_size: int, ways: list[live.Way], to: str

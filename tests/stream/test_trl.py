@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -15,10 +16,13 @@ import torch
 import torch.distributed as dist
 
 from examples.vllm_on_cpu import stand_in
+from hf_zero_stream.errors import HfZeroStreamError
 from tests.bindings.test_trl import ON_A_CPU, make_tokenizer
 from tests.support.cluster import free_port, run_ranks, run_ranks_expecting_errors
 from tests.support.engine_servers import VLLMServer
 from tests.support.fsdp2 import announce, force_fsdp_on_cpu
+from tests.support.loading import load_with
+from tests.support.parity import ds_config
 from tests.support.streams import counted_gathers, differing
 
 
@@ -191,6 +195,42 @@ def test_no_call_is_made_again(
         assert outcome.error_type == "StreamError", outcome.traceback
         assert f"{route} answered 500" in str(outcome.error_message)
     assert server.paths.count(route) == 1
+
+
+def sync_colocated(checkpoint: Path, folder: Path) -> list[str]:
+    """What a rank hears of an error of the engine on rank 1, when it loads a tensor and when it wakes up."""
+    stand_in(folder / f"rank {dist.get_rank()}")
+    from accelerate import PartialState
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    import hf_zero_stream
+
+    def fail_on_one_rank(*_: Any, **kwargs: Any) -> None:
+        if dist.get_rank() == 1:
+            raise MemoryError(f"an engine has no memory {kwargs}")
+
+    state = PartialState(backend="gloo")
+    module = SimpleNamespace(load_weights=fail_on_one_rank)
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=module)))
+    llm = SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor), wake_up=fail_on_one_rank)
+    heard: list[str] = []
+    with hf_zero_stream.streaming():
+        model = load_with("streamed", "AutoModelForCausalLM", checkpoint, ds_config(), {})
+        for sleeps in (False, True):
+            generation = VLLMGeneration.__new__(VLLMGeneration)
+            vars(generation).update(mode="colocate", enable_sleep_mode=sleeps, model=model, llm=llm, accelerator=state)
+            with pytest.raises((HfZeroStreamError, MemoryError)) as caught:
+                generation.sync_weights()
+            heard.append(f"{caught.typename}: {caught.value}")
+    return heard
+
+
+def test_an_error_of_a_colocated_engine(cluster: None, zoo_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """The rank holds it, and the pass with it; nobody waits for it."""
+    first, second = run_ranks(2, sync_colocated, zoo_checkpoint("llama"), tmp_path, timeout=60)
+    for heard, error, what in zip(first, second, ("{}", "{'tags': ['weights']}"), strict=True):
+        assert error == f"MemoryError: an engine has no memory {what}"
+        assert heard == f"PeerError: rank 1 failed, so this rank gives up too: {error}"
 
 
 @pytest.mark.slow

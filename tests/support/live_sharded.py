@@ -115,6 +115,24 @@ def partly_sharded(checkpoint: Path) -> Any:
     return evaluated(model)
 
 
+class _Several(nn.ModuleList):
+    def forward(self) -> list[Any]:
+        return [evaluated(model) for model in self]
+
+
+def inside_another(checkpoint: Path) -> Any:
+    """As a policy beside its value model: FSDP2's root, which has gathered some of its parameters, is around both."""
+    both = _Several([plain_model(checkpoint), plain_model(checkpoint)])
+    for model in both:
+        for layer in model.model.layers:
+            fully_shard(layer)
+    fully_shard(both)()
+    policy: Any = both[0]
+    assert not isinstance(policy.lm_head.weight, DTensor)
+    vars(policy)["held by"] = both
+    return policy
+
+
 def hsdp(checkpoint: Path) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     return evaluated(trained(fully_sharded(checkpoint, mesh)))
