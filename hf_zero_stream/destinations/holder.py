@@ -16,7 +16,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import partition_range
-from .marks import is_sharded
+from .marks import is_inside_fsdp2, is_sharded, shards_modules
 from .own_names import named_parameters
 
 
@@ -85,7 +85,7 @@ def holdings(model: nn.Module, *, masters: bool, rank: int, world_size: int) -> 
 
     For the arguments and errors see :class:`Holder`.
     """
-    if "torch.distributed.fsdp" in sys.modules:
+    if shards_modules(model) or is_inside_fsdp2(model):
         from .fsdp import reshard
 
         reshard(model)  # a forward pass may have left gathered parameters, perhaps in another dtype

@@ -79,6 +79,11 @@ def shards_modules(model: nn.Module) -> bool:
     return any(isinstance(module, kind) for module in model.modules())
 
 
+def is_inside_fsdp2(model: nn.Module) -> bool:
+    """Whether FSDP2 may shard `model`, a module of it, or one around it: that one's hooks are on its modules."""
+    return any(module._state_dict_pre_hooks for module in model.modules())
+
+
 def is_dtensor(tensor: Any) -> bool:
     return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 

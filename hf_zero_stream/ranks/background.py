@@ -10,18 +10,17 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import PeerError
-from .contact import pauses
+from .contact import Verdict, pauses
 from .coordinator import Coordinator
 from .liveness import FAREWELL_S, KEYS, Watch
 from .presence import Presence
-from .verdicts import Verdict
 
 
 class BackgroundMeeting:
     """One thread of every rank; made by all of them inside :meth:`Coordinator.watched`, closed by the threads.
 
     After an error nothing can be agreed on any more. A method that agrees raises on every rank: where the error came
-    from this error, elsewhere :meth:`.verdicts.Verdict.error`.
+    from this error, elsewhere :meth:`.contact.Verdict.error`.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:

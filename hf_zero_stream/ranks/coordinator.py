@@ -22,11 +22,10 @@ from ..errors import ConfigError, DisagreementError, PeerError
 from ..settings.config import announced_local_rank, announces_local_rank
 from . import accelerators
 from .accelerators import is_accelerator
-from .contact import pauses
+from .contact import Verdict, pauses
 from .liveness import Watch
 from .presence import Presence, Topology, begun_collectives, is_alone
 from .rendezvous import LOAD, Apart, Occasion, Round, Turn
-from .verdicts import Verdict
 
 
 T = TypeVar("T")
@@ -78,7 +77,7 @@ class Coordinator:
     def agree(self, error: BaseException | None = None) -> None:
         """Return on every rank if no rank brings an `error`, else raise on every rank.
 
-        A rank that failed raises its own error; the others raise :meth:`.verdicts.Verdict.error`, which names it.
+        A rank that failed raises its own error; the others raise :meth:`.contact.Verdict.error`, which names it.
         """
         self.all_gather(None, error)
 

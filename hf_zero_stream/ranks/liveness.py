@@ -14,15 +14,17 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from typing import NamedTuple
+from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import PeerError
 from ..settings.config import StreamingConfig
-from .contact import PREFIX, TIMEOUT_S, pauses
+from .contact import PREFIX, TIMEOUT_S, Verdict, pauses
 from .presence import Presence
-from .verdicts import Verdict
-from .waiting import Wait
+
+
+if TYPE_CHECKING:
+    from .waiting import Wait
 
 
 KEYS = ("agreements", "failed", "dead", "heard")
@@ -30,6 +32,9 @@ KEYS = ("agreements", "failed", "dead", "heard")
 
 INTERVAL_S = 0.5
 """Time between two heartbeats of a rank."""
+
+STUCK_S = 10.0
+"""After this time a rank looks whether it waits in vain (see :mod:`.waiting`)."""
 
 FAREWELL_S = 3.0
 """After a death, how long rank 0 waits for the others to read of it, because its process may hold the store."""
@@ -113,8 +118,8 @@ class Watch:
         self._agreements = presence.agreements[self.meeting] = self._agreements + 1
         timeout_s = presence.group_timeout_s if patience_s is None else patience_s
         key = f"{self.meeting}/agreements"
-        wait = Wait(presence, self.meeting, self._agreements, f"has begun to {self._doing}, and waits in the middle")
-        with self.naming_lost_store(), closing(wait):
+        wait: Wait | None = None
+        with self.naming_lost_store(), ExitStack() as stack:
             rounds, self._rounds = self._rounds, sum(presence.rounds.values())
             if self._rounds != rounds:
                 # This rank has been elsewhere, where it may have waited in vain, and been waited for here.
@@ -126,7 +131,13 @@ class Watch:
                 self.check(dead_only=True)
                 if count >= expected:
                     return
-                if patience_s is None:  # else beside a training, in which ranks may wait for anything meanwhile
+                # Beside a training, which has its own patience, ranks may wait for anything meanwhile.
+                if patience_s is None and waited_s > STUCK_S:
+                    from .waiting import Wait
+
+                    words = f"has begun to {self._doing}, and waits in the middle"
+                    place = self.meeting, self._agreements, words
+                    wait = wait or stack.enter_context(closing(Wait(presence, place)))
                     wait.look(waited_s, for_all=is_first)
                 if waited_s > timeout_s:
                     raise PeerError(

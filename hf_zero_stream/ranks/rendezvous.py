@@ -23,15 +23,18 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ..errors import HfZeroStreamError, PeerError, SaveError, StreamError
-from .contact import PREFIX, Line
-from .liveness import KEYS, Watch
+from .contact import PREFIX, Decision, Line, Verdict
+from .liveness import KEYS, STUCK_S, Watch
 from .presence import Presence
-from .verdicts import Decision, Verdict
-from .waiting import Wait
+
+
+if TYPE_CHECKING:
+    from .waiting import Wait
 
 
 logger = logging.getLogger(__name__)
@@ -213,8 +216,8 @@ class Round:
         is_optional, presence = self._occasion.is_optional, self._presence
         limit_s = self._limit_s(())
         looked_s, reminder_s = 0.0, self._occasion.reminder_s
-        wait = Wait(presence, self.key, 0, f"waits for all ranks to {self.doing}")
-        with closing(Inquiry(presence, watch)) as inquiry, closing(wait):
+        wait: Wait | None = None
+        with closing(Inquiry(presence, watch)) as inquiry, ExitStack() as stack:
             for waited_s in presence.polling():
                 decision = self._decision()
                 if decision is not None:
@@ -225,7 +228,11 @@ class Round:
                 watch.check(dead_only=True)
                 if waited_s > limit_s:
                     break
-                if not is_optional:
+                if not is_optional and waited_s > STUCK_S:
+                    from .waiting import Wait
+
+                    place = self.key, 0, f"waits for all ranks to {self.doing}"
+                    wait = wait or stack.enter_context(closing(Wait(presence, place)))
                     wait.look(waited_s, for_all=self._is_first)
                 if not self._is_first or waited_s - looked_s < max(0.25, presence.world_size / 1000):
                     continue

@@ -10,27 +10,23 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..errors import PeerError
-from .contact import PREFIX
+from .contact import PREFIX, Decision, Verdict
 from .presence import Presence
-from .verdicts import Decision, Verdict
 
 
-STUCK_S = 10.0
-"""After this time a rank says what it waits for."""
-
-_Place = tuple[str, int, str]
+Place = tuple[str, int, str]
 """A meeting, the number of the agreement there, and words that complete "rank 3 ..."; 0: ranks come to the meeting."""
 
 
 class Wait:
-    """This rank's wait for all ranks, in the place of these arguments."""
+    """This rank's wait for all ranks in a `place`, once it has waited for :data:`.liveness.STUCK_S`."""
 
-    def __init__(self, presence: Presence, meeting: str, agreement: int, words: str) -> None:
+    def __init__(self, presence: Presence, place: Place) -> None:
         self._presence = presence
-        self._place = meeting, agreement, words
-        self._look_s = STUCK_S
+        self._place = place
+        self._look_s = 0.0
         self._is_written = False
-        self._seen: dict[_Place, int] = {}
+        self._seen: dict[Place, int] = {}
 
     def look(self, waited_s: float, *, for_all: bool) -> None:
         """If it is in vain after `waited_s`, end it in all places. One rank in each place looks `for_all` there."""
@@ -52,7 +48,7 @@ class Wait:
             self._end({**elsewhere, self._place: presence.rank})
         self._seen = elsewhere
 
-    def _end(self, ranks: dict[_Place, int]) -> None:
+    def _end(self, ranks: dict[Place, int]) -> None:
         """Write it where all that wait in one of these places look, and all that come there later.
 
         First into meetings that have begun: a rank that hears of it in another place may go on in one of these.
