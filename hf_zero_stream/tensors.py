@@ -23,11 +23,11 @@ from .checkpoint.map import AbsentSlice
 from .checkpoint.soundness import shards_of
 from .destinations.base import Destination, fill_whole
 from .destinations.live_whole import memory_of
-from .destinations.own_names import own_names, own_or_clean
 from .destinations.skeleton import filled, of_same_shape, own_tensors, stand_in
 from .engine.load import Load
 from .engine.opened import OpenCheckpoint
 from .errors import LoadError
+from .holdings.own_names import own_names, own_or_clean
 from .ranks.coordinator import meeting
 from .ranks.rendezvous import LOAD
 from .reports.load import LoadReport

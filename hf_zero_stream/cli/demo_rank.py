@@ -92,7 +92,7 @@ def measure(arm: str, task: Task) -> dict[str, Any]:
 
 def digests(model: torch.nn.Module) -> dict[str, str] | None:
     """Of the bits of this rank's part of every parameter, by name; None if some are in swap files."""
-    from ..destinations.deepspeed.zero3 import own_range
+    from ..holdings.deepspeed.partitions import own_range
 
     found = {}
     for name, param in model.named_parameters():

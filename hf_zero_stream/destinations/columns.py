@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.nodes import FileTensor, View
+from ..holdings.shards import Shard
 from ..planning.boxes import Cut, ParameterBox, regions_of_range
 from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.base import Hints
 from .base import Batch, Item, narrowed
-from .shards import Shard
 
 
 CHUNK_BYTES = 4 * 2**20

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Copy, View
+from ..holdings.fsdp import why_no_bytes
 from ..ranks.coordinator import Coordinator
 from .base import (
     Batch,
@@ -23,7 +24,6 @@ from .base import (
     replace_lazy,
     run_with_what_is_touched,
 )
-from .fsdp import why_no_bytes
 
 
 class Deferred(Destination):

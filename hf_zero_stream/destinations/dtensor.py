@@ -7,7 +7,7 @@ the page cache serves all but the first. Ranks that hold columns of the same row
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,17 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..holdings import fsdp
+from ..holdings.marks import is_packed, local_of
+from ..holdings.own_names import named_parameters
+from ..holdings.shards import Shard, cuts_of, held_of
 from ..planning.boxes import ParameterBox
 from ..planning.footprint import AdamW, MemoryFootprint
 from ..planning.sharded_footprint import HeldShard, sharded_footprint
 from ..ranks.coordinator import Coordinator
-from . import fsdp
 from .base import Batch, Destination, Item, allocating, buffer_on, flat_items, item_of, narrowed, replace_lazy
 from .columns import Columns, columns_of, exchange_batches
-from .holder import Holding, open_flat
-from .marks import is_packed, local_of
-from .own_names import named_parameters
-from .shards import Shard, cuts_of, held_of, shard_of
 from .whole import WholeParameters
 
 
@@ -168,22 +167,6 @@ class DTensors(Destination):
             prefix, _, key = name.rpartition(".")
             if (packed := packed_weights(model.get_submodule(prefix)).get(key)) is not None:
                 packed.computes_in = fsdp.computes_in(managed)
-
-
-def held_shards(
-    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
-) -> dict[str, Holding]:
-    """A :class:`.holder.Holder`: the shards of DTensors."""
-    managed = fsdp.managed_params(model)
-
-    def holding(name: str, param: Any) -> Holding:
-        record = managed.get(name)
-        # FSDP2 may have put gathered parameters in place of its own.
-        mine = record if record is not None and record.sharded_param is param else None
-        shard, values = shard_of(name, param, mine), partial(open_flat, local_of(param))
-        return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
-
-    return {name: holding(name, param) for name, param in params.items() if isinstance(param, DTensor)}
 
 
 def _take_own(local: torch.Tensor, box: ParameterBox, row: torch.Tensor) -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from ..errors import LoadError
+from ..holdings import fsdp
+from ..holdings.marks import local_of
+from ..holdings.shards import held_of
 from ..ranks.coordinator import Coordinator
-from . import fsdp
 from .base import Batch, Destination, Item, Sourced, flat_items, item_of, narrowed
 from .live_whole import live_sources
-from .marks import local_of
-from .shards import held_of
 
 
 class LiveShards(Destination):

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor
-from . import fsdp
-from .deepspeed.original_experts import origin_of
-from .own_names import named_buffers, named_parameters, wrapped_child
+from ..holdings import fsdp
+from ..holdings.deepspeed.original_experts import origin_of
+from ..holdings.marks import has_converted_experts
+from ..holdings.own_names import named_buffers, named_parameters, wrapped_child
 
 
 _OF_INSTANCE = ("_load_pretrained_model", "hf_quantizer", "_weight_conversions")
@@ -130,3 +131,11 @@ class StandIn(nn.Module):
 
     def parameters(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         return iter(self._lazy_parameters.values())
+
+
+def convert_lazy(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
+    """Give a `lazy` model, of which some names are `missing`, the converted layers of `live`, if that has any."""
+    if has_converted_experts(live):
+        from .deepspeed.experts import convert_like  # needs a DeepSpeed that has them
+
+        convert_like(live, lazy, missing)

@@ -16,10 +16,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..bindings.table import installed
 from ..destinations.base import Batch, Destination
-from ..destinations.own_names import adapter_names, without_adapters
 from ..destinations.skeleton import skeleton_of
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError, VersionError
+from ..holdings.own_names import adapter_names, without_adapters
 from ..planning.footprint import ADAMW_COPIES, AdamW, MemoryFootprint
 from ..planning.plan import LoadPlan
 from ..ranks.coordinator import Coordinator

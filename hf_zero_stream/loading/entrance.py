@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..bindings.table import refuse_lacking
-from ..destinations.marks import accelerator_state, is_dequantised
+from ..holdings.marks import accelerator_state, is_dequantised
 from ..seams.ds_config import found_config
 from ..settings import scope
 from ..settings.config import StreamingConfig, announces_fsdp2, announces_zero3

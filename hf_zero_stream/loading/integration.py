@@ -14,9 +14,9 @@ from transformers.utils import logging
 
 from ..bindings.table import installed
 from ..checkpoint.formats import has_unfinished
-from ..destinations.marks import is_inside_zero_init
 from ..engine.load import Load
 from ..errors import PACKAGE, DisagreementError
+from ..holdings.marks import is_inside_zero_init
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD, SHARED_LOAD, Apart, Occasion
 from ..reports.measures import collector_paused

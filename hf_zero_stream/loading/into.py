@@ -12,14 +12,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..destinations import fsdp
 from ..destinations.base import Destination, fill_whole, refuse_wrapped
 from ..destinations.live_shards import LiveShards
 from ..destinations.live_whole import memory_of
-from ..destinations.marks import is_packed, local_of
-from ..destinations.own_names import named_buffers
 from ..engine.load import Load
 from ..errors import ConfigError, UnsupportedError
+from ..holdings import fsdp
+from ..holdings.marks import is_packed, local_of
+from ..holdings.own_names import named_buffers
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import LOAD
 from ..reports.load import LoadReport

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
-from ..destinations.marks import has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
 from ..errors import ConfigError, SaveError, UnsupportedError, UrlError
+from ..holdings.marks import has_partition, is_dequantised, is_gathered_whole, is_packed, is_sharded
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
 from ..reports.save import SaveReport

@@ -22,8 +22,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, logging
 
 from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.marks import is_gathered_whole
 from ..errors import UnsupportedError
+from ..holdings.marks import is_gathered_whole
 from ..ranks.coordinator import Coordinator, expected_at
 from ..ranks.rendezvous import SAVE
 from ..seams.adapted import with_all_adapters

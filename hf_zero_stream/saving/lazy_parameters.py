@@ -16,11 +16,11 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, Materialise
 from ..checkpoint.nodes import HostTensor, Stored, View
-from ..destinations.holder import Holding, holdings, refuse_meta
-from ..destinations.marks import has_converted_experts, has_partition, whole_of
-from ..destinations.own_names import named_parameters, own_names, own_or_clean
 from ..engine.execute import run_in_threads
 from ..errors import UnsupportedError
+from ..holdings.holder import Holding, holdings, refuse_meta
+from ..holdings.marks import has_converted_experts, has_partition, whole_of
+from ..holdings.own_names import named_parameters, own_names, own_or_clean
 from ..ranks.coordinator import Coordinator
 from .plan import in_dtype
 
@@ -122,7 +122,7 @@ class LazyParameters:
             else:
                 entries[name] = value
         if has_converted_experts(self._model):
-            from ..destinations.deepspeed.original_experts import with_original_experts
+            from ..holdings.deepspeed.original_experts import with_original_experts
 
             return with_original_experts(self._model, entries)
         return entries

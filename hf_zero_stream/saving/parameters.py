@@ -18,9 +18,9 @@ from transformers.utils import logging
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, Node, Stored, View
 from ..destinations.base import narrowed
-from ..destinations.holder import Holding
 from ..engine.compute import Evaluator
 from ..errors import SaveError
+from ..holdings.holder import Holding
 from ..planning.boxes import Interval, ParameterBox
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import LocalFiles

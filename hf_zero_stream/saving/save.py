@@ -19,9 +19,9 @@ from transformers.utils import logging
 
 from ..checkpoint.safetensors import NotedShard
 from ..destinations.base import fill_whole, refuse_wrapped
-from ..destinations.holder import refuse_meta
-from ..destinations.marks import has_gathered, local_of
 from ..errors import UnsupportedError
+from ..holdings.holder import refuse_meta
+from ..holdings.marks import has_gathered, local_of
 from ..ranks.accelerators import settle
 from ..ranks.background import BackgroundMeeting
 from ..ranks.coordinator import Coordinator, meeting
@@ -348,7 +348,7 @@ def occasion_to_save(model: PreTrainedModel, coordinator: Coordinator) -> Occasi
     """How ranks come together to save `model`. Rank 0 waits briefly in a ``GatheredParameters``: it is often alone."""
     if coordinator.is_alone or not coordinator.is_main or not has_gathered(model):
         return replace(SAVE, patience_s=ARRIVAL_S)
-    from ..destinations.deepspeed.gathered import not_in_full  # imports deepspeed, which takes seconds
+    from ..holdings.deepspeed.gathered import not_in_full  # imports deepspeed, which takes seconds
 
     missing = not_in_full(model)
     if missing:

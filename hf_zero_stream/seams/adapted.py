@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.marks import has_partition, is_peft_model
-from ..destinations.own_names import adapter_names, named_parameters
+from ..holdings.marks import has_partition, is_peft_model
+from ..holdings.own_names import adapter_names, named_parameters
 
 
 def lay_out_adapters(

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..destinations.marks import has_partition, is_packed
 from ..errors import ConfigError, UnsupportedError
+from ..holdings.marks import has_partition, is_packed
 from ..packed.modules import packed_weights
 from ..packed.replicas import keep_alike
 from ..ranks.coordinator import Coordinator
@@ -172,7 +172,7 @@ _MERGE = Occasion(
 def _changing(module: nn.Module) -> AbstractContextManager[None]:
     if not active_configs() or not any(map(has_partition, module.parameters())):
         return nullcontext()
-    from ..destinations.deepspeed.gathered import changing  # imports deepspeed, which takes seconds
+    from ..holdings.deepspeed.gathered import changing  # imports deepspeed, which takes seconds
 
     return changing(module)
 
@@ -187,7 +187,7 @@ def check_merge_allowed(original: Callable[..., Any], self: Any, *args: Any, **k
             "it (PeftModel.from_pretrained) and merge there."
         )
     if active_configs() and any(map(has_partition, self.model.parameters())):
-        from ..destinations.deepspeed.gathered import gathered
+        from ..holdings.deepspeed.gathered import gathered
 
         if not gathered(self.model.parameters()):
             with Coordinator.of_default_group().watched(_MERGE):

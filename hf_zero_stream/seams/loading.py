@@ -18,8 +18,8 @@ from transformers.utils import logging
 from ..bindings.table import keep_watching
 from ..checkpoint.formats import check_files, distributed_file, is_always_map, read_index_file, row_of
 from ..destinations.base import refuse_wrapped
-from ..destinations.marks import has_partition, keeping_groups
 from ..errors import CheckpointError, LoadError, UnsupportedError
+from ..holdings.marks import has_partition, keeping_groups
 from ..ranks.coordinator import Coordinator
 from ..sources.base import is_url
 from .ds_config import zero3_hidden
@@ -385,7 +385,7 @@ def tied_params_are_equal(original: Original, source: Any, target: Any) -> Any:
     """Compare partitions; transformers also asks for loaded models, whose weights it ties anew."""
     if not has_partition(source) or not has_partition(target):
         return original(source, target)
-    from ..destinations.deepspeed.zero3 import partitions_equal
+    from ..holdings.deepspeed.partitions import partitions_equal
 
     session = Session.current()
     coordinator = Coordinator.of_default_group() if session is None else session.load.coordinator

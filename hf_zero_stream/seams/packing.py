@@ -25,8 +25,8 @@ from ..bindings.table import keep_watching
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import View, entries_of, is_computed
-from ..destinations.marks import is_packed
 from ..errors import CheckpointError, UnsupportedError
+from ..holdings.marks import is_packed
 from ..packed.modules import PackedLinear, grouped_product, note_packed, packed_weights
 from ..packed.programs import NotPackable, NotQuantised
 from ..packed.together import quantised

@@ -25,7 +25,7 @@ from ..bindings.table import installed
 from ..checkpoint.format import TensorEntry
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.marks import is_dequantised, is_packed
+from ..holdings.marks import is_dequantised, is_packed
 from ..settings.scope import having
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from ..bindings.install import is_defined_by, is_replaced, replaced_methods
-from ..destinations.marks import is_sharded
+from ..holdings.marks import is_sharded
 
 
 def accelerate_config_file() -> str:

@@ -6,11 +6,11 @@ from functools import partial
 
 from torch import nn
 
-from ..destinations.marks import is_adapted, is_packed
-from ..destinations.own_names import adapter_names, named_parameters
-from ..destinations.slots import MASTER
-from ..destinations.training import Training
 from ..errors import UnsupportedError
+from ..holdings.marks import is_adapted, is_packed
+from ..holdings.own_names import adapter_names, named_parameters
+from ..holdings.slots import MASTER
+from ..holdings.training import Training
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import held_values
 from ..saving.preparation import Content

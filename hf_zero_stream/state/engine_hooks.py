@@ -42,7 +42,7 @@ def save_checkpoint(
     exclude_frozen_parameters: bool = False,
 ) -> Any:
     if save_dir and is_on() and save_latest and not _is_node_local(self) and not _is_replaced(self, original):
-        from ..destinations.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
+        from ..holdings.deepspeed.engine_training import validate_tag  # there is an engine: DeepSpeed is imported
 
         caller = current() or Caller()
         tag = (caller.apart or None) if tag is None else str(tag)

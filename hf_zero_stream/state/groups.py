@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from ..checkpoint.format import excerpt
-from ..destinations.slots import Slot, is_number
 from ..errors import CheckpointError
+from ..holdings.slots import Slot, is_number
 from .plain import plain, restored
 from .record import GroupRecord, StateRecord
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 from transformers.utils import logging
 
-from ..destinations.marks import is_adapted
+from ..holdings.marks import is_adapted
 from ..loading.into import load_into
 from ..saving.calls import refuse_url
 from ..saving.files import is_unfinished

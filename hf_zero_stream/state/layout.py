@@ -19,10 +19,10 @@ from ..checkpoint.formats import INDEX, read_index_file
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import HostTensor, View
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.marks import has_converted_experts, is_adapted, whole_of
-from ..destinations.own_names import named_buffers, own_names, own_or_clean
 from ..destinations.skeleton import filled, of_same_shape, skeleton_of, stand_in
 from ..engine.load import Load
+from ..holdings.marks import has_converted_experts, is_adapted, whole_of
+from ..holdings.own_names import named_buffers, own_names, own_or_clean
 from ..loading.dry_load import lazily_loaded_like
 from ..saving.parameters import NewParameters
 from ..seams.session import LazyModel

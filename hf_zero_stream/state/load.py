@@ -13,11 +13,11 @@ from typing import Any
 from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
-from ..destinations.marks import is_adapted
-from ..destinations.own_names import own_names, own_or_clean
-from ..destinations.slots import MASTER, make_entries
-from ..destinations.training import Training
 from ..errors import CheckpointError, UnsupportedError
+from ..holdings.marks import is_adapted
+from ..holdings.own_names import own_names, own_or_clean
+from ..holdings.slots import MASTER, make_entries
+from ..holdings.training import Training
 from ..loading.integration import finish_saves_into
 from ..pickled.deepspeed_names import entries_of_deepspeed
 from ..pickled.zero_folder import ZeroFolder, read_zero_folder

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ..checkpoint.format import parse_object
-from ..destinations.slots import MASTER, Slot, is_number
 from ..errors import CheckpointError
+from ..holdings.slots import MASTER, Slot, is_number
 from ..sources.base import is_plain_name
 from .plain import plain, restored
 

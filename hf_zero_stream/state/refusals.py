@@ -15,8 +15,8 @@ from torch import nn
 from transformers.utils import logging
 
 from ..checkpoint.format import excerpt
-from ..destinations.training import Training, training_of_model
 from ..errors import CheckpointError, ConfigError, UnsupportedError
+from ..holdings.training import Training, training_of_model
 from ..ranks.coordinator import Coordinator
 from ..seams.wrappers import unwrapped, unwrapped_optimizer
 from . import schedules
@@ -246,7 +246,7 @@ def training_of(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"expected a model or an engine around one; got {type(trained).__name__}")
     if "deepspeed" in sys.modules:
-        from ..destinations.deepspeed.engine_training import is_engine, training_of_engine
+        from ..holdings.deepspeed.engine_training import is_engine, training_of_engine
 
         if is_engine(trained):
             if optimizer is not None or scaler is not None or batch_size is not None:

@@ -25,9 +25,9 @@ from ..checkpoint.formats import INDEX, read_index_file, read_map
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import Stored, View, is_computed, sources_of
 from ..destinations.base import source_of
-from ..destinations.own_names import named_buffers, named_parameters
 from ..destinations.skeleton import whole_shape
 from ..errors import CheckpointError, HfZeroStreamError, ReadError, UnsupportedError
+from ..holdings.own_names import named_buffers, named_parameters
 from ..loading.dry_load import lazily_loaded_like, load_of_layouts
 from ..ranks.coordinator import Coordinator
 from ..saving.lazy_parameters import LazyParameters

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..destinations.marks import is_adapted, is_peft_model
-from ..destinations.slots import elementwise_keys, holdings_of
-from ..destinations.training import STEPS, Training
 from ..errors import ConfigError, ReadError, SaveError, UnsupportedError
+from ..holdings.marks import is_adapted, is_peft_model
+from ..holdings.slots import elementwise_keys, holdings_of
+from ..holdings.training import STEPS, Training
 from ..pickled.deepspeed_names import entries_of_deepspeed, write_signs
 from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..destinations.deepspeed.original_experts import convert_lazy
-from ..destinations.marks import has_partition, is_adapted
-from ..destinations.own_names import named_parameters
-from ..destinations.skeleton import StandIn
-from ..destinations.slots import MASTER, SlotMemory
-from ..destinations.training import Training
+from ..destinations.skeleton import StandIn, convert_lazy
+from ..destinations.slot_memory import SlotMemory
 from ..engine.load import Load
 from ..errors import LoadError
+from ..holdings.marks import has_partition, is_adapted
+from ..holdings.own_names import named_parameters
+from ..holdings.slots import MASTER
+from ..holdings.training import Training
 from ..loading.into import load_some_into, place_into
 from ..ranks.coordinator import Coordinator
 from ..reports.measures import collector_paused

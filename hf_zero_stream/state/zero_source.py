@@ -13,13 +13,13 @@ from transformers.utils import logging
 
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
-from ..destinations.marks import is_adapted
-from ..destinations.own_names import named_parameters
 from ..destinations.skeleton import StandIn
-from ..destinations.slots import MASTER
-from ..destinations.training import Training
 from ..engine.load import Load
 from ..errors import ConfigError
+from ..holdings.marks import is_adapted
+from ..holdings.own_names import named_parameters
+from ..holdings.slots import MASTER
+from ..holdings.training import Training
 from ..loading.into import place_into
 from ..pickled.zero_folder import FP32, ZeroFolder, ZeroGroup
 from ..ranks.coordinator import Coordinator

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from ..destinations.marks import is_adapted
-from ..destinations.own_names import named_buffers, named_parameters, own_names
 from ..destinations.skeleton import whole_shape
-from ..destinations.slots import MASTER
-from ..destinations.training import Training
 from ..errors import CheckpointError
+from ..holdings.marks import is_adapted
+from ..holdings.own_names import named_buffers, named_parameters, own_names
+from ..holdings.slots import MASTER
+from ..holdings.training import Training
 from ..loading.dry_load import lazily_loaded, load_of_layouts
 from ..pickled.deepspeed_names import entries_of_deepspeed
 from ..saving.pending import finish_pending

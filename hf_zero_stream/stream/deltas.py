@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..checkpoint.nodes import HostTensor
-from ..destinations.holder import Holding
+from ..holdings.holder import Holding
 from ..ranks.coordinator import Coordinator, collective_device
 from ..saving.parameters import Values, opened
 from ..saving.plan import Part, Segment

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..checkpoint.nodes import Stored
-from ..destinations import fsdp
-from ..destinations.own_names import named_parameters
 from ..errors import UnsupportedError
+from ..holdings import fsdp
+from ..holdings.own_names import named_parameters
 from ..saving.parameters import Layout
 from .plan import Merging
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ..bindings.install import standing_in
-from ..destinations.marks import has_partition, is_sharded
 from ..errors import PACKAGE, VersionError, installed_version
+from ..holdings.marks import has_partition, is_sharded
 from ..ranks.coordinator import collective_device, expected_at
 from ..ranks.presence import is_alone
 from ..ranks.rendezvous import STREAM

@@ -19,10 +19,10 @@ from transformers.utils import logging
 
 from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
-from ..destinations.holder import refuse_meta
-from ..destinations.marks import is_packed
-from ..destinations.own_names import adapter_names, named_buffers, named_parameters
 from ..errors import ConfigError, HfZeroStreamError, StreamError, UnsupportedError
+from ..holdings.holder import refuse_meta
+from ..holdings.marks import is_packed
+from ..holdings.own_names import adapter_names, named_buffers, named_parameters
 from ..planning.plan import materialise_reason
 from ..ranks.accelerators import settle
 from ..ranks.coordinator import Coordinator, expected_at, meeting

@@ -94,7 +94,7 @@ from hf_zero_stream import streaming
 
 def imported():
     names = {name for name in sys.modules if name.startswith("hf_zero_stream.")}
-    light = {"hf_zero_stream.destinations", "hf_zero_stream.destinations.marks"}
+    light = {"hf_zero_stream.destinations", "hf_zero_stream.holdings.marks"}
     return {name.split(".")[1] for name in names - light}
 
 def replaced():
@@ -286,8 +286,8 @@ HOMES = {
     "torch.distributed.distributed_c10d": ("hf_zero_stream.ranks.presence", "hf_zero_stream.ranks.stand_in"),
     "torch.distributed.tensor.debug": ("hf_zero_stream.ranks.stand_in",),
     "torch.testing._internal.distributed.fake_pg": ("hf_zero_stream.ranks.stand_in",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param": ("hf_zero_stream.destinations.fsdp",),
-    "torch.distributed.tensor._dtensor_spec": ("hf_zero_stream.destinations.fsdp",),
+    "torch.distributed.fsdp._fully_shard._fsdp_param": ("hf_zero_stream.holdings.fsdp",),
+    "torch.distributed.tensor._dtensor_spec": ("hf_zero_stream.holdings.fsdp",),
     "torch.multiprocessing.reductions": ("hf_zero_stream.stream.reads",),  # StorageWeakRef
 }
 """Other modules, or names, and who may import them; besides, ``seams`` may import anything of transformers."""

@@ -18,7 +18,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import hf_zero_stream
 from hf_zero_stream import streaming
-from hf_zero_stream.destinations.deepspeed.zero3 import own_range
+from hf_zero_stream.holdings.deepspeed.partitions import own_range
 from tests.support.cluster import run_ranks, run_ranks_expecting_errors
 from tests.support.homes import HPZ, OFFLOAD
 from tests.support.parity import ds_config, three_losses, unequal

@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerC
 from torch import nn
 
 from ...errors import refuse_unknown_version
+from ...holdings.own_names import own_names
 from ...planning.footprint import (
     HOST,
     AdamW,
@@ -22,7 +23,6 @@ from ...planning.footprint import (
     adamw_copies,
     memory_footprint,
 )
-from ..own_names import own_names
 from . import zero3
 
 

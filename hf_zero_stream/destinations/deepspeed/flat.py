@@ -29,12 +29,12 @@ from torch import Tensor, nn
 from ...bindings.install import Moment
 from ...bindings.table import installed
 from ...checkpoint.lazy import LazyTensor
+from ...holdings.deepspeed import partitions
 from ...ranks.accelerators import free_bytes, is_accelerator, kind
 from ...ranks.coordinator import Coordinator, all_gather
 from ...settings.scope import having
 from ..base import Batch
 from ..replicated import Replicated
-from . import zero3
 
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -50,7 +50,7 @@ class EngineReplicas(Replicated):
     """Stages 0 to 2, whose engines move all parameters to the device: there at once, if it has room for them."""
 
     def __init__(self, ds_config: Mapping[str, Any], coordinator: Coordinator, chunk_bytes: int) -> None:
-        super().__init__(coordinator, chunk_bytes, zero3.local_device())
+        super().__init__(coordinator, chunk_bytes, partitions.local_device())
         self._stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
 
     def batches(

@@ -12,16 +12,16 @@ from torch import nn
 
 from ...checkpoint.nodes import Computed, View
 from ...errors import UnsupportedError, refuse_unknown_version
+from ...holdings.deepspeed import partitions
+from ...holdings.deepspeed.gathered import gather, gathered
+from ...holdings.deepspeed.held import is_trained_apart
+from ...holdings.deepspeed.masters import ZENFLOW, masters_of
 from ...planning.plan import Target
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Item, Sourced, flat_items, item_of
 from ..live_whole import LiveWhole
 from ..replicated import exchange_batches
-from . import zero3
-from .gathered import gather, gathered
-from .held import is_trained_apart
-from .masters import ZENFLOW, masters_of
-from .original_experts import convert_lazy
+from ..skeleton import convert_lazy
 
 
 _RELIED_ON = ("_get_fp32_opt_state_partition", "_swappable_optimizer_subgroup", "get_param_id")
@@ -37,7 +37,7 @@ class LiveModel(LiveWhole):
     ) -> None:
         """Without masters, what ZeRO-3 trains in place of parameters keeps its values: the caller fills it."""
         super().__init__(model, coordinator, chunk_bytes)
-        self.device = zero3.local_device()
+        self.device = partitions.local_device()
         self._with_masters = with_masters
         self._loaded: list[Any] = []
         self._in_context: list[Any] = []
@@ -70,7 +70,7 @@ class LiveModel(LiveWhole):
         for name, (param, view) in parameters.items():
             if is_zero_param(param):
                 master = _master_partition(param) if self._with_masters else None
-                target = Target(name, param.dtype if master is None else master.dtype, *zero3.own_range(param))
+                target = Target(name, param.dtype if master is None else master.dtype, *partitions.own_range(param))
                 if master is not None:
                     direct.append(item_of(target, view, master))
                 if getattr(param.ds_tensor, "final_location", None) == "nvme":

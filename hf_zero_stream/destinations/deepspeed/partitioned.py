@@ -15,6 +15,7 @@ from torch import nn
 
 from ...checkpoint.lazy import LazyTensor
 from ...errors import UnsupportedError
+from ...holdings.deepspeed import partitions
 from ...planning.plan import Target, partition_range
 from ...ranks.coordinator import Coordinator
 from ..base import Batch, Destination, Item, buffer_on, flat_items, replace_lazy, run_with_what_is_touched
@@ -45,7 +46,7 @@ class Partitioned(Destination):
         adamw: AdamW | None = None,
         around: Init | None = None,
     ) -> None:
-        self.device = zero3.local_device()
+        self.device = partitions.local_device()
         self._adamw = adamw
         self._around = around
         self._ds_config = ds_config
@@ -134,19 +135,19 @@ class Partitioned(Destination):
         zero3.PartitionedInit(model, self._ds_config, self._swapped, self._around)
 
     def initialise(self, initialise: Callable[[], None], module: nn.Module) -> None:
-        run_with_what_is_touched(initialise, module, zero3.is_partitioned, self._present)
+        run_with_what_is_touched(initialise, module, partitions.is_partitioned, self._present)
 
     def _present(self, touched: Sequence[Any]) -> AbstractContextManager[None]:
         if not touched:  # the checkpoint has nearly all parameters of nearly all models
             return nullcontext()
-        from .gathered import gathering
+        from ...holdings.deepspeed.gathered import gathering
 
         return gathering(self._coordinator, touched)
 
 
 def _take_own(param: Any, row: torch.Tensor) -> None:
     """Copy this rank's elements of `row`, all of a parameter's, into its partition."""
-    _, start, stop = zero3.own_range(param)
+    _, start, stop = partitions.own_range(param)
     param.ds_tensor[: stop - start].copy_(row[start:stop])
 
 

@@ -1,4 +1,4 @@
-"""ZeRO-3 partitions that are born partitioned. Only the modules of this package touch DeepSpeed's private surface.
+"""ZeRO-3 partitions that are born partitioned.
 
 Stock ``zero.Init`` allocates each parameter in full, broadcasts it and cuts it up. Here a parameter begins as a
 placeholder that owns one element but reports its full shape; DeepSpeed attaches its methods to it, and only the
@@ -9,8 +9,7 @@ done by the constructor of ``zero.Init`` itself. Tried with DeepSpeed 0.18.9 and
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import deepspeed
@@ -22,7 +21,6 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 from deepspeed.runtime.zero.partition_parameters import (
     Init,
     PartitionedParamStatus,
-    ZeroParamStatus,
     free_param,
     is_zero_param,
 )
@@ -30,10 +28,7 @@ from deepspeed.utils import groups
 from torch import nn
 
 from ...errors import ConfigError, UnsupportedError, refuse_unknown_version
-from ...planning.boxes import ParameterBox
-from ...planning.plan import partition_range
-from ...ranks.coordinator import Coordinator
-from ...settings.config import announced_local_rank
+from ...holdings.deepspeed.partitions import own_range
 from ..base import allocating
 
 
@@ -153,22 +148,6 @@ def is_placeholder(param: torch.Tensor) -> bool:
     return hasattr(param, "_hf_zero_stream_name")
 
 
-def own_range(param: Any) -> tuple[int, int, int]:
-    """(elements of one partition, first own element, one past the last own) of a ZeRO-3 parameter."""
-    group = param.ds_process_group
-    return partition_range(param.ds_numel, dist.get_rank(group), dist.get_world_size(group))
-
-
-def box_of(param: Any) -> ParameterBox:
-    """What of a parameter of the whole model a ZeRO-3 parameter is: all of it, or the experts of some ranks."""
-    return getattr(param, "_hf_zero_stream_box", None) or ParameterBox.whole(param.ds_shape)
-
-
-def is_partitioned(value: Any) -> bool:
-    """Whether `value` is a ZeRO-3 parameter whose full values are not in memory now."""
-    return getattr(value, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE
-
-
 def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
     """(this rank, number of ranks) of the group that a parameter is partitioned over; by default all ranks."""
     group = getattr(param, "ds_zero_partition_process_group", None)
@@ -176,31 +155,6 @@ def place_in_group(param: Any, rank: int, world_size: int) -> tuple[int, int]:
         return dist.get_rank(group), dist.get_world_size(group)
     # In a plan for other ranks it has no process group, but only its place in it.
     return getattr(param, "ds_zero_partition_rank", rank), getattr(param, "ds_zero_partition_world_size", world_size)
-
-
-@contextmanager
-def open_partition(param: Any) -> Iterator[torch.Tensor]:
-    """The values of this rank's partition, without padding, read into memory for a while if in a swap file."""
-    _, start, stop = own_range(param)
-    is_swapped = param.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE
-    if is_swapped:
-        param.nvme_swapper.swap_in([param], async_op=False)
-    try:
-        yield param.ds_tensor.detach().view(-1)[: stop - start]
-    finally:
-        if is_swapped:
-            param.nvme_swapper.remove_partition_and_release_buffers([param])
-
-
-def partitions_equal(first: Any, second: Any, coordinator: Coordinator) -> bool:
-    """Whether two partitioned parameters hold the same values on every rank; nothing is gathered (all ranks)."""
-    same = first.ds_shape == second.ds_shape
-    if same:
-        with open_partition(first) as mine, open_partition(second) as theirs:
-            same = torch.equal(mine, theirs.to(mine.dtype))
-    verdict = torch.tensor(int(same), device=local_device())
-    coordinator.run(dist.all_reduce, verdict, dist.ReduceOp.MIN)
-    return bool(verdict.item())
 
 
 def init_distributed() -> None:
@@ -220,11 +174,6 @@ def init_distributed() -> None:
                 f"{', '.join(missing)} are not set. Start it with `torchrun --nproc-per-node N`, `accelerate launch` "
                 "or `deepspeed`; one rank is enough. Under mpirun, install mpi4py."
             ) from error
-
-
-def local_device() -> torch.device:
-    """The device on which this rank consumes parameters."""
-    return torch.device(get_accelerator().device_name(announced_local_rank()))
 
 
 def enabled_dtypes(ds_config: Mapping[str, Any]) -> list[torch.dtype]:

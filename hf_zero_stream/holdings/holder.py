@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from ..checkpoint.lazy import LazyTensor
 from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
 from ..planning.plan import partition_range
-from .marks import is_inside_fsdp2, is_sharded, shards_modules
+from .marks import is_dtensor, is_inside_fsdp2, is_sharded, local_of, shards_modules
 from .own_names import named_parameters
 
 
@@ -116,9 +116,7 @@ def _of_features(model: nn.Module) -> Iterator[Holder]:
 
         yield from (held_by_optimizers, held_partitions)
     if is_sharded(model):
-        from .dtensor import held_shards
-
-        yield held_shards
+        yield _held_shards
 
 
 def _held_replicas(
@@ -132,3 +130,22 @@ def _held_replicas(
         return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
 
     return {name: holding(param) for name, param in params.items()}
+
+
+def _held_shards(
+    model: nn.Module, params: Mapping[str, nn.Parameter], *, masters: bool, rank: int, world_size: int
+) -> dict[str, Holding]:
+    """A :class:`Holder`: the shards of DTensors."""
+    from . import fsdp
+    from .shards import shard_of
+
+    managed = fsdp.managed_params(model)
+
+    def holding(name: str, param: Any) -> Holding:
+        record = managed.get(name)
+        # FSDP2 may have put gathered parameters in place of its own.
+        mine = record if record is not None and record.sharded_param is param else None
+        shard, values = shard_of(name, param, mine), partial(open_flat, local_of(param))
+        return Holding(shard.box, param.dtype, *shard.share, values, is_whole=shard.copies > 1)
+
+    return {name: holding(name, param) for name, param in params.items() if is_dtensor(param)}

@@ -7,7 +7,7 @@ moments, is laid out as the slot is. So where an element of a parameter lies in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,12 +18,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import LoadError, UnsupportedError
+from ..errors import UnsupportedError
 from ..planning.boxes import ParameterBox
-from ..planning.plan import Target
 from ..ranks.coordinator import Coordinator
 from . import fsdp
-from .base import Batch, Destination, Item, narrowed, source_of
 from .holder import Holding
 from .marks import local_of
 from .own_names import named_parameters
@@ -178,66 +176,3 @@ def _zeros_like(values: torch.Tensor) -> torch.Tensor:
     # The system gives numpy zeros when they are first touched; torch would write them, and they will be overwritten.
     nothing = torch.from_numpy(numpy.zeros(values.nbytes, dtype=numpy.uint8))
     return nothing.view(values.dtype).view(values.shape)
-
-
-class SlotMemory(Destination):
-    """Elementwise states of slots, which a checkpoint of the same parameters fills.
-
-    Args:
-        wanted: each slot, and the names of those of its states that are filled.
-    """
-
-    def __init__(
-        self, wanted: Sequence[tuple[Slot, Sequence[str]]], device: torch.device, *, hides_zero3: bool
-    ) -> None:
-        self.device, self.hides_zero3, self._wanted = device, hides_zero3, wanted
-
-    def batches(
-        self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
-    ) -> list[Batch]:
-        """Those that fill the slots with lazy parameters, which have the names of states before their own."""
-        views = {name: source_of(param) for name, param in model.named_parameters()}
-        trained = [(key, member.name) for slot, keys in self._wanted for key in keys for member in slot.members]
-        if lacking := sorted({(key, name) for key, name in trained if views.get(f"{key}.{name}") is None}):
-            key, _ = lacking[0]
-            names = [name for other, name in lacking if other == key]
-            raise LoadError(
-                f"load_state: the saved {key} lacks {len(names)} parameters that are trained: {', '.join(names[:8])}. "
-                "Copy the state again, or train the same parameters as when it was saved."
-            )
-        items = [(slot, [item for key in keys for item in _items(slot, key, views)]) for slot, keys in self._wanted]
-        in_memory = Batch([item for slot, of_slot in items if not slot.is_swapped for item in of_slot])
-        return [in_memory, *(_batch_inside(slot, of_slot) for slot, of_slot in items if slot.is_swapped)]
-
-
-def _items(slot: Slot, key: str, views: Mapping[str, Any]) -> Iterator[Item]:
-    for member in slot.members:
-        start, stop = (0, member.box.numel) if member.is_whole else (member.start, member.stop)
-        view = views[f"{key}.{member.name}"]
-        # Of what has been converted, there may be nothing but the box.
-        box = None if member.box.is_whole or view.sizes != member.box.shape else member.box
-        target = Target(
-            f"{member.name} ({key})",
-            torch.float32 if slot.is_swapped else slot.flat(key).dtype,
-            stop - start,
-            start,
-            stop,
-            box,
-            is_copy=member.is_whole and member.start > 0,
-        )
-        memory = partial(_memory, slot, key, member, stop - start)
-        yield Item(target, view if box is None else narrowed(view, box), memory)
-
-
-def _memory(slot: Slot, key: str, member: Member, numel: int) -> torch.Tensor:
-    return slot.flat(key)[member.first : member.first + numel]
-
-
-def _batch_inside(slot: Slot, items: Sequence[Item]) -> Batch:
-    """A batch whose memory is there while the slot is opened."""
-    context = slot.opened()
-
-    def close() -> None:
-        context.__exit__(None, None, None)
-
-    return Batch(items, context.__enter__, close, is_temporary=True)

@@ -20,7 +20,7 @@ from torch import nn
 
 from ...bindings.install import standing_in
 from ...ranks.coordinator import Coordinator
-from .zero3 import own_range
+from .partitions import own_range
 
 
 _DEPTH = getattr(partition_parameters, "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR", None)

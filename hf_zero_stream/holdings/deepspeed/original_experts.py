@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedError
-from ..marks import CONVERTED, has_converted_experts
+from ..marks import CONVERTED
 
 
 class Origin(NamedTuple):
@@ -32,14 +32,6 @@ def converted_layers(model: nn.Module) -> dict[str, Origin]:
     """What the converted layers of `model` were, by name."""
     layers = ((name, origin_of(layer)) for name, layer in model.named_modules())
     return {name: origin for name, origin in layers if origin is not None}
-
-
-def convert_lazy(live: nn.Module, lazy: nn.Module, missing: set[str]) -> None:
-    """Give a `lazy` model, of which some names are `missing`, the converted layers of `live`, if that has any."""
-    if has_converted_experts(live):
-        from .experts import convert_like  # needs a DeepSpeed that has them
-
-        convert_like(live, lazy, missing)
 
 
 def with_original_experts(model: nn.Module, entries: Mapping[str, Any]) -> dict[str, Any]:

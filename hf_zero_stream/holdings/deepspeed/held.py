@@ -17,7 +17,7 @@ from ...errors import UnsupportedError
 from ...planning.boxes import ParameterBox
 from ...planning.plan import partition_range
 from ..holder import Holding, open_flat
-from . import zero3
+from . import partitions
 from .gathered import gathered, is_changed
 from .masters import Master, masters_of
 
@@ -33,7 +33,7 @@ def held_partitions(
     undone = []
 
     def holding(name: str, param: Any) -> Holding:
-        box, (_, start, stop) = zero3.box_of(param), zero3.own_range(param)
+        box, (_, start, stop) = partitions.box_of(param), partitions.own_range(param)
         if id(param) in in_context:
             values = partial(open_flat, param)
             return Holding(box, param.dtype, start, stop, values, is_whole=True, is_gathered=True)
@@ -42,7 +42,7 @@ def held_partitions(
                 undone.append(name)
             return Holding(box, param.dtype, start, stop, partial(open_flat, param), is_whole=True)
         is_swapped = param.ds_tensor.final_location == "nvme"
-        return Holding(box, param.dtype, start, stop, partial(zero3.open_partition, param), is_swapped=is_swapped)
+        return Holding(box, param.dtype, start, stop, partial(partitions.open_partition, param), is_swapped=is_swapped)
 
     found = {name: holding(name, param) for name, param in params.items() if is_zero_param(param)}
     if undone:
@@ -81,9 +81,9 @@ def held_by_optimizers(
                     "the fp32 values that the optimizer trains are still the old ones. Change it inside a "
                     "GatheredParameters, with deepspeed.utils.safe_set_full_fp32_param too, or save without dtype."
                 )
-            _, start, stop = zero3.own_range(param)
+            _, start, stop = partitions.own_range(param)
             values = partial(_open_master_partition, param)
-            found[name] = Holding(zero3.box_of(param), torch.float32, start, stop, values, is_swapped=True)
+            found[name] = Holding(partitions.box_of(param), torch.float32, start, stop, values, is_swapped=True)
     return found
 
 
@@ -98,7 +98,7 @@ def _holding_of_masters(param: torch.Tensor, masters: Sequence[Master], rank: in
 
 @contextmanager
 def _open_master_partition(param: Any) -> Iterator[torch.Tensor]:
-    _, start, stop = zero3.own_range(param)
+    _, start, stop = partitions.own_range(param)
     requires_grad = param.requires_grad
     param.requires_grad = True  # DeepSpeed gives nothing for a parameter that was frozen since
     try:

@@ -18,7 +18,7 @@ from ...ranks.coordinator import Coordinator
 from ..own_names import named_parameters
 from ..slots import MASTER, Member, Slot, slots_of_parameters
 from ..training import STEPS, Training
-from . import zero3
+from . import partitions
 from .masters import ZENFLOW, fragments_of
 
 
@@ -64,7 +64,7 @@ def training_of_engine(engine: Any, model: nn.Module, scheduler: Any, coordinato
         is_between_steps=_is_between_steps(engine),
         changing=partial(_changing, wrapper),
         batch_size=engine.train_batch_size(),
-        device=zero3.local_device(),
+        device=partitions.local_device(),
         copy_masters=partial(_copy_masters, model, wrapper),
         can_copy_masters=not _has_swapped(wrapper),
     )
@@ -158,8 +158,8 @@ def _stage_3(model: nn.Module, wrapper: Any) -> Iterator[Slot]:
         members = []
         for param in params:
             _, first, _ = wrapper.grad_position[wrapper.get_param_id(param)]
-            _, start, stop = zero3.own_range(param)
-            members.append(Member(names[id(param)], zero3.box_of(param), first, start, stop))
+            _, start, stop = partitions.own_range(param)
+            members.append(Member(names[id(param)], partitions.box_of(param), first, start, stop))
         is_swapped = wrapper._swappable_optimizer_subgroup(number)
         yield Slot(
             wrapper.sub_group_to_group_id[number],

@@ -1,0 +1,1 @@
+"""What DeepSpeed keeps in memory: partitions, masters, moments."""
