@@ -43,7 +43,7 @@ def model_of(config: Any) -> nn.Module:
 @contextmanager
 def world_on_paper(model: nn.Module, world: int) -> Iterator[None]:
     """Inside, this process is rank 0 of a world whose other ranks answer as they would."""
-    from hf_zero_stream.destinations import holder
+    from hf_zero_stream.holdings import holder
     from hf_zero_stream.planning.boxes import ParameterBox
     from hf_zero_stream.ranks.coordinator import Coordinator
     from hf_zero_stream.saving.parameters import _Held

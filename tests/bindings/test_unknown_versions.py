@@ -46,7 +46,7 @@ def in_zero3(folder: Path, kind: Any = transformers.AutoModelForCausalLM) -> lis
 
 def with_other_records(folder: Path) -> list[str]:
     """FSDP2's record of a parameter asks itself for more, or has other methods. ZeRO-3 has no part in it."""
-    from hf_zero_stream.destinations import fsdp
+    from hf_zero_stream.holdings import fsdp
 
     stock = FSDPParam.init_dtype_attrs
 

@@ -17,8 +17,9 @@ from torch import nn
 
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor
-from hf_zero_stream.destinations.deepspeed import flat, zero3
+from hf_zero_stream.destinations.deepspeed import flat
 from hf_zero_stream.destinations.deepspeed.flat import EngineReplicas
+from hf_zero_stream.holdings.deepspeed import partitions as own
 from hf_zero_stream.ranks.coordinator import Coordinator
 from tests.support.cluster import run_ranks
 from tests.support.parity import ds_config, three_losses
@@ -117,7 +118,7 @@ def test_every_partition_is_its_own(cluster: None, zoo_checkpoint: Callable[...,
 @pytest.mark.parametrize("stage", [0, 2])
 def test_on_the_device(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     """Where it has room; a device without memory stands in for one."""
-    monkeypatch.setattr(zero3, "local_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(own, "local_device", lambda: torch.device("meta"))
     monkeypatch.setattr(flat, "is_accelerator", lambda device: True)
     values = torch.arange(6.0).view(2, 3)
 

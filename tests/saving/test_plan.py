@@ -13,8 +13,8 @@ from torch import nn
 from hf_zero_stream.checkpoint.lazy import LazyTensor
 from hf_zero_stream.checkpoint.nodes import HostTensor, Stored, View
 from hf_zero_stream.checkpoint.safetensors import ShardToWrite
-from hf_zero_stream.destinations import holder
 from hf_zero_stream.errors import SaveError
+from hf_zero_stream.holdings import holder
 from hf_zero_stream.holdings.holder import Holding
 from hf_zero_stream.planning.boxes import Box, Cut, ParameterBox
 from hf_zero_stream.planning.plan import partition_range

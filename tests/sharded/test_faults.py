@@ -41,7 +41,7 @@ def load(folder: Path, *args: Any, **settings: Any) -> Any:
 
 def no_memory(folder: Path) -> Any:
     """As torch's allocator on a CPU says it, for the storage that FSDP2 owns."""
-    from hf_zero_stream.destinations import fsdp
+    from hf_zero_stream.holdings import fsdp
 
     class Torch:
         def __getattr__(self, name: str) -> Any:

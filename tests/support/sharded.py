@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from hf_zero_stream.destinations import fsdp
+from hf_zero_stream.holdings import fsdp
 from hf_zero_stream.holdings.shards import shard_of
 from tests.support.loading import find_class
 from tests.support.parity import _named, _same_bits, _ties

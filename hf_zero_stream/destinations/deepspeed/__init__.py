@@ -1,1 +1,1 @@
-"""DeepSpeed's memory: partitions, master copies, swap files; the only package that touches its private surface."""
+"""Where bytes go in DeepSpeed's memory: partitions, swap files, engines that train."""
