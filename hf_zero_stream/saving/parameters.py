@@ -191,6 +191,8 @@ class NewParameters(Parameters):
         self._names = holdings.keys()
         self.numel = sum(prod(holding.box.shape) for holding in holdings.values())
         super().__init__(coordinator, {}, Layout(_held_by(holdings), copies=self._lazy.copies))
+        self._covered: dict[tuple[int, tuple[tuple[int, int, int], ...]], tuple[Share, ...]] = {}
+        """Ranks hold parameters of one size alike, which then have the same shares: a large world has many of them."""
         with coordinator.reporting():
             digests = digests_of([holdings, *others], threads) if compares else {}
         self._agree_on_shares(holdings, digests)
@@ -284,8 +286,10 @@ class NewParameters(Parameters):
             if same:
                 self.sources.everywhere.add(source)
         if same or not first.is_whole:
-            ranges = [(each.start, each.stop, rank) for rank, each in held.items()]
-            self.sources.shares[source] = cover(source, numel, ranges)
+            ranges = tuple([(each.start, each.stop, rank) for rank, each in held.items()])
+            if (numel, ranges) not in self._covered:
+                self._covered[numel, ranges] = cover(source, numel, ranges)
+            self.sources.shares[source] = self._covered[numel, ranges]
             return True
         self.sources.shares[source] = (Share(first_rank, 0, numel),)
         return all(each.digest in (None, first.digest) for each in held.values())
