@@ -76,7 +76,7 @@ def run(
     ] = None,
     nproc: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 2,
     on: Annotated[
-        Literal["auto", "cpu"], typer.Option(help="Where ranks train: GPUs where there are any, or the CPU.")
+        Literal["auto", "cuda", "cpu"], typer.Option(help="Where ranks train; auto: GPUs where there are any.")
     ] = "auto",
     ds_config: frame.DsConfigOption = None,
     dtype: frame.DtypeOption = None,
@@ -98,8 +98,12 @@ def run(
     from ..destinations.deepspeed.zero3 import partition_dtype
     from ..engine.places import cached_folder
     from ..loading.dry_load import model_class_of
+    from ..ranks import accelerators
     from .models import transformers_errors
 
+    gpus = accelerators.device_count() if accelerators.kind() == "cuda" else 0
+    if on == "cuda" and gpus < nproc:
+        raise typer.BadParameter(f"--on cuda: expected a GPU for each of {nproc} ranks (--nproc); torch finds {gpus}")
     config = frame.zero3_config(ds_config, dtype if ds_config or dtype else "bf16")
     adamw = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}  # DeepSpeed's own would be compiled first
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": adamw, **config}

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from hf_zero_stream.cli import demo
 from tests.cli.test_cli import run, run_json
@@ -29,6 +30,11 @@ def test_a_checkpoint_that_cannot_be_loaded(tmp_path: Path, files: list[str], me
         (tmp_path / name).touch()
     stderr = run("demo", "--checkpoint", str(tmp_path), code=1).stderr
     assert stderr.startswith("CheckpointError: ") and message in stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
+def test_gpus_that_are_not_there() -> None:
+    assert "expected a GPU for each of 3 ranks" in run("demo", "--on", "cuda", "--nproc", "3", code=2).stderr
 
 
 @pytest.mark.slow
