@@ -25,12 +25,13 @@ def moe_config(target_bytes: float, num_layers: int = 8, num_experts: int = 128)
     """
     expert_rows = num_layers * num_experts * 3
     hidden_size = max(64, 64 * round((target_bytes / (2 * expert_rows * 3 / 8)) ** 0.5 / 64))
+    keys = max(1, hidden_size // 512)
     config = Qwen3MoeConfig(
         vocab_size=8011 if target_bytes >= 1e9 else 1009,
         hidden_size=hidden_size,
         num_hidden_layers=num_layers,
-        num_attention_heads=max(4, hidden_size // 128),
-        num_key_value_heads=max(1, hidden_size // 512),
+        num_attention_heads=keys * max(4, hidden_size // 128 // keys),
+        num_key_value_heads=keys,
         head_dim=128 if hidden_size >= 512 else 16,
         intermediate_size=3 * hidden_size,
         moe_intermediate_size=8,
