@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import platform
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -93,7 +91,7 @@ def run(
     }
     found: dict[str, list[Check]] = {}
     for name, (title, look) in looks.items():
-        with frame.quiet(), _nothing_collected():
+        with frame.quiet():
             found[name] = list(look())
         if form == "table" and found[name]:
             frame.show(frame.table((title, "", ""), found[name], left=3), first=name == "versions")
@@ -113,16 +111,6 @@ def run(
     if form == "table":
         print()
     frame.emit(data, _verdict(ops, problems), form, ok=not problems)
-
-
-@contextmanager
-def _nothing_collected() -> Iterator[None]:
-    """Inside, imports take a quarter less time: the collector does not look at what they make, which stays."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _verdict(ops: Mapping[str, bool], problems: int) -> Iterator[str]:
@@ -201,12 +189,14 @@ def _check_table() -> Iterator[Check]:
     """Whether the installed versions have every function that is replaced in them, and what is lost where not."""
     from ..bindings.install import Weight
     from ..bindings.table import TABLE
+    from ..reports.measures import collector_paused
 
     rows = [row for rows in TABLE.values() for row in rows if find_spec(row.package)]
     lost: dict[tuple[str, Weight, str], list[str]] = {}
     for row in rows:
         try:
-            with catch_warnings(action="ignore"):  # of modules that call themselves experimental
+            # Imports take a quarter less time so. Warnings are of modules that call themselves experimental.
+            with collector_paused(), catch_warnings(action="ignore"):
                 import_module(row.module)
             lacking = row.lacking()
         except Exception as error:  # of their own: a module that is gone, or that fails here

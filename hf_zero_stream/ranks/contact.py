@@ -2,7 +2,7 @@
 
 By sockets, ranks on different hosts know that their processes exist, and ask each other. The kernel accepts
 connections while a process exists, whatever that does. A byte on a connection is a question; the answer is written
-into the store.
+into the store. So is what ends a round or a meeting for all ranks: a :class:`Decision`, a :class:`Verdict`.
 """
 
 from __future__ import annotations

@@ -40,13 +40,14 @@ def sync_weights(original: Callable[..., Any], self: Any) -> Any:
     serves = self.mode == "server"
     stream = stream_of(self, self.model, "rank0" if serves else "all")
     info = described(stream.metadata, "dtype_names")
-    with _walking(stream) as tensors:
+    with _walking(stream) as buckets:
+        tensors = chain.from_iterable(buckets)
         stand_ins = {
             "_iter_named_params": lambda: tensors,
             "_weight_metadata": list(zip(info["names"], info["dtype_names"], info["shapes"], strict=True)),
         }
         if serves and self.accelerator.is_main_process:
-            stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream, tensors)
+            stand_ins["vllm_client"] = _ByBuckets(self.vllm_client, stream, buckets, tensors)
         with standing_in(self, **stand_ins):
             return original(self)
 
@@ -61,7 +62,7 @@ def sync_weight_merged(original: Callable[..., Any], self: Any, t0: float) -> An
     if self.accelerator.is_main_process and hasattr(self.weight_transfer, "_weight_update_info"):
         self.weight_transfer._weight_update_info |= described(stream.metadata, "dtype_names")
     nothing = {"merge_adapter": lambda: None, "unmerge_adapter": lambda: None} if adapts else {}
-    with _walking(stream) as tensors, standing_in(self, _streaming_iter=lambda: tensors):
+    with _walking(stream) as buckets, standing_in(self, _streaming_iter=lambda: chain.from_iterable(buckets)):
         with standing_in(model, **nothing):
             return original(self, t0)
 
@@ -73,8 +74,10 @@ def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
         return original(self)
     serves = self.vllm_mode == "server"
     stream = stream_of(self, self.model, "rank0" if serves else "all")
-    with _walking(stream) as tensors:
-        client = _ByBuckets(self.vllm_client, stream, tensors) if serves and self.accelerator.is_main_process else None
+    with _walking(stream) as buckets:
+        tensors, client = chain.from_iterable(buckets), None
+        if serves and self.accelerator.is_main_process:
+            client = _ByBuckets(self.vllm_client, stream, buckets, tensors)
 
         def move() -> None:
             if client is not None:
@@ -90,12 +93,12 @@ def move_model_to_vllm(original: Callable[..., Any], self: Any) -> Any:
 
 
 @contextmanager
-def _walking(stream: WeightStream) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-    """The tensors of a pass. An error of what takes them, or comes before it, is one of all ranks at once."""
+def _walking(stream: WeightStream) -> Iterator[Iterator[Bucket]]:
+    """The buckets of a pass. An error of what takes them, or comes before it, is one of all ranks at once."""
     buckets = stream.passing()
     with expected_at(STREAM):
         try:
-            yield chain.from_iterable(buckets)
+            yield buckets
         except BaseException as error:
             buckets.throw(error)
             raise
@@ -117,11 +120,14 @@ def _gives_all_it_has(model: Any) -> bool:
 class _ByBuckets:
     """A client of TRL's that broadcasts a bucket as it is: the packer behind TRL's own copies all that it is given.
 
-    TRL's session makes a call that failed again; these calls are made once. `named_params` is what it is to be given.
+    TRL's session makes a call that failed again; these calls are made once. `buckets` are a pass of the `stream`, and
+    `named_params`, their tensors, what it is to be given.
     """
 
-    def __init__(self, client: Any, stream: WeightStream, named_params: Iterator[Any]) -> None:
-        self._client, self._stream, self._named_params = client, stream, named_params
+    def __init__(
+        self, client: Any, stream: WeightStream, buckets: Iterator[Bucket], named_params: Iterator[Any]
+    ) -> None:
+        self._client, self._stream, self._buckets, self._named_params = client, stream, buckets, named_params
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._client, name)
@@ -131,7 +137,7 @@ class _ByBuckets:
         return nullcontext()
 
     def update_named_params(self, metadata: Any, named_params: Iterator[Any]) -> None:
-        """In place of what is given, send the stream, in one update of the server's.
+        """In place of what is given, send the buckets, in one update of the server's.
 
         Raises a VersionError if it is not what we have TRL give: the other ranks are at something else then, too.
         """
@@ -141,17 +147,12 @@ class _ByBuckets:
                 f" version of {PACKAGE} relies on: install a newer {PACKAGE}, or train outside of streaming()."
             )
         server = _Server(self._client)
-        buckets = self._stream.passing()  # at once: the other ranks wait for what becomes of it
-        try:
-            for number, bucket in enumerate(buckets, 1):
-                if number == 1:  # what ranks find wrong until then leaves the server as it is
-                    server.begin(self._stream.metadata, "")
-                server.send(bucket)
-                if number == self._stream.bucket_count:  # within the pass, at whose end ranks agree
-                    server.end(str(self._stream.version))
-        except BaseException as error:
-            buckets.throw(error)  # so that all ranks hear of it
-            raise
+        for number, bucket in enumerate(self._buckets, 1):
+            if number == 1:  # what ranks find wrong until then leaves the server as it is
+                server.begin(self._stream.metadata, "")
+            server.send(bucket)
+            if number == self._stream.bucket_count:  # within the pass, at whose end ranks agree
+                server.end(str(self._stream.version))
 
 
 class _Server(Server):
