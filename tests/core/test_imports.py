@@ -94,7 +94,7 @@ from hf_zero_stream import streaming
 
 def imported():
     names = {name for name in sys.modules if name.startswith("hf_zero_stream.")}
-    light = {"hf_zero_stream.destinations", "hf_zero_stream.holdings.marks"}
+    light = {"hf_zero_stream.holdings", "hf_zero_stream.holdings.marks"}
     return {name.split(".")[1] for name in names - light}
 
 def replaced():
@@ -102,7 +102,7 @@ def replaced():
 
 PLACES = ((PreTrainedModel, "from_pretrained"), (Accelerator, "prepare"))
 plain = [vars(owner)[name] for owner, name in PLACES]
-STREAM = {"engine", "checkpoint", "destinations", "planning", "saving", "state"}
+STREAM = {"engine", "checkpoint", "destinations", "holdings", "planning", "saving", "state"}
 with streaming():
     assert all(replaced()), replaced()
     for folder in sys.argv[1:3]:
