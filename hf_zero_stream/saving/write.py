@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, reduce
-from itertools import accumulate, chain, filterfalse, groupby
+from itertools import chain, filterfalse, groupby
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ..engine.execute import run_in_threads
 from ..engine.lanes import copy_strided
 from ..errors import PeerError
+from ..planning.boxes import Box
 from ..ranks.coordinator import Coordinator, collective_device
 from ..sources.local import IOV_MAX
 from .parameters import Parameters, Values, opened
@@ -147,9 +148,11 @@ def begin_exchange(
 ) -> Callable[[], list[tuple[Segment, torch.Tensor]]]:
     """As :func:`exchange`, but returns what ends it: all that this rank holds has been taken by then."""
     device, rank = collective_device(), coordinator.rank
-    mine: list[tuple[Segment, torch.Tensor]] = []
-    outgoing: list[list[Part]] = [[] for _ in range(coordinator.world_size)]
-    sent, arriving = [0] * coordinator.world_size, [0] * coordinator.world_size  # bytes, by the other rank
+    mine = [segment for writer, segment in of_round if writer == rank]
+    outgoing: list[list[Part]] = [[] for _ in range(coordinator.world_size)]  # by the other rank
+    arriving: list[list[tuple[int, Part]]] = [[] for _ in range(coordinator.world_size)]  # with the segment's number
+    sent, expected = [0] * coordinator.world_size, [0] * coordinator.world_size  # bytes
+    number = 0
     for writer, segment in of_round:
         for part in segment.parts:
             nbytes = part.box.numel * segment.dtype.itemsize
@@ -157,9 +160,12 @@ def begin_exchange(
                 outgoing[writer].append(part)
                 sent[writer] += nbytes
             elif part.rank != rank == writer:
-                arriving[part.rank] += nbytes
+                arriving[part.rank].append((number, part))
+                expected[part.rank] += nbytes
+        number += writer == rank
     send = torch.empty(sum(sent), dtype=torch.uint8, device=device)
-    received = torch.empty(sum(arriving), dtype=torch.uint8, device=device)
+    buffers: list[torch.Tensor] = []
+    in_place: torch.Tensor | None = None
     error: Exception | None = None
     try:
         position = 0
@@ -167,14 +173,16 @@ def begin_exchange(
             taken = take(part, values).contiguous().view(-1).view(torch.uint8)
             send[position : position + len(taken)].copy_(taken)
             position += len(taken)
+        buffers = [*map(buffer_of, mine)]
+        in_place = _in_place([(buffers[number], part.box) for number, part in chain.from_iterable(arriving)])
     except Exception as caught:
         error = caught
+    received = torch.empty(sum(expected), dtype=torch.uint8, device=device) if in_place is None else in_place
     # The same on all ranks.
     are_sent = any(part.rank != writer for writer, segment in of_round for part in segment.parts)
-    wait = coordinator.begin(dist.all_to_all_single, received, send, arriving, sent) if are_sent else None
+    wait = coordinator.begin(dist.all_to_all_single, received, send, expected, sent) if are_sent else None
     try:
-        mine = [(segment, buffer_of(segment)) for writer, segment in of_round if writer == rank and error is None]
-        for segment, buffer in mine:  # while the rest is on its way
+        for segment, buffer in zip(mine, buffers, strict=False):  # none after an error; while the rest is on its way
             for part in segment.parts:
                 if part.rank == rank:
                     _put(part, take(part, values), buffer)
@@ -186,19 +194,34 @@ def begin_exchange(
             wait()
         if error is not None:
             raise error
-        starts = [0, *accumulate(arriving)]  # where what comes from each peer begins
-        for segment, buffer in mine:
-            for part in segment.parts:
-                if part.rank != rank:
-                    begin = starts[part.rank]
-                    starts[part.rank] += part.box.numel * segment.dtype.itemsize
-                    there = received[begin : starts[part.rank]]
-                    if begin % segment.dtype.itemsize:  # a view in another dtype wants them aligned
-                        there = there.clone()
-                    _put(part, there.view(segment.dtype).view(part.box.sizes), buffer)
-        return mine
+        position = 0
+        for number, part in chain.from_iterable(arriving if in_place is None else ()):
+            buffer = buffers[number]
+            nbytes = part.box.numel * buffer.itemsize
+            there = received[position : position + nbytes]
+            if position % buffer.itemsize:  # a view in another dtype wants them aligned
+                there = there.clone()
+            _put(part, there.view(buffer.dtype).view(part.box.sizes), buffer)
+            position += nbytes
+        return [*zip(mine, buffers, strict=True)]
 
     return end
+
+
+def _in_place(arriving: Sequence[tuple[torch.Tensor, Box]]) -> torch.Tensor | None:
+    """The memory of what arrives for these buffers, in this order, if it lies there as it is sent, without holes."""
+    places = [buffer[box.to :].as_strided(box.sizes, box.to_strides) for buffer, box in arriving]
+    if not places:
+        return None
+    storage, begin = places[0].untyped_storage(), places[0].data_ptr()
+    end = begin
+    for place in places:
+        is_next = place.data_ptr() == end and place.untyped_storage().data_ptr() == storage.data_ptr()
+        if not (is_next and place.is_contiguous()):
+            return None
+        end += place.nbytes
+    at = begin - storage.data_ptr()
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, at, (end - begin,))
 
 
 def _new_buffer(segment: Segment) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,16 +53,17 @@ class Filling:
 
     def exchange(self, rounds: Sequence[Round], memory: torch.Tensor, values: Values) -> None:
         """Fill `memory`, which is new, from the `values` that ranks hold."""
-        pages, populated = HugePages([memory]), 0
+        pages = HugePages([memory])
+
+        def populate() -> None:
+            for at in range(0, len(memory), POPULATED_BYTES):
+                pages.populate(memory, at, min(POPULATED_BYTES, len(memory) - at))
+
+        # Ahead of the exchange; what it reaches first, the kernel populates then.
+        threading.Thread(target=populate, name="hf_zero_stream-pages", daemon=True).start()
 
         def place(segment: Segment) -> torch.Tensor:
-            nonlocal populated
-            stop = segment.position + segment.nbytes
-            if stop > populated:  # segments come in the order of their positions
-                ahead = min(len(memory), max(stop, populated + POPULATED_BYTES))
-                pages.populate(memory, populated, ahead - populated)
-                populated = ahead
-            return memory[segment.position : stop].view(segment.dtype)
+            return memory[segment.position : segment.position + segment.nbytes].view(segment.dtype)
 
         end: Callable[[], Any] | None = None
         for of_round in (*rounds, None):

@@ -224,8 +224,10 @@ class Planner:
         limit = max(1, self._round_bytes // len(owners) // view.node.dtype.itemsize)
         return [(segment, owners) for segment in segments_of(view, self.sources, 0, at, limit)]
 
-    def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> Iterator[Round]:
-        of_round: list[tuple[int, Segment]] = []
+    def _rounds(self, segments: Sequence[tuple[Segment, tuple[int, ...]]]) -> list[Round]:
+        """What owners hold themselves is dealt to all rounds: it is copied while the rest is on its way."""
+        rounds: list[list[tuple[int, Segment]]] = [[]]
+        alone: list[tuple[int, Segment]] = []
         sent: Counter[int] = Counter()
         received: Counter[int] = Counter()
         for segment, owners in sorted(segments, key=lambda each: (each[0].position, each[1])):
@@ -241,19 +243,26 @@ class Planner:
                     if part.rank != owner:
                         leaving[part.rank] += part.box.numel * segment.dtype.itemsize
                         arriving[owner] += part.box.numel * segment.dtype.itemsize
+            if not arriving:
+                alone += given
+                continue
             is_full = any(
                 so_far[rank] and so_far[rank] + nbytes > self._round_bytes
                 for so_far, more in ((sent, leaving), (received, arriving))
                 for rank, nbytes in more.items()
             )
             if is_full:
-                yield tuple(of_round)
-                of_round, sent, received = [], Counter(), Counter()
-            of_round += given
+                rounds.append([])
+                sent, received = Counter(), Counter()
+            rounds[-1] += given
             sent += leaving
             received += arriving
-        if of_round:
-            yield tuple(of_round)
+        of_owner = Counter(owner for owner, _ in alone)
+        dealt: Counter[int] = Counter()
+        for owner, segment in alone:
+            rounds[dealt[owner] * len(rounds) // of_owner[owner]].append((owner, segment))
+            dealt[owner] += 1
+        return [tuple(of_round) for of_round in rounds if of_round]
 
 
 def stored_names(view: View) -> set[str]:
