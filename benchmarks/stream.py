@@ -10,8 +10,9 @@ process of its own that puts tensors together; `changes`: one element of a hundr
 `stock, TRL`: a sync of TRL's own GRPO, with its client and vLLM's packer, to a server in a process of its own that
 only takes the bytes; `ours, TRL`: the same call inside of `streaming()`, to another such server. The other ways send
 nothing. On a CPU DeepSpeed gathers through shared memory where all ranks are on one host, and by gloo where they are
-not: `--gathers` chooses. A stream sends by gloo. Growth is that of anonymous memory, beside what the training holds.
-All give the same values, or the exit code is 1.
+not: `--gathers` chooses. A stream sends by gloo. `copies`: rank 0 alone copies as many bytes, of any values, into new
+memory, bucket by bucket: no way with one sender takes less. Growth is that of anonymous memory, beside what the
+training holds. All give the same values, or the exit code is 1.
 """
 
 import argparse
@@ -41,7 +42,8 @@ from hf_zero_stream.stream.receiver import Receiver
 from tests.support.engine_servers import DirectServer, VLLMServer
 
 
-ARMS = ("ours", "ours, direct", "ours, changes", "stock", "stock, packed", "ours, TRL", "stock, TRL")
+ARMS = ("copies", "ours", "ours, direct", "ours, changes", "stock", "stock, packed", "ours, TRL", "stock, TRL")
+UNCOMPARED = ("copies", "ours, changes")
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
 PACKER_BYTES = 1 << 30
 
@@ -52,6 +54,12 @@ def gathered(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for name, param in model.named_parameters():
         with deepspeed.zero.GatheredParameters([param]):
             yield name, param.data
+
+
+def copies(nbytes: int, bucket_bytes: int) -> Iterator[torch.Tensor]:
+    bucket = torch.ones(bucket_bytes, dtype=torch.uint8)
+    for at in range(0, nbytes, bucket_bytes):
+        yield bucket[: nbytes - at].clone()
 
 
 def sum_of(tensor: torch.Tensor) -> int:
@@ -175,6 +183,7 @@ def measure(source: str, repeats: int, bucket_bytes: int, gathers: str) -> dict[
     began = time.perf_counter()
     stream = hf_zero_stream.weight_stream(engine, bucket_bytes=bucket_bytes)
     plan_s = time.perf_counter() - began
+    nbytes = sum(each.dtype.itemsize * torch.Size(each.shape).numel() for each in stream.metadata)
     servers = [""] * 4
     if dist.get_rank() == 0:
         context = multiprocessing.get_context("spawn")
@@ -205,7 +214,9 @@ def measure(source: str, repeats: int, bucket_bytes: int, gathers: str) -> dict[
             dist.barrier()
             with AnonymousMemory() as memory:
                 began = time.perf_counter()
-                if arm == "ours":
+                if arm == "copies":
+                    total = sum(map(sum_of, copies(nbytes if dist.get_rank() == 0 else 0, bucket_bytes)))
+                elif arm == "ours":
                     total = sum(sum_of(tensor) for bucket in stream for _, tensor in bucket)
                 elif arm in urls_of:
                     if arm in synced:
@@ -254,7 +265,7 @@ def main(arguments: list[str] | None = None) -> int:
         stock = median(one["seconds"] for one in ranks[0]["arms"]["stock"])
         for arm in ARMS:
             seconds = [one["seconds"] for one in ranks[0]["arms"][arm]]
-            if arm != "ours, changes":
+            if arm not in UNCOMPARED:
                 sums.add(tuple(one["sum"] for one in ranks[0]["arms"][arm]))  # of each repeat
             growth = (max(one["anonymous_growth_bytes"] for one in rank["arms"][arm]) for rank in ranks)
             first, *others = (nbytes / 2**20 for nbytes in growth)
