@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from .reads import Reads
-from .wire import BucketLayout, Group, Patch, decoded, encoded, unpacked_patches
+from .wire import ALIGNMENT, BucketLayout, Group, Message, Patch, decoded, encoded, unpacked_patches
 
 
 class Receiver:
@@ -53,10 +53,7 @@ class Receiver:
     def _given(self, layout: BucketLayout) -> list[tuple[str, torch.Tensor]]:
         bucket = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._group.device)
         if layout.worker == self._group.number:
-            for message in layout.messages:
-                received = message.new(self._group.device)
-                self._group.receive(received, message.giver)
-                message.unpack(received, bucket)
+            self._fill(bucket, layout.messages)
         if layout.is_shared:
             self._group.share(bucket, layout.worker)
         found = [(slot.name, slot.whole(bucket)) for slot in layout.slots]
@@ -64,6 +61,19 @@ class Receiver:
             return found
         there = [slot.ranges for slot in layout.slots]
         return self._reads.watched(found, there)
+
+    def _fill(self, bucket: torch.Tensor, messages: Sequence[Message]) -> None:
+        """Receive `messages` into it."""
+        largest = max((message.nbytes for message in messages), default=0)
+        halves = torch.empty(2, largest + -largest % ALIGNMENT, dtype=torch.uint8, device=self._group.device)
+        places = [halves[number % 2, : message.nbytes] for number, message in enumerate(messages)]
+        works = map(self._group.begin_receive, places, (message.giver for message in messages))
+        work: Any = next(works, None)
+        for message, place in zip(messages, places, strict=True):
+            following = next(works, None)  # on its way while this one is put into its place
+            work.wait()
+            message.unpack(place, bucket)
+            work = following
 
     def loading(self) -> AbstractContextManager[Any]:
         """Loaders run inside of it."""

@@ -21,7 +21,7 @@ BACKEND = "hf_zero_stream"
 
 JOIN_TIMEOUT = timedelta(minutes=5)
 UPDATE_TIMEOUT = timedelta(minutes=30)
-_ALIGNMENT = 16  # bytes; where a piece begins in a message, so that it can be viewed in any dtype
+ALIGNMENT = 16  # bytes; where a piece begins in a message, so that it can be viewed in any dtype
 
 
 class Piece(NamedTuple):
@@ -54,13 +54,17 @@ class Message(NamedTuple):
 
     def new(self, device: torch.device) -> torch.Tensor:
         """Memory for it."""
-        return torch.empty(self.starts()[-1], dtype=torch.uint8, device=device)
+        return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts()[-1]
 
     def starts(self) -> list[int]:
         """Where each piece begins, and the end."""
         starts, at = [], 0
         for piece in self.pieces:
-            at += -at % _ALIGNMENT
+            at += -at % ALIGNMENT
             starts.append(at)
             at += piece.message_bytes
         return [*starts, at]
@@ -198,8 +202,12 @@ class Group:
     def send(self, tensor: torch.Tensor, worker: int) -> None:
         self._group.send([tensor], self.first_worker + worker, 0).wait()
 
+    def begin_receive(self, tensor: torch.Tensor, giver: int) -> Any:
+        """The work, to be waited for."""
+        return self._group.recv([tensor], giver, 0)
+
     def receive(self, tensor: torch.Tensor, giver: int) -> None:
-        self._group.recv([tensor], giver, 0).wait()
+        self.begin_receive(tensor, giver).wait()
 
     def share(self, tensor: torch.Tensor, worker: int) -> None:
         """Give all workers the `tensor` of one of them."""

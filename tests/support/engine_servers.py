@@ -204,18 +204,18 @@ class DirectServer(VLLMServer):
         return {}
 
     def _count(self, group: Any) -> None:
-        receive, share = group.receive, group.share
+        begin_receive, share = group.begin_receive, group.share
 
-        def received(tensor: torch.Tensor, giver: int) -> None:
+        def received(tensor: torch.Tensor, giver: int) -> Any:
             self._received.append(tensor.nbytes)
-            receive(tensor, giver)
+            return begin_receive(tensor, giver)
 
         def shared(tensor: torch.Tensor, worker: int) -> None:
             if worker == group.number:
                 self._shared.append(tensor.nbytes)
             share(tensor, worker)
 
-        group.receive, group.share = received, shared
+        group.begin_receive, group.share = received, shared
 
     def _tensors(self, number: int, plan: str, buckets: int, *, sliced: bool) -> None:
         held = self._held[number] = {}
