@@ -1,0 +1,81 @@
+"""Writing into lazy parameters, as code does between ``from_pretrained`` and ``accelerator.prepare``.
+
+Such a parameter is a :class:`.LazyTensor` of a node of its own (:class:`.nodes.Own`). An op that writes into it, or
+into a view of it, reads its values first; from then on all tensors of that node share this memory, as in torch. What
+other ops make of it keeps the values of before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from .lazy import LazyTensor, lazy_among
+from .nodes import HostTensor, Own, View
+
+
+def in_memory(tensor: LazyTensor) -> torch.Tensor:
+    """The values of `tensor`: if it has memory of its own, or looks into that of another, in that memory."""
+    own = tensor.node
+    if not isinstance(own, Own):
+        return tensor.materialise()
+    if own.memory is None:
+        own.memory = tensor.reader(View.whole(own.unwritten)).to(tensor.device).view(-1)
+    return own.strided(*tensor.layout)
+
+
+def become_written(params: Iterable[torch.Tensor]) -> None:
+    """Turn each of `params` that code has written into, or into whose memory, into a parameter with values."""
+    for param in params:
+        if isinstance(param, LazyTensor) and isinstance(param.node, Own) and param.node.memory is not None:
+            param.become(in_memory(param))
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[LazyTensor]:
+    """The lazy tensors that this op writes into."""
+    if not func._schema.is_mutable:
+        return []
+    named = zip(func._schema.arguments, args, strict=False)
+    by_name = ((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs)
+    pairs = [(argument.alias_info, value) for argument, value in chain(named, by_name)]
+    return list(lazy_among(*(value for alias, value in pairs if alias is not None and alias.is_write)))
+
+
+def write(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an op that writes into memory of parameters' own; NotImplemented if it is no such op."""
+    written = written_by(func, args, kwargs)
+    if not written or torch.Tag.inplace_view in func.tags or not all(isinstance(one.node, Own) for one in written):
+        return NotImplemented
+    targets = {id(one) for one in written}
+
+    def to_value(value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return value
+        return in_memory(value) if id(value) in targets else value.materialise()
+
+    return func(*tree_map(to_value, tuple(args)), **tree_map(to_value, kwargs))
+
+
+def settled(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Arguments for an op that does not write: their values are those of now, and one reader reads all of them.
+
+    Lazy tensors of several models have a reader each, and what one of them reads means something else to another.
+    """
+    lazy = list(lazy_among(*args, *kwargs.values()))
+    reader = lazy[0].reader
+    if not any(isinstance(value.node, Own) or value.reader != reader for value in lazy):
+        return args, kwargs
+
+    def settle(value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return value
+        if value.reader != reader:
+            return LazyTensor.whole(HostTensor.of(value.materialise()), reader, value.device)
+        return LazyTensor.of(value.view_of_node, reader, value.device) if isinstance(value.node, Own) else value
+
+    settled_args, settled_kwargs = tree_map(settle, (tuple(args), kwargs))
+    return settled_args, settled_kwargs
