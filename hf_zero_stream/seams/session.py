@@ -58,6 +58,8 @@ class Session:
         stock_reason: why the load is left to stock; empty while it streams.
         kept_config: the quantization config of a model whose weights are to stay quantised; see :mod:`.packing`.
         quantiser: quantises them while they are loaded; None: they are quantised in the checkpoint.
+        builds_values: the model is being built by code that may look at values of tensors, not on the meta device.
+        built: the parameters that the model's ``__init__`` has made, by name.
         model: the lazy model, once transformers loads its weights.
         placing: places the lazy model's values, once transformers knows which of them are missing.
         called: the names of the functions of ours that transformers has called, each in place of its own.
@@ -77,6 +79,8 @@ class Session:
     kept_config: dict[str, Any] | None = field(default=None, init=False)
     quantiser: QuantisingQuantizer | None = field(default=None, init=False)
     building: bool = field(default=False, init=False)
+    builds_values: bool = field(default=False, init=False)
+    built: dict[str, Any] = field(default_factory=dict, init=False)
     model: PreTrainedModel | None = field(default=None, init=False)
     placing: Callable[[], None] | None = field(default=None, init=False)
     called: set[str] = field(default_factory=set, init=False)

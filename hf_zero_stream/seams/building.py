@@ -1,0 +1,157 @@
+"""The seam in which transformers builds the model: without memory for its parameters."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import modeling_utils
+
+from ..checkpoint.lazy import LazyTensor, copy_attributes
+from ..checkpoint.nodes import HostTensor
+from .ds_config import zero3_hidden
+from .session import Original, Session, in_session
+
+
+KEPT_BYTES = 2**28
+"""How many bytes of values of parameters are kept from the end of an ``__init__``, where users' classes add theirs."""
+
+_VALUE, _MADE = "_hf_zero_stream_value", "_hf_zero_stream_made"
+
+
+@in_session
+def get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
+    """The contexts in which transformers builds the model."""
+    if session.building:
+        return original(cls, *args)
+    is_part, hides_zero3 = session.inside is not None, session.load.destination.hides_zero3
+    with zero3_hidden() if is_part or hides_zero3 else nullcontext():
+        contexts = [_building(session), *original(cls, *args)]
+    if hides_zero3 and not is_part:
+        # transformers' own tests look for this line, which it logs where it finds ZeRO-3.
+        modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
+        # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
+        contexts.append(modeling_utils.set_zero3_state())
+        if is_users(cls):
+            contexts = [each for each in contexts if not isinstance(each, torch.device)]
+            contexts.append(_parameters_on_meta(session))
+    return contexts
+
+
+@contextmanager
+def _building(session: Session) -> Iterator[None]:
+    session.building = True
+    try:
+        with zero3_hidden():
+            yield
+    finally:
+        session.building = False
+
+
+@contextmanager
+def _parameters_on_meta(session: Session) -> Iterator[None]:
+    """Have this thread build modules whose parameters are on the meta device, and nothing else is.
+
+    Under ZeRO-3 stock builds models on a real device. So the ``__init__`` of users' classes may look at values of
+    tensors, or compute buffers that no checkpoint has and no ``_init_weights`` computes. transformers' own never do.
+    """
+    thread, random_state = threading.get_ident(), torch.get_rng_state()
+    kept: deque[nn.Parameter] = deque()
+    kept_bytes = 0
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
+        nonlocal kept_bytes
+        if threading.get_ident() != thread or param is None or param.is_meta or type(param) is not nn.Parameter:
+            return None
+        made: Any = vars(param).get(_MADE)  # of one that two modules have
+        if made is None:
+            made = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+            copy_attributes(param, made)
+            setattr(param, _MADE, made)
+            setattr(made, _VALUE, param.detach())
+            kept.append(made)
+            kept_bytes += made.nbytes
+            while kept_bytes > KEPT_BYTES:
+                oldest = kept.popleft()
+                kept_bytes -= oldest.nbytes
+                delattr(oldest, _VALUE)
+        return made
+
+    handle = register_module_parameter_registration_hook(on_meta)
+    session.builds_values = True
+    try:
+        yield
+    finally:
+        session.builds_values = False
+        handle.remove()
+        torch.set_rng_state(random_state)  # what the checkpoint lacks is initialised as in a plain load
+
+
+def note_built(session: Session, model: nn.Module) -> None:
+    """Remember the parameters that ``__init__`` has made. Stock's ZeRO-3 fills these; here others take their place."""
+    if session.load.destination.hides_zero3 and session.inside is None:
+        session.built = dict(model.named_parameters(remove_duplicate=False))
+
+
+def keep_shared(session: Session, model: Any, loading_info: Any) -> None:
+    """Have a parameter that a user's ``__init__`` gave two names keep both, where the checkpoint has it under one."""
+    if is_users(type(model)):
+        names: dict[int, list[str]] = {}
+        for name, param in session.built.items():
+            names.setdefault(id(param), []).append(name)
+        missing = loading_info.missing_keys
+        for group in names.values():
+            found = [name for name in group if name not in missing]
+            for name in group if found else ():
+                if name in missing:
+                    _put(model, name, model.get_parameter(found[0]))
+                    missing.discard(name)
+
+
+def keep_values(session: Session, model: Any, missing: set[str]) -> set[str]:
+    """Give parameters that the checkpoint lacks the values that a user's ``__init__`` has computed on rank 0.
+
+    Returns the others.
+    """
+    if not is_users(type(model)) or not missing:
+        return missing
+    made = {name: vars(param) for name, param in session.built.items() if name in missing}
+    own: dict[str, torch.Tensor] = {name: about[_VALUE] for name, about in made.items() if _VALUE in about}
+    values = session.load.coordinator.broadcast(lambda: own)
+    for name, value in values.items():
+        lazy = LazyTensor.whole(HostTensor.of(value), session.load.checkpoint.materialise)
+        _put(model, name, nn.Parameter(lazy, requires_grad=model.get_parameter(name).requires_grad))
+    return missing - values.keys()
+
+
+def keep_marks(session: Session, model: nn.Module) -> None:
+    """Put the attributes and hooks that ``__init__`` gave to parameters on those that took their place."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for name, old in session.built.items():
+        new: Any = now.get(name)
+        if new is None or new is old:
+            continue
+        for key, value in vars(old).items():
+            if key not in (_VALUE, _MADE, "_is_hf_initialized") and not hasattr(new, key):
+                setattr(new, key, value)
+        for hook in (old._backward_hooks or {}).values():
+            new.register_hook(hook)
+        for hook in (old._post_accumulate_grad_hooks or {}).values():
+            new.register_post_accumulate_grad_hook(hook)
+    session.built = {}
+
+
+def is_users(cls: type) -> bool:
+    """Whether a model class is not transformers' own."""
+    return not cls.__module__.startswith("transformers.")
+
+
+def _put(model: nn.Module, name: str, param: nn.Parameter) -> None:
+    prefix, _, key = name.rpartition(".")
+    setattr(model.get_submodule(prefix), key, param)
