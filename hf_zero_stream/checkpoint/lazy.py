@@ -111,6 +111,9 @@ class LazyTensor(torch.Tensor):
     def tolist(self) -> Any:
         return self.materialise().tolist()
 
+    def __format__(self, spec: str) -> str:
+        return self.materialise().__format__(spec) if spec else repr(self)
+
     @property
     def data(self) -> LazyTensor:
         return self.detach()
@@ -184,9 +187,14 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not func.is_view:
-            if (written := own.write(func, args, kwargs)) is not NotImplemented:
-                return written
+            if any(isinstance(lazy._node, Own) for lazy in lazy_among(*args, *kwargs.values())):
+                return own.run(func, args, kwargs)
             args, kwargs = own.settled(args, kwargs)
+        return cls.run(func, args, kwargs)
+
+    @staticmethod
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op, lazy where that is possible."""
         handler = lazy_ops.HANDLERS.get(func)
         result = NotImplemented if handler is None else handler(func, args, kwargs)
         return _run_on_meta(func, args, kwargs) if result is NotImplemented else result

@@ -2,12 +2,12 @@
 
 Such a parameter is a :class:`.LazyTensor` of a node of its own (:class:`.nodes.Own`). An op that writes into it, or
 into a view of it, reads its values first; from then on all tensors of that node share this memory, as in torch. What
-other ops make of it keeps the values of before.
+other ops make of it keeps the values of before, and is lazy too, with a node of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
@@ -45,19 +45,42 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[LazyTensor]:
     return list(lazy_among(*(value for alias, value in pairs if alias is not None and alias.is_write)))
 
 
-def write(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an op that writes into memory of parameters' own; NotImplemented if it is no such op."""
+def run(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an op, which is no view, of lazy tensors of which some have nodes of their own."""
+    result = func.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        result = _write(func, args, kwargs)
+    if result is not NotImplemented:
+        return result
+    name = func._overloadpacket.__name__
+    if name.endswith("_like") or name.startswith("new_"):  # no values count
+        return _on(lambda lazy: torch.empty(lazy.shape, dtype=lazy.dtype, device=lazy.device), func, args, kwargs)
+    if torch.Tag.nondeterministic_seeded in func.tags:  # random numbers are drawn now, once
+        return _on(LazyTensor.materialise, func, args, kwargs)
+    results = LazyTensor.run(func, *settled(args, kwargs))
+
+    def owned(value: Any) -> Any:
+        if not isinstance(value, LazyTensor):
+            return value
+        return LazyTensor.whole(Own.of(value.view_of_node), value.reader, value.device)
+
+    return tree_map(owned, results)
+
+
+def _on(value_of: Callable[[LazyTensor], torch.Tensor], func: Any, args: Any, kwargs: Any) -> Any:
+    def value(argument: Any) -> Any:
+        return value_of(argument) if isinstance(argument, LazyTensor) else argument
+
+    return func(*tree_map(value, tuple(args)), **tree_map(value, kwargs))
+
+
+def _write(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an op that writes into memory of their own; NotImplemented if it is no such op."""
     written = written_by(func, args, kwargs)
     if not written or torch.Tag.inplace_view in func.tags or not all(isinstance(one.node, Own) for one in written):
         return NotImplemented
     targets = {id(one) for one in written}
-
-    def to_value(value: Any) -> Any:
-        if not isinstance(value, LazyTensor):
-            return value
-        return in_memory(value) if id(value) in targets else value.materialise()
-
-    return func(*tree_map(to_value, tuple(args)), **tree_map(to_value, kwargs))
+    return _on(lambda lazy: in_memory(lazy) if id(lazy) in targets else lazy.materialise(), func, args, kwargs)
 
 
 def settled(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -126,7 +126,7 @@ def keep_values(session: Session, model: Any, missing: set[str]) -> set[str]:
     values = session.load.coordinator.broadcast(lambda: own)
     for name, value in values.items():
         lazy = LazyTensor.whole(HostTensor.of(value), session.load.checkpoint.materialise)
-        _put(model, name, nn.Parameter(lazy, requires_grad=model.get_parameter(name).requires_grad))
+        _put(model, name, nn.Parameter(lazy, requires_grad=value.is_floating_point()))  # as in a plain load
     return missing - values.keys()
 
 

@@ -123,10 +123,35 @@ def of_two(a: Parameters, b: Parameters) -> Any:
     return *mixed, torch.dist(one, other), torch.equal(one, other)
 
 
+def made_of_them(a: Parameters, b: Parameters) -> Any:
+    """What ops make of parameters can be written into, too, and random numbers are drawn once, in their order."""
+    torch.manual_seed(0)
+    noise = torch.randn_like(a["m"])
+    a["m"].data = a["m"].data + noise * 0.1
+    a["n"].data = nn.functional.dropout(a["n"].data, 0.5)
+    mask = torch.ones_like(a["o"])
+    mask[mask.abs().flatten().argsort().view(mask.shape) % 3 == 0] = 0
+    product = a["o"].detach() * mask
+    product[0] = a["p"].new_empty(4).fill_(5)
+    cosine = nn.functional.cosine_similarity(a["p"].flatten(), b["p"].flatten(), 0)
+    return noise, mask, product, cosine, f"{a['o'][0, 0]:.3f}", torch.randn(2)
+
+
 PROGRAMS: dict[str, Program] = {
     function.__name__: function
     for function in (
-        *(rows, data_of_a_view, initialised, kept_before, in_lists, into_out, by_numpy, assigned, shared),
+        *(
+            rows,
+            data_of_a_view,
+            initialised,
+            kept_before,
+            in_lists,
+            into_out,
+            by_numpy,
+            assigned,
+            shared,
+            made_of_them,
+        ),
         *(averaged, averaged_in_place, of_two),
     )
 }
