@@ -263,15 +263,19 @@ class Patches:
         """Replace these, ``(owner, attribute)``, which the owners must have, if they are not replaced already."""
         for (owner, name), replacement in replacements.items():
             if (owner, name) not in self._saved:
-                original = vars(owner)[name]
+                original = inspect.getattr_static(owner, name)
                 patched = _patched(owner, original, replacement)
+                self._saved[owner, name] = original if name in vars(owner) else None, patched
                 setattr(owner, name, patched)
-                self._saved[owner, name] = original, patched
 
     def restore(self) -> None:
         while self._saved:
             (owner, name), (original, patched) = self._saved.popitem()
-            if vars(owner)[name] is patched:  # somebody else's patch on top of ours is theirs to remove
+            if vars(owner)[name] is not patched:  # somebody else's patch on top of ours is theirs to remove
+                continue
+            if original is None:  # it is inherited
+                delattr(owner, name)
+            else:
                 setattr(owner, name, original)
 
 

@@ -11,7 +11,7 @@ real tensors. A load's report names each parameter for which this happened.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -22,12 +22,15 @@ from ..errors import UnsupportedError
 from . import nodes
 from .nodes import (
     Address,
+    Copy,
     HostTensor,
     Node,
     NodeStorage,
     Own,
+    Pointwise,
     View,
     no_memory,
+    row_major_strides,
 )
 
 
@@ -97,16 +100,25 @@ class LazyTensor(torch.Tensor):
         """Its values, read now, in a new tensor on its device."""
         return self._materialise(self.view_of_node).to(self.device)
 
+    def in_memory(self) -> torch.Tensor:
+        """Its values: if it has memory of its own, or looks into that of another, in that memory."""
+        node = self._node
+        if not isinstance(node, Own):
+            return self.materialise()
+        if node.memory is None:
+            node.memory = self._materialise(View.whole(node.unwritten)).to(self.device).view(-1)
+        return node.strided(*self.layout)
+
     # Calls that would read memory outside of torch's dispatcher read the values now.
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return own.in_memory(self).numpy(*args, **kwargs)
+        return self.in_memory().numpy(*args, **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return own.in_memory(self).__array__(dtype)
+        return self.in_memory().__array__(dtype)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return own.in_memory(self).__dlpack__(*args, **kwargs)
+        return self.in_memory().__dlpack__(*args, **kwargs)
 
     def tolist(self) -> Any:
         return self.materialise().tolist()
@@ -187,15 +199,18 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not func.is_view:
-            if any(isinstance(lazy._node, Own) for lazy in lazy_among(*args, *kwargs.values())):
+            lazy = list(lazy_among(*args, *kwargs.values()))
+            reader = lazy[0]._materialise
+            if any(isinstance(each._node, Own) or each._materialise != reader for each in lazy):
+                from . import own  # loads need none
+
                 return own.run(func, args, kwargs)
-            args, kwargs = own.settled(args, kwargs)
         return cls.run(func, args, kwargs)
 
     @staticmethod
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an op, lazy where that is possible."""
-        handler = lazy_ops.HANDLERS.get(func)
+        handler = HANDLERS.get(func)
         result = NotImplemented if handler is None else handler(func, args, kwargs)
         return _run_on_meta(func, args, kwargs) if result is NotImplemented else result
 
@@ -247,7 +262,10 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Read the op's inputs whole and run it now, because its result or its shape depends on values."""
     schema, materialise = func._schema, first_lazy(args, kwargs)._materialise
-    for value in own.written_by(func, args, kwargs):
+    if func._schema.is_mutable:
+        from .own import written_by
+
+    for value in written_by(func, args, kwargs) if func._schema.is_mutable else ():
         raise UnsupportedError(
             f"{func} would write into a checkpoint tensor without memory: {value!r}. Make a new tensor and assign "
             "that: parameter.data = new."
@@ -300,4 +318,76 @@ def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
             setattr(new, name, value)
 
 
-from . import lazy_ops, own  # noqa: E402 - they import this module
+def copied(func: Any, args: Any, kwargs: Any) -> Any:
+    (source,) = args
+    dtype, device = kwargs.get("dtype") or source.dtype, kwargs.get("device") or source.device
+    if device.type == "meta":
+        return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=device)
+    view = source.view_of_node
+    if dtype == source.dtype and view.strides == row_major_strides(view.sizes):
+        return LazyTensor(source._meta, source._node, source.reader, device)
+    node = Copy(view.sizes, dtype, view)
+    return LazyTensor(whole_meta(node.sizes, dtype), node, source.reader, device)
+
+
+def cat(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors: Sequence[Any] = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if not all(isinstance(tensor, LazyTensor) for tensor in tensors) or len({t.dtype for t in tensors}) != 1:
+        return NotImplemented  # a mix with real tensors or with type promotion: rare, and torch knows the rules
+    views = [tensor.view_of_node for tensor in tensors]
+    if func is aten.stack.default:
+        dim %= len(views[0].sizes) + 1
+        views = [
+            View(v.node, (*v.sizes[:dim], 1, *v.sizes[dim:]), (*v.strides[:dim], 0, *v.strides[dim:]), v.offset)
+            for v in views
+        ]
+    else:
+        views = [view for view in views if view.sizes != (0,)]  # torch's legacy rule: such tensors are skipped
+        if not views:
+            return NotImplemented
+        dim %= len(views[0].sizes)
+    expected = (views[0].sizes[:dim], views[0].sizes[dim + 1 :])
+    if any((view.sizes[:dim], view.sizes[dim + 1 :]) != expected for view in views):
+        return NotImplemented  # torch itself raises, with its own message
+    return LazyTensor.of(View.joined(tuple(views), dim), tensors[0].reader)
+
+
+def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
+    result = on_meta(func, args, kwargs)
+    sizes = tuple(result.size())
+
+    def expanded(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.dim():
+            value = value.expand(sizes)
+            return value.view_of_node if isinstance(value, LazyTensor) else View.whole(HostTensor.of(value))
+        return to_view(value)
+
+    node = Pointwise(sizes, result.dtype, func, tuple(map(expanded, args)), kwargs)
+    return LazyTensor.whole(node, first_lazy(args, kwargs).reader)
+
+
+def _rare(name: str) -> Callable[..., Any]:
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        from . import lazy_ops  # few loads need it
+
+        return getattr(lazy_ops, name)(func, args, kwargs)
+
+    return handler
+
+
+HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten._to_copy.default: copied,
+    aten.clone.default: copied,
+    aten.cat.default: cat,
+    aten.stack.default: cat,
+    aten.index_select.default: _rare("index_select"),
+    aten.index.Tensor: _rare("index"),
+    aten.constant_pad_nd.default: _rare("pad"),
+    aten.new_zeros.default: _rare("new_zeros"),
+    aten.repeat.default: _rare("repeat"),
+    # These IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
+    # Transcendental functions are not among them: their vector and scalar versions differ.
+    **{overload: _pointwise for op in (aten.add, aten.sub, aten.mul, aten.div) for overload in (op.Tensor, op.Scalar)},
+    **{op.default: _pointwise for op in (aten.neg, aten.abs, aten.reciprocal)},
+}

@@ -8,45 +8,26 @@ other ops make of it keeps the values of before, and is lazy too, with a node of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from .lazy import LazyTensor, lazy_among
-from .nodes import HostTensor, Own, View
-
-
-def in_memory(tensor: LazyTensor) -> torch.Tensor:
-    """The values of `tensor`: if it has memory of its own, or looks into that of another, in that memory."""
-    own = tensor.node
-    if not isinstance(own, Own):
-        return tensor.materialise()
-    if own.memory is None:
-        own.memory = tensor.reader(View.whole(own.unwritten)).to(tensor.device).view(-1)
-    return own.strided(*tensor.layout)
+from .nodes import HostTensor, Own
 
 
 def become_written(params: Iterable[torch.Tensor]) -> None:
     """Turn each of `params` that code has written into, or into whose memory, into a parameter with values."""
     for param in params:
         if isinstance(param, LazyTensor) and isinstance(param.node, Own) and param.node.memory is not None:
-            param.become(in_memory(param))
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[LazyTensor]:
-    """The lazy tensors that this op writes into."""
-    if not func._schema.is_mutable:
-        return []
-    named = zip(func._schema.arguments, args, strict=False)
-    by_name = ((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs)
-    pairs = [(argument.alias_info, value) for argument, value in chain(named, by_name)]
-    return list(lazy_among(*(value for alias, value in pairs if alias is not None and alias.is_write)))
+            param.become(param.in_memory())
 
 
 def run(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an op, which is no view, of lazy tensors of which some have nodes of their own."""
+    """The result of an op, which is no view, of lazy tensors with nodes of their own, or of several readers."""
+    if not any(isinstance(lazy.node, Own) for lazy in lazy_among(*args, *kwargs.values())):
+        return LazyTensor.run(func, *settled(args, kwargs))
     result = func.decompose(*args, **kwargs)
     if result is NotImplemented:
         result = _write(func, args, kwargs)
@@ -80,7 +61,7 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     if not written or torch.Tag.inplace_view in func.tags or not all(isinstance(one.node, Own) for one in written):
         return NotImplemented
     targets = {id(one) for one in written}
-    return _on(lambda lazy: in_memory(lazy) if id(lazy) in targets else lazy.materialise(), func, args, kwargs)
+    return _on(lambda lazy: lazy.in_memory() if id(lazy) in targets else lazy.materialise(), func, args, kwargs)
 
 
 def settled(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -102,3 +83,13 @@ def settled(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     settled_args, settled_kwargs = tree_map(settle, (tuple(args), kwargs))
     return settled_args, settled_kwargs
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[LazyTensor]:
+    """The lazy tensors that this op writes into."""
+    if not func._schema.is_mutable:
+        return []
+    named = zip(func._schema.arguments, args, strict=False)
+    by_name = ((argument, kwargs[argument.name]) for argument in func._schema.arguments if argument.name in kwargs)
+    pairs = [(argument.alias_info, value) for argument, value in (*named, *by_name)]
+    return list(lazy_among(*(value for alias, value in pairs if alias is not None and alias.is_write)))

@@ -11,7 +11,6 @@ from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import Own, View
-from ..checkpoint.own import in_memory
 from ..holdings.fsdp import why_no_bytes
 from ..ranks.coordinator import Coordinator
 from .base import (
@@ -127,5 +126,5 @@ class InPlace(Destination):
         for own, memory in self._memory.items():
             own.memory = memory
         for param, values in self._values:
-            param.become(in_memory(param) if values is None else values)
+            param.become(param.in_memory() if values is None else values)
         self._values, self._memory = [], {}

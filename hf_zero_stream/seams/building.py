@@ -1,22 +1,24 @@
-"""The seam in which transformers builds the model: without memory for its parameters."""
+"""What a user's ``__init__`` makes of a model under ZeRO-3.
+
+Stock fills the parameters that it has made. Here others take their place, and get what it gave to those: values,
+names, attributes and hooks.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import modeling_utils
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor
-from .ds_config import zero3_hidden
-from .session import Original, Session, in_session
+from .session import Session, is_users
 
 
 KEPT_BYTES = 2**28
@@ -25,37 +27,8 @@ KEPT_BYTES = 2**28
 _VALUE, _MADE = "_hf_zero_stream_value", "_hf_zero_stream_made"
 
 
-@in_session
-def get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
-    """The contexts in which transformers builds the model."""
-    if session.building:
-        return original(cls, *args)
-    is_part, hides_zero3 = session.inside is not None, session.load.destination.hides_zero3
-    with zero3_hidden() if is_part or hides_zero3 else nullcontext():
-        contexts = [_building(session), *original(cls, *args)]
-    if hides_zero3 and not is_part:
-        # transformers' own tests look for this line, which it logs where it finds ZeRO-3.
-        modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
-        # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
-        contexts.append(modeling_utils.set_zero3_state())
-        if is_users(cls):
-            contexts = [each for each in contexts if not isinstance(each, torch.device)]
-            contexts.append(_parameters_on_meta(session))
-    return contexts
-
-
 @contextmanager
-def _building(session: Session) -> Iterator[None]:
-    session.building = True
-    try:
-        with zero3_hidden():
-            yield
-    finally:
-        session.building = False
-
-
-@contextmanager
-def _parameters_on_meta(session: Session) -> Iterator[None]:
+def parameters_on_meta(session: Session) -> Iterator[None]:
     """Have this thread build modules whose parameters are on the meta device, and nothing else is.
 
     Under ZeRO-3 stock builds models on a real device. So the ``__init__`` of users' classes may look at values of
@@ -91,12 +64,6 @@ def _parameters_on_meta(session: Session) -> Iterator[None]:
         session.builds_values = False
         handle.remove()
         torch.set_rng_state(random_state)  # what the checkpoint lacks is initialised as in a plain load
-
-
-def note_built(session: Session, model: nn.Module) -> None:
-    """Remember the parameters that ``__init__`` has made. Stock's ZeRO-3 fills these; here others take their place."""
-    if session.load.destination.hides_zero3 and session.inside is None:
-        session.built = dict(model.named_parameters(remove_duplicate=False))
 
 
 def keep_shared(session: Session, model: Any, loading_info: Any) -> None:
@@ -144,12 +111,6 @@ def keep_marks(session: Session, model: nn.Module) -> None:
             new.register_hook(hook)
         for hook in (old._post_accumulate_grad_hooks or {}).values():
             new.register_post_accumulate_grad_hook(hook)
-    session.built = {}
-
-
-def is_users(cls: type) -> bool:
-    """Whether a model class is not transformers' own."""
-    return not cls.__module__.startswith("transformers.")
 
 
 def _put(model: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -22,7 +22,6 @@ from ..errors import CheckpointError, LoadError, UnsupportedError
 from ..holdings.marks import has_partition, keeping_groups
 from ..ranks.coordinator import Coordinator
 from ..sources.base import is_url
-from .building import keep_marks, keep_shared, keep_values, note_built
 from .ds_config import zero3_hidden
 from .session import Original, Session, Stopped, in_session
 
@@ -66,7 +65,8 @@ def load_pretrained_model(
         whose = f"from_pretrained of {type(model).__name__}"
         refuse_wrapped(model.named_parameters(), whose, "Load it without streaming().")
     session.model = model
-    note_built(session, model)
+    if load.destination.hides_zero3 and not is_part:
+        session.built = dict(model.named_parameters(remove_duplicate=False))
     load.clock.add_rest("model")
     load.destination.observe(model)
     slices = _open(session, state_dict, checkpoint_files, load_config)
@@ -276,7 +276,10 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
         if not session.load.checkpoint.reads_itself:
             session.load.coordinator.check()  # the reason may be that the rank that reads for this one died
         raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
-    if session.built:
+    by_hand = session.built_by_hand
+    if by_hand:
+        from .building import keep_marks, keep_shared, keep_values
+
         keep_shared(session, model, loading_info)
     if session.strict:
         lacking, unexpected, mismatched = _misfits(model, loading_info)
@@ -296,11 +299,12 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
             loading_info.unexpected_keys.clear()
         raise Stopped((model, missing, tied))
     session.lacks = bool(missing - tied)
-    if session.built:
+    if by_hand:
         missing = keep_values(session, model, missing - tied) | tied
     session.load.place(model, missing, tied)
-    if session.built:
+    if by_hand:
         keep_marks(session, model)
+    session.built = {}
     if session.load.destination.hides_zero3:
         vars(model)["_load_pretrained_model"] = _load_adapter
 

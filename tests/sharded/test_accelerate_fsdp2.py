@@ -66,6 +66,9 @@ def written(model: Any) -> Any:
         torch._foreach_mul_(list(model.model.layers[0].mlp.parameters()), 0.5)
         head[:3] = before[:3] + embedding[5:8]
     model.model.norm.weight.data.numpy()[:2] = 0.5
+    down = model.model.layers[0].mlp.down_proj
+    down.weight, old = nn.Parameter(torch.zeros_like(down.weight)), down.weight
+    down.weight.data = old.data * 0.75  # of a parameter that is not lazy
     return model
 
 
