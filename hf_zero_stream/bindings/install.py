@@ -116,7 +116,13 @@ class Row(NamedTuple):
         for step in path:
             owners = [inner for owner in owners for inner in _inside(owner, step)]
         of_owners = [owner.__mro__ if isinstance(owner, type) else [owner] for owner in owners]
-        return [place for mro in of_owners for place in [(each, name) for each in mro if name in vars(each)][:1]]
+        # What a class has from `object` alone is replaced in the class itself.
+        defining = [[each for each in mro if name in vars(each)] for mro in of_owners]
+        return [
+            (found[0] if found[0] is not object else mro[0], name)
+            for mro, found in zip(of_owners, defining, strict=True)
+            if found
+        ]
 
     def lacking(self) -> str:
         """What the imported module lacks of what the row relies on; empty if it has it all, or is not there yet."""
