@@ -137,9 +137,12 @@ class LazyTensor(torch.Tensor):
             if isinstance(self._node, Own) and not isinstance(value._node, Own):
                 value = LazyTensor.whole(Own.of(value.view_of_node), value._materialise, value.device)
             torch.Tensor.data.__set__(self, value)
-            self._meta, self._node, self._materialise = value._meta, value._node, value._materialise
+            self.look_at(value)
         else:
             self.become(value)
+
+    def look_at(self, other: LazyTensor) -> None:
+        self._meta, self._node, self._materialise = other._meta, other._node, other._materialise
 
     def become(self, value: torch.Tensor) -> None:
         """Turn this object, to which optimizers and modules may refer, into a parameter with the values of `value`."""

@@ -58,6 +58,11 @@ def _on(value_of: Callable[[LazyTensor], torch.Tensor], func: Any, args: Any, kw
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an op that writes into memory of their own; NotImplemented if it is no such op."""
     written = written_by(func, args, kwargs)
+    if func is torch.ops.aten.set_.source_Tensor and all(isinstance(value, LazyTensor) for value in args):
+        target, source = args  # of one shape, as where torch parametrises a module
+        if (target.shape, target.dtype) == (source.shape, source.dtype):
+            target.look_at(source)
+            return target
     if not written or torch.Tag.inplace_view in func.tags or not all(isinstance(one.node, Own) for one in written):
         return NotImplemented
     targets = {id(one) for one in written}

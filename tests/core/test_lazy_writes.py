@@ -137,22 +137,19 @@ def made_of_them(a: Parameters, b: Parameters) -> Any:
     return noise, mask, product, cosine, f"{a['o'][0, 0]:.3f}", torch.randn(2)
 
 
+def parametrised(a: Parameters, b: Parameters) -> Any:
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 6, bias=False)
+    linear.weight = a["m"]
+    nn.utils.parametrizations.spectral_norm(linear)
+    return linear.parametrizations.weight.original, linear.weight
+
+
 PROGRAMS: dict[str, Program] = {
     function.__name__: function
     for function in (
-        *(
-            rows,
-            data_of_a_view,
-            initialised,
-            kept_before,
-            in_lists,
-            into_out,
-            by_numpy,
-            assigned,
-            shared,
-            made_of_them,
-        ),
-        *(averaged, averaged_in_place, of_two),
+        *(rows, data_of_a_view, initialised, kept_before, in_lists, into_out, by_numpy, assigned, shared),
+        *(made_of_them, parametrised, averaged, averaged_in_place, of_two),
     )
 }
 
