@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import UninitializedParameter
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
 from ..checkpoint.nodes import HostTensor
@@ -88,13 +89,21 @@ def keep_values(session: Session, model: Any, missing: set[str]) -> set[str]:
     """
     if not is_users(type(model)) or not missing:
         return missing
-    made = {name: vars(param) for name, param in session.built.items() if name in missing}
-    own: dict[str, torch.Tensor] = {name: about[_VALUE] for name, about in made.items() if _VALUE in about}
+    own = {name: value for name in missing if (value := _value_of(session.built.get(name))) is not None}
     values = session.load.coordinator.broadcast(lambda: own)
     for name, value in values.items():
         lazy = LazyTensor.whole(HostTensor.of(value), session.load.checkpoint.materialise)
         _put(model, name, nn.Parameter(lazy, requires_grad=value.is_floating_point()))  # as in a plain load
     return missing - values.keys()
+
+
+def _value_of(param: Any) -> torch.Tensor | None:
+    """The value that ``__init__`` gave to `param`, as far as it is kept. A parameter of a subclass still has it."""
+    if param is None or isinstance(param, UninitializedParameter):
+        return None
+    if param.is_meta or not isinstance(param, nn.Parameter):
+        return vars(param).get(_VALUE)
+    return param.detach().as_subclass(torch.Tensor)
 
 
 def keep_marks(session: Session, model: nn.Module) -> None:

@@ -76,6 +76,11 @@ class Adds(Odd):
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.25))
         self.positions = nn.Parameter(torch.arange(12.0).view(3, 4).sin())
         self.drawn = nn.Parameter(torch.randn(WIDTH))
+        self.special = Special(torch.ones(WIDTH))
+
+
+class Special(nn.Parameter):
+    pass
 
 
 CLASSES: list[type[Odd]] = [ComputesBuffers, LooksAtValues, SharesParameters, HasModels, HasMarks, Adds]
