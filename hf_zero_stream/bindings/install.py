@@ -116,7 +116,13 @@ class Row(NamedTuple):
         for step in path:
             owners = [inner for owner in owners for inner in _inside(owner, step)]
         of_owners = [owner.__mro__ if isinstance(owner, type) else [owner] for owner in owners]
-        return [place for mro in of_owners for place in [(each, name) for each in mro if name in vars(each)][:1]]
+        # What a class has from `object` alone is replaced in the class itself.
+        defining = [[each for each in mro if name in vars(each)] for mro in of_owners]
+        return [
+            (found[0] if found[0] is not object else mro[0], name)
+            for mro, found in zip(of_owners, defining, strict=True)
+            if found
+        ]
 
     def lacking(self) -> str:
         """What the imported module lacks of what the row relies on; empty if it has it all, or is not there yet."""
@@ -263,15 +269,19 @@ class Patches:
         """Replace these, ``(owner, attribute)``, which the owners must have, if they are not replaced already."""
         for (owner, name), replacement in replacements.items():
             if (owner, name) not in self._saved:
-                original = vars(owner)[name]
+                original = inspect.getattr_static(owner, name)
                 patched = _patched(owner, original, replacement)
+                self._saved[owner, name] = original if name in vars(owner) else None, patched
                 setattr(owner, name, patched)
-                self._saved[owner, name] = original, patched
 
     def restore(self) -> None:
         while self._saved:
             (owner, name), (original, patched) = self._saved.popitem()
-            if vars(owner)[name] is patched:  # somebody else's patch on top of ours is theirs to remove
+            if vars(owner)[name] is not patched:  # somebody else's patch on top of ours is theirs to remove
+                continue
+            if original is None:  # it is inherited
+                delattr(owner, name)
+            else:
                 setattr(owner, name, original)
 
 

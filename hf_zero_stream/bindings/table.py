@@ -195,7 +195,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
         ),
         Row(f"{_MODELING}:get_checkpoint_shard_files", "seams.loading:get_checkpoint_shard_files", weight=_ESSENTIAL),
         Row(f"{_MODELING}:load_state_dict", "seams.loading:load_state_dict", weight=_ESSENTIAL),
-        Row(f"{_MODEL}.get_init_context", "seams.loading:get_init_context", weight=_ESSENTIAL),
+        Row(f"{_MODEL}.get_init_context", "seams.session:get_init_context", weight=_ESSENTIAL),
         Row(f"{_MODEL}._load_pretrained_model", "seams.loading:load_pretrained_model", "load_config", _ESSENTIAL),
         Row(
             f"{_MODEL}._load_and_finalize_distributed_pretrained_model",
@@ -295,6 +295,7 @@ TABLE: Mapping[Moment, Sequence[Row]] = {
             feature=_OF_FSDP2,
             since="1.6",
         ),
+        Row("torch.nn:Parameter.__setattr__", "loading.deferral:set_attribute", weight=_ESSENTIAL, feature=_OF_FSDP2),
         Row(
             f"{_PARAM}.__init__",
             "loading.deferral:make_record",

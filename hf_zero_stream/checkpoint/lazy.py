@@ -20,7 +20,18 @@ from torch.utils._pytree import tree_map
 
 from ..errors import UnsupportedError
 from . import nodes
-from .nodes import Address, Copy, HostTensor, Node, NodeStorage, Pointwise, View, no_memory, row_major_strides
+from .nodes import (
+    Address,
+    Copy,
+    HostTensor,
+    Node,
+    NodeStorage,
+    Own,
+    Pointwise,
+    View,
+    no_memory,
+    row_major_strides,
+)
 
 
 aten = torch.ops.aten
@@ -60,15 +71,15 @@ class LazyTensor(torch.Tensor):
         return self
 
     @classmethod
-    def of(cls, view: View, materialise: Materialise) -> LazyTensor:
+    def of(cls, view: View, materialise: Materialise, device: torch.device | str = "cpu") -> LazyTensor:
         """A lazy tensor with the elements of `view`."""
         buffer = torch.empty(view.node.numel, dtype=view.node.dtype, device="meta")
-        return cls(buffer.as_strided(view.sizes, view.strides, view.offset), view.node, materialise)
+        return cls(buffer.as_strided(view.sizes, view.strides, view.offset), view.node, materialise, device)
 
     @classmethod
     def whole(cls, node: Node, materialise: Materialise, device: torch.device | str = "cpu") -> LazyTensor:
         """A lazy tensor with all elements of `node`."""
-        return cls(_whole_meta(node.sizes, node.dtype), node, materialise, device)
+        return cls(whole_meta(node.sizes, node.dtype), node, materialise, device)
 
     @classmethod
     def of_blocks(
@@ -89,19 +100,31 @@ class LazyTensor(torch.Tensor):
         """Its values, read now, in a new tensor on its device."""
         return self._materialise(self.view_of_node).to(self.device)
 
+    def in_memory(self) -> torch.Tensor:
+        """Its values: if it has memory of its own, or looks into that of another, in that memory."""
+        node = self._node
+        if not isinstance(node, Own):
+            return self.materialise()
+        if node.memory is None:
+            node.memory = self._materialise(View.whole(node.unwritten)).to(self.device).view(-1)
+        return node.strided(*self.layout)
+
     # Calls that would read memory outside of torch's dispatcher read the values now.
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
-        return self.materialise().numpy(*args, **kwargs)
+        return self.in_memory().numpy(*args, **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return self.materialise().__array__(dtype)
+        return self.in_memory().__array__(dtype)
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.materialise().__dlpack__(*args, **kwargs)
+        return self.in_memory().__dlpack__(*args, **kwargs)
 
     def tolist(self) -> Any:
         return self.materialise().tolist()
+
+    def __format__(self, spec: str) -> str:
+        return self.materialise().__format__(spec) if spec else repr(self)
 
     @property
     def data(self) -> LazyTensor:
@@ -111,10 +134,15 @@ class LazyTensor(torch.Tensor):
     def data(self, value: torch.Tensor) -> None:
         """Take the values of `value`, and its dtype and device; become a tensor with values if it is one."""
         if isinstance(value, LazyTensor):
+            if isinstance(self._node, Own) and not isinstance(value._node, Own):
+                value = LazyTensor.whole(Own.of(value.view_of_node), value._materialise, value.device)
             torch.Tensor.data.__set__(self, value)
-            self._meta, self._node, self._materialise = value._meta, value._node, value._materialise
+            self.look_at(value)
         else:
             self.become(value)
+
+    def look_at(self, other: LazyTensor) -> None:
+        self._meta, self._node, self._materialise = other._meta, other._node, other._materialise
 
     def become(self, value: torch.Tensor) -> None:
         """Turn this object, to which optimizers and modules may refer, into a parameter with the values of `value`."""
@@ -128,16 +156,15 @@ class LazyTensor(torch.Tensor):
         return self._materialise
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A tensor of the same node: a node's values do not change. A parameter's copy has an address of its own."""
+        """A tensor of the same node: a node's values do not change. A parameter's copy has memory of its own."""
         if id(self) in memo:
             return memo[id(self)]
         if getattr(self, "_is_param", False):
-            node = Copy(tuple(self.shape), self.dtype, self.view_of_node)
-            lazy = LazyTensor.whole(node, self._materialise, self.device)
+            lazy = LazyTensor.whole(Own.of(self.view_of_node), self._materialise, self.device)
             new: torch.Tensor = torch.nn.Parameter(lazy, requires_grad=self.requires_grad)
             copy_attributes(self, new)
         else:
-            new = LazyTensor(self._meta, self._node, self._materialise, self.device)
+            new = LazyTensor.of(self.view_of_node, self._materialise, self.device)
         return memo.setdefault(id(self), new)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -154,9 +181,19 @@ class LazyTensor(torch.Tensor):
     storage = untyped_storage
 
     @property
+    def node(self) -> Node:
+        return self._node
+
+    @property
+    def layout(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Its sizes, strides and offset in the node."""
+        return tuple(self._meta.size()), self._meta.stride(), int(self._meta.storage_offset())
+
+    @property
     def view_of_node(self) -> View:
-        meta = self._meta
-        return View(self._node, tuple(meta.size()), meta.stride(), int(meta.storage_offset()))
+        """The elements that it has now."""
+        node = self._node
+        return node.view(*self.layout) if isinstance(node, Own) else View(node, *self.layout)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LazyTensor({tuple(self.shape)}, {self.dtype}, {type(self._node).__name__})"
@@ -164,13 +201,25 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = _HANDLERS.get(func)
+        if not func.is_view:
+            lazy = list(lazy_among(*args, *kwargs.values()))
+            reader = lazy[0]._materialise
+            if any(isinstance(each._node, Own) or each._materialise != reader for each in lazy):
+                from . import own  # loads need none
+
+                return own.run(func, args, kwargs)
+        return cls.run(func, args, kwargs)
+
+    @staticmethod
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an op, lazy where that is possible."""
+        handler = HANDLERS.get(func)
         result = NotImplemented if handler is None else handler(func, args, kwargs)
         return _run_on_meta(func, args, kwargs) if result is NotImplemented else result
 
 
 @functools.lru_cache(maxsize=4096)
-def _whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+def whole_meta(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A contiguous meta tensor; all nodes of a shape share one, because making it takes longer than all the rest.
 
     So two inputs of an op may share a storage: the result is then a view of the first, as in every view op of aten.
@@ -191,20 +240,20 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
         if func.is_view and isinstance(args[0], LazyTensor):
             result = func(args[0]._meta, *args[1:], **kwargs)
         else:
-            result = _on_meta(func, args, kwargs)
+            result = on_meta(func, args, kwargs)
     except (RuntimeError, NotImplementedError):
         return _run_on_values(func, args, kwargs)
 
     has_several = isinstance(result, (list, tuple))
     if not all(isinstance(meta, torch.Tensor) and meta.is_meta for meta in (result if has_several else (result,))):
         return _run_on_values(func, args, kwargs)
-    first = _first_lazy(args, kwargs)
+    first = first_lazy(args, kwargs)
     storage = first._meta.untyped_storage()._cdata
 
     def to_lazy(meta: torch.Tensor, output: int | None = None) -> LazyTensor:
         if meta.untyped_storage()._cdata == storage and meta.dtype == first.dtype:
             return LazyTensor(meta, first._node, first._materialise, first.device)
-        view_args, view_kwargs = tree_map(_to_view, (tuple(args), kwargs))
+        view_args, view_kwargs = tree_map(to_view, (tuple(args), kwargs))
         node = nodes.Opaque(tuple(meta.size()), meta.dtype, func, view_args, view_kwargs, output)
         return LazyTensor.whole(node, first._materialise)
 
@@ -215,14 +264,15 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Read the op's inputs whole and run it now, because its result or its shape depends on values."""
-    schema, materialise = func._schema, _first_lazy(args, kwargs)._materialise
-    for argument, value in zip(schema.arguments, args, strict=False):
-        if isinstance(value, LazyTensor) and argument.alias_info is not None and argument.alias_info.is_write:
-            raise UnsupportedError(
-                f"{func} would write into a checkpoint tensor without memory: {value!r}. A model's parameter gets "
-                "memory in accelerator.prepare(). Make a new tensor and assign that: parameter.data = new. Where the "
-                "code is not yours (PEFT's PiSSA), load the model outside of streaming()."
-            )
+    schema, materialise = func._schema, first_lazy(args, kwargs)._materialise
+    if func._schema.is_mutable:
+        from .own import written_by
+
+    for value in written_by(func, args, kwargs) if func._schema.is_mutable else ():
+        raise UnsupportedError(
+            f"{func} would write into a checkpoint tensor without memory: {value!r}. Make a new tensor and assign "
+            "that: parameter.data = new."
+        )
 
     def to_lazy(value: Any) -> Any:
         # A plain result would hide from the report that this parameter was materialised.
@@ -237,19 +287,53 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map(to_lazy, func(*real_args, **real_kwargs))
 
 
-def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+def on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*tree_map(to_meta, tuple(args)), **tree_map(to_meta, kwargs))
+
+
+def first_lazy(args: Any, kwargs: Any) -> LazyTensor:
+    return next(lazy_among(*args, *kwargs.values()))
+
+
+def lazy_among(*values: Any) -> Iterator[LazyTensor]:
+    """The lazy tensors among `values`, and in lists of them."""
+    # Not by tree_iter, which takes longer than the view op that asks.
+    for value in values:
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, LazyTensor):
+                yield item
+
+
+def to_meta(value: Any) -> Any:
+    if isinstance(value, LazyTensor):
+        return value._meta
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def to_view(value: Any) -> Any:
+    return value.view_of_node if isinstance(value, LazyTensor) else value
+
+
+def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Python attributes that model code or transformers put on a tensor, such as ``_is_hf_initialized``."""
+    for name, value in vars(old).items():
+        if name not in LazyTensor.__annotations__ and name != "_is_param":
+            setattr(new, name, value)
+
+
+def copied(func: Any, args: Any, kwargs: Any) -> Any:
     (source,) = args
     dtype, device = kwargs.get("dtype") or source.dtype, kwargs.get("device") or source.device
     if device.type == "meta":
         return torch.empty_strided(source.size(), source.stride(), dtype=dtype, device=device)
     view = source.view_of_node
     if dtype == source.dtype and view.strides == row_major_strides(view.sizes):
-        return LazyTensor(source._meta, source._node, source._materialise, device)
+        return LazyTensor(source._meta, source._node, source.reader, device)
     node = Copy(view.sizes, dtype, view)
-    return LazyTensor(_whole_meta(node.sizes, dtype), node, source._materialise, device)
+    return LazyTensor(whole_meta(node.sizes, dtype), node, source.reader, device)
 
 
-def _cat(func: Any, args: Any, kwargs: Any) -> Any:
+def cat(func: Any, args: Any, kwargs: Any) -> Any:
     tensors: Sequence[Any] = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if not all(isinstance(tensor, LazyTensor) for tensor in tensors) or len({t.dtype for t in tensors}) != 1:
@@ -269,132 +353,44 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     expected = (views[0].sizes[:dim], views[0].sizes[dim + 1 :])
     if any((view.sizes[:dim], view.sizes[dim + 1 :]) != expected for view in views):
         return NotImplemented  # torch itself raises, with its own message
-    return LazyTensor.of(View.joined(tuple(views), dim), tensors[0]._materialise)
-
-
-def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
-    source, dim, index = args
-    if not isinstance(source, LazyTensor) or isinstance(index, LazyTensor) or index.is_meta:
-        return NotImplemented
-    rows = index.reshape(-1).tolist()
-    if rows and not 0 <= min(rows) <= max(rows) < source.shape[dim]:
-        raise IndexError(f"{func}: index out of range for dimension {dim} with size {source.shape[dim]}")
-    pieces = tuple(_pieces_of_rows(source.movedim(dim, 0).view_of_node, rows))
-    return LazyTensor.of(View.joined(pieces, 0), source._materialise).movedim(0, dim)
-
-
-def _pieces_of_rows(view: View, rows: Sequence[int]) -> Iterator[View]:
-    """`rows` of `view`, those at equal distances together."""
-    begin = 0
-    while begin < len(rows):
-        end = begin + 1
-        step = max(1, rows[end] - rows[begin]) if end < len(rows) else 1
-        while end < len(rows) and rows[end] - rows[end - 1] == step:
-            end += 1
-        strides = (view.strides[0] * step, *view.strides[1:])
-        sizes = (end - begin, *view.sizes[1:])
-        yield View(view.node, sizes, strides, view.offset + rows[begin] * view.strides[0])
-        begin = end
-    if not rows:
-        yield view.narrow(0, 0, 0)
-
-
-def _index(func: Any, args: Any, kwargs: Any) -> Any:
-    source, indices = args
-    indexed = [dim for dim, index in enumerate(indices) if index is not None]
-    if len(indexed) != 1 or (index := indices[indexed[0]]).dim() != 1 or index.dtype in (torch.bool, torch.uint8):
-        return NotImplemented
-    dim = indexed[0]
-    if not isinstance(index, LazyTensor) and not index.is_meta:
-        index = torch.where(index < 0, index + source.shape[dim], index)
-    return _index_select(func, (source, dim, index), {})
-
-
-def _pad(func: Any, args: Any, kwargs: Any) -> Any:
-    source, pad = args[:2]
-    value = args[2] if len(args) > 2 else kwargs.get("value", 0)
-    if any(amount < 0 for amount in pad):
-        return NotImplemented
-    result = _copy(func, (source,), {})
-    for number, amounts in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
-        dim = source.dim() - number
-        shapes = [(*result.shape[:dim], amount, *result.shape[dim + 1 :]) for amount in amounts]
-        before, after = (_filled(source, shape, value, source.dtype) for shape in shapes)
-        if any(amounts):
-            result = _cat(aten.cat.default, ([before, result, after], dim), {})
-    return result
-
-
-def _filled(like: LazyTensor, sizes: Sequence[int], value: Any, dtype: torch.dtype) -> LazyTensor:
-    constant = HostTensor.of(torch.full((1,) * len(sizes), value, dtype=dtype))
-    return LazyTensor.whole(constant, like._materialise).expand(tuple(sizes))
-
-
-def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
-    source, repeats = args
-    sizes = [1] * (len(repeats) - source.dim()) + list(source.shape)
-    pairs = [number for size in sizes for number in (1, size)]
-    tiled = [number for repeat, size in zip(repeats, sizes, strict=True) for number in (repeat, size)]
-    result = [repeat * size for repeat, size in zip(repeats, sizes, strict=True)]
-    return source.reshape(pairs).expand(tiled).reshape(result)
+    return LazyTensor.of(View.joined(tuple(views), dim), tensors[0].reader)
 
 
 def _pointwise(func: Any, args: Any, kwargs: Any) -> Any:
-    result = _on_meta(func, args, kwargs)
+    result = on_meta(func, args, kwargs)
     sizes = tuple(result.size())
 
     def expanded(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.dim():
             value = value.expand(sizes)
             return value.view_of_node if isinstance(value, LazyTensor) else View.whole(HostTensor.of(value))
-        return _to_view(value)
+        return to_view(value)
 
     node = Pointwise(sizes, result.dtype, func, tuple(map(expanded, args)), kwargs)
-    return LazyTensor.whole(node, _first_lazy(args, kwargs)._materialise)
+    return LazyTensor.whole(node, first_lazy(args, kwargs).reader)
 
 
-_HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
-    aten._to_copy.default: _copy,
-    aten.clone.default: _copy,
-    aten.cat.default: _cat,
-    aten.stack.default: _cat,
-    aten.index_select.default: _index_select,
-    aten.index.Tensor: _index,
-    aten.constant_pad_nd.default: _pad,
-    aten.new_zeros.default: lambda _, args, more: _filled(args[0], args[1], 0, more.get("dtype") or args[0].dtype),
-    aten.repeat.default: _repeat,
+def _rare(name: str) -> Callable[..., Any]:
+    def handler(func: Any, args: Any, kwargs: Any) -> Any:
+        from . import lazy_ops  # few loads need it
+
+        return getattr(lazy_ops, name)(func, args, kwargs)
+
+    return handler
+
+
+HANDLERS: dict[Any, Callable[[Any, Any, Any], Any]] = {
+    aten._to_copy.default: copied,
+    aten.clone.default: copied,
+    aten.cat.default: cat,
+    aten.stack.default: cat,
+    aten.index_select.default: _rare("index_select"),
+    aten.index.Tensor: _rare("index"),
+    aten.constant_pad_nd.default: _rare("pad"),
+    aten.new_zeros.default: _rare("new_zeros"),
+    aten.repeat.default: _rare("repeat"),
     # These IEEE 754 rounds correctly: piece by piece, in vector or in scalar code, they give the same bits.
     # Transcendental functions are not among them: their vector and scalar versions differ.
     **{overload: _pointwise for op in (aten.add, aten.sub, aten.mul, aten.div) for overload in (op.Tensor, op.Scalar)},
     **{op.default: _pointwise for op in (aten.neg, aten.abs, aten.reciprocal)},
 }
-
-
-def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
-    return func(*tree_map(_to_meta, tuple(args)), **tree_map(_to_meta, kwargs))
-
-
-def _first_lazy(args: Any, kwargs: Any) -> LazyTensor:
-    # Not by tree_iter, which takes longer than the view op that asks.
-    for value in (*args, *kwargs.values()):
-        for item in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(item, LazyTensor):
-                return item
-    raise AssertionError("dispatched to LazyTensor without one")
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, LazyTensor):
-        return value._meta
-    return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _to_view(value: Any) -> Any:
-    return value.view_of_node if isinstance(value, LazyTensor) else value
-
-
-def copy_attributes(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Python attributes that model code or transformers put on a tensor, such as ``_is_hf_initialized``."""
-    for name, value in vars(old).items():
-        if name not in LazyTensor.__annotations__ and name != "_is_param":
-            setattr(new, name, value)

@@ -83,6 +83,22 @@ class View:
         return View(self.node, sizes, self.strides, self.offset + start * self.strides[dim])
 
 
+def pieces_of_rows(view: View, rows: Sequence[int]) -> Iterator[View]:
+    """`rows` of `view`, those at equal distances together."""
+    begin = 0
+    while begin < len(rows):
+        end = begin + 1
+        step = max(1, rows[end] - rows[begin]) if end < len(rows) else 1
+        while end < len(rows) and rows[end] - rows[end - 1] == step:
+            end += 1
+        strides = (view.strides[0] * step, *view.strides[1:])
+        sizes = (end - begin, *view.sizes[1:])
+        yield View(view.node, sizes, strides, view.offset + rows[begin] * view.strides[0])
+        begin = end
+    if not rows:
+        yield view.narrow(0, 0, 0)
+
+
 @dataclass(eq=False, slots=True)
 class FileTensor(Node):
     """A tensor of a shard."""
@@ -122,6 +138,32 @@ class Copy(Node):
 
     def inputs(self) -> Sequence[View]:
         return (self.source,)
+
+
+@dataclass(eq=False, slots=True)
+class Own(Node):
+    """A parameter's own memory, which code may write into (see :mod:`.own`); no :class:`View` looks at it.
+
+    Its values are those of `unwritten` until there is `memory`, which is flat.
+    """
+
+    unwritten: Copy
+    memory: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, source: View) -> Own:
+        copy = Copy(source.sizes, source.node.dtype, source)
+        return cls(copy.sizes, copy.dtype, copy)
+
+    def view(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> View:
+        """The elements that are there now: what is written later does not change them."""
+        if self.memory is None:
+            return View(self.unwritten, sizes, strides, offset)
+        return View.whole(HostTensor.of(self.strided(sizes, strides, offset).clone()))
+
+    def strided(self, sizes: tuple[int, ...], strides: tuple[int, ...], offset: int) -> torch.Tensor:
+        assert self.memory is not None
+        return self.memory.as_strided(sizes, strides, self.memory.storage_offset() + offset)
 
 
 @dataclass(eq=False, slots=True)

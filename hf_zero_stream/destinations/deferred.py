@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..checkpoint.lazy import LazyTensor, copy_attributes
-from ..checkpoint.nodes import Copy, View
+from ..checkpoint.nodes import Own, View
 from ..holdings.fsdp import why_no_bytes
 from ..ranks.coordinator import Coordinator
 from .base import (
@@ -47,17 +47,13 @@ class Deferred(Destination):
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
-        addresses: set[tuple[int, int]] = set()
-
         def parameter(name: str, old: torch.Tensor) -> nn.Parameter | None:
             if not isinstance(old, LazyTensor):
                 return None
             view = old.view_of_node
-            if (id(view.node), view.offset) in addresses:
-                # Two parameters from one tensor: accelerate tells them apart by their addresses.
-                view = View.whole(Copy(view.sizes, old.dtype, view))
-            addresses.add((id(view.node), view.offset))
-            return nn.Parameter(LazyTensor.of(view, self._reader), requires_grad=old.requires_grad)
+            is_bytes = view.node.is_made_together
+            lazy = LazyTensor.of(view, self._reader) if is_bytes else LazyTensor.whole(Own.of(view), self._reader)
+            return nn.Parameter(lazy, requires_grad=old.requires_grad)
 
         _, buffers, _ = replace_lazy(model, missing, tied, parameter=parameter, buffer=host_buffer)
         return [Batch(flat_items(buffers))]
@@ -101,21 +97,34 @@ class InPlace(Destination):
         self.device = device
         self._reader = reader
         self._coordinator = coordinator
-        self._values: list[tuple[LazyTensor, torch.Tensor]] = []
+        self._values: list[tuple[LazyTensor, torch.Tensor | None]] = []
+        self._memory: dict[Own, torch.Tensor] = {}
 
     def batches(
         self, model: nn.Module, missing: set[str], tied: set[str], *, only_planned: bool = False
     ) -> list[Batch]:
         filled: dict[str, Sourced] = {}
         for name, param in model.named_parameters():
-            if isinstance(param, LazyTensor) and param.reader is self._reader:
-                with allocating(name, param.nbytes, param.device, self._coordinator.rank):
-                    values = torch.empty(param.shape, dtype=param.dtype, device=param.device)
+            if not isinstance(param, LazyTensor) or param.reader is not self._reader:
+                continue
+            own, view = param.node, param.view_of_node
+            if isinstance(own, Own):
+                self._values.append((param, None))
+                if own.memory is not None or own in self._memory:
+                    continue
+                view = View.whole(own.unwritten)
+            with allocating(name, param.nbytes, param.device, self._coordinator.rank):
+                values = torch.empty(view.sizes, dtype=param.dtype, device=param.device)
+            if isinstance(own, Own):
+                self._memory[own] = values.view(-1)
+            else:
                 self._values.append((param, values))
-                filled[name] = (values.view(-1), param.view_of_node)
+            filled[name] = (values.view(-1), view)
         return [Batch(flat_items(filled))]
 
     def complete(self, model: nn.Module) -> None:
+        for own, memory in self._memory.items():
+            own.memory = memory
         for param, values in self._values:
-            param.become(values)
-        self._values = []
+            param.become(param.in_memory() if values is None else values)
+        self._values, self._memory = [], {}

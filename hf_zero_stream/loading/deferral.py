@@ -24,6 +24,7 @@ from ..bindings.install import Moment
 from ..bindings.table import installed
 from ..checkpoint.lazy import LazyTensor
 from ..checkpoint.nodes import View
+from ..checkpoint.own import become_written
 from ..destinations.base import Destination, fill_whole
 from ..destinations.deferred import Deferred, InPlace
 from ..engine.load import Load
@@ -155,6 +156,7 @@ def prepare_fsdp2(original: Callable[..., Any], accelerator: Any, model: nn.Modu
             first, *others = deferrals
             for other in others:  # their files have numbers of their own
                 other.fill_whole(model)
+            become_written(model.parameters())
             lazy = {name for name, param in model.named_parameters() if isinstance(param, LazyTensor)}
             # A rank may have used the model before.
             lazy.intersection_update(*coordinator.all_gather(lazy))
@@ -195,8 +197,15 @@ def prepare_model(original: Callable[..., Any], self: Any, model: Any, *args: An
 def make_record(original: Callable[..., Any], self: Any, param: Any, *args: Any, **kwargs: Any) -> None:
     """Of a lazy parameter that somebody else's ``fully_shard`` cuts, for instance TRL's of a reference model."""
     if isinstance(param, LazyTensor):
-        param.become(param.materialise())
+        param.become(param.in_memory())
     original(self, param, *args, **kwargs)
+
+
+def set_attribute(original: Callable[..., Any], self: nn.Parameter, name: str, value: Any) -> None:
+    """Give a parameter that is not lazy, for instance of an adapter, values in memory and not a lazy tensor."""
+    if name == "data" and isinstance(value, LazyTensor):
+        value = value.in_memory()
+    original(self, name, value)
 
 
 def resize_token_embeddings(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

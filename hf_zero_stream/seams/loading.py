@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,32 +44,6 @@ def get_hf_quantizer(
 
 
 @in_session
-def get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
-    """The contexts in which transformers builds the model."""
-    if session.building:
-        return original(cls, *args)
-    is_part, hides_zero3 = session.inside is not None, session.load.destination.hides_zero3
-    with zero3_hidden() if is_part or hides_zero3 else nullcontext():
-        contexts = [_building(session), *original(cls, *args)]
-    if hides_zero3 and not is_part:
-        # transformers' own tests look for this line, which it logs where it finds ZeRO-3.
-        modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
-        # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
-        contexts.append(modeling_utils.set_zero3_state())
-    return contexts
-
-
-@contextmanager
-def _building(session: Session) -> Iterator[None]:
-    session.building = True
-    try:
-        with zero3_hidden():
-            yield
-    finally:
-        session.building = False
-
-
-@in_session
 def load_pretrained_model(
     session: Session,
     original: Original,
@@ -91,6 +65,8 @@ def load_pretrained_model(
         whose = f"from_pretrained of {type(model).__name__}"
         refuse_wrapped(model.named_parameters(), whose, "Load it without streaming().")
     session.model = model
+    if load.destination.hides_zero3 and not is_part:
+        session.built = dict(model.named_parameters(remove_duplicate=False))
     load.clock.add_rest("model")
     load.destination.observe(model)
     slices = _open(session, state_dict, checkpoint_files, load_config)
@@ -300,6 +276,11 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
         if not session.load.checkpoint.reads_itself:
             session.load.coordinator.check()  # the reason may be that the rank that reads for this one died
         raise LoadError("the checkpoint does not fit the model; see transformers' LOAD REPORT")
+    by_hand = session.built_by_hand
+    if by_hand:
+        from .building import keep_marks, keep_shared, keep_values
+
+        keep_shared(session, model, loading_info)
     if session.strict:
         lacking, unexpected, mismatched = _misfits(model, loading_info)
         raise_if_misfit(lacking.difference(session.optional), unexpected, mismatched)
@@ -318,7 +299,12 @@ def _place(session: Session, model: Any, load_config: Any, loading_info: Any) ->
             loading_info.unexpected_keys.clear()
         raise Stopped((model, missing, tied))
     session.lacks = bool(missing - tied)
+    if by_hand:
+        missing = keep_values(session, model, missing - tied) | tied
     session.load.place(model, missing, tied)
+    if by_hand:
+        keep_marks(session, model)
+    session.built = {}
     if session.load.destination.hides_zero3:
         vars(model)["_load_pretrained_model"] = _load_adapter
 
@@ -360,7 +346,8 @@ def initialize_weights(
     session: Session, original: Original, self: Any, module: Any, *args: Any, **kwargs: Any
 ) -> None:
     if session.building:
-        original(self, module, *args, **kwargs)
+        if not session.builds_values:  # the parameters are on the meta device still
+            original(self, module, *args, **kwargs)
     elif session.inside is None:  # else the outer model's load initialises it
         session.load.destination.initialise(lambda: original(self, module, *args, **kwargs), module)
 

@@ -1,20 +1,23 @@
-"""What the seams of one load share, and how a function becomes a seam."""
+"""What the seams of one load share, how a function becomes a seam, and the first of them: the model is built."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 
 from ..bindings.install import Moment, Replacement
 from ..bindings.table import TABLE
 from ..engine.load import Load
 from ..errors import PACKAGE, VersionError
+from .ds_config import zero3_hidden
 
 
 if TYPE_CHECKING:
@@ -58,6 +61,8 @@ class Session:
         stock_reason: why the load is left to stock; empty while it streams.
         kept_config: the quantization config of a model whose weights are to stay quantised; see :mod:`.packing`.
         quantiser: quantises them while they are loaded; None: they are quantised in the checkpoint.
+        builds_values: the model is being built by code that may look at values of tensors, not on the meta device.
+        built: the parameters that the model's ``__init__`` has made, by name, under ZeRO-3.
         model: the lazy model, once transformers loads its weights.
         placing: places the lazy model's values, once transformers knows which of them are missing.
         called: the names of the functions of ours that transformers has called, each in place of its own.
@@ -77,6 +82,8 @@ class Session:
     kept_config: dict[str, Any] | None = field(default=None, init=False)
     quantiser: QuantisingQuantizer | None = field(default=None, init=False)
     building: bool = field(default=False, init=False)
+    builds_values: bool = field(default=False, init=False)
+    built: dict[str, Any] = field(default_factory=dict, init=False)
     model: PreTrainedModel | None = field(default=None, init=False)
     placing: Callable[[], None] | None = field(default=None, init=False)
     called: set[str] = field(default_factory=set, init=False)
@@ -115,6 +122,13 @@ class Session:
             names.append("is_dtensor")  # of each tensor transformers asks where to put it, and then whether to cut it
         self.refuse_uncalled(*names)
 
+    @property
+    def built_by_hand(self) -> bool:
+        """Whether ``__init__`` has given the parameters more than their shapes."""
+        params = self.built.values()
+        marked = any(vars(param).keys() - {"_is_hf_initialized"} or param._backward_hooks for param in params)
+        return bool(params) and (marked or is_users(type(self.model)))
+
     @staticmethod
     def current() -> Session | None:
         return _session.get()
@@ -133,3 +147,39 @@ class Stopped(BaseException):
 
     def __init__(self, lazy_model: LazyModel) -> None:
         self.lazy_model = lazy_model
+
+
+@in_session
+def get_init_context(session: Session, original: Original, cls: Any, *args: Any) -> Any:
+    """The contexts in which transformers builds the model."""
+    if session.building:
+        return original(cls, *args)
+    is_part, hides_zero3 = session.inside is not None, session.load.destination.hides_zero3
+    with zero3_hidden() if is_part or hides_zero3 else nullcontext():
+        contexts = [_building(session), *original(cls, *args)]
+    if hides_zero3 and not is_part:
+        # transformers' own tests look for this line, which it logs where it finds ZeRO-3.
+        modeling_utils.logger.info("Detected DeepSpeed ZeRO-3: activating zero.init() for this model")
+        # Sub-models that an __init__ builds by from_config must not open a zero.Init of their own.
+        contexts.append(modeling_utils.set_zero3_state())
+        if is_users(cls):
+            contexts = [each for each in contexts if not isinstance(each, torch.device)]
+            from .building import parameters_on_meta
+
+            contexts.append(parameters_on_meta(session))
+    return contexts
+
+
+@contextmanager
+def _building(session: Session) -> Iterator[None]:
+    session.building = True
+    try:
+        with zero3_hidden():
+            yield
+    finally:
+        session.building = False
+
+
+def is_users(cls: type) -> bool:
+    """Whether a model class is not transformers' own."""
+    return not cls.__module__.startswith("transformers.")

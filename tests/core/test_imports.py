@@ -288,6 +288,8 @@ HOMES = {
     "torch.testing._internal.distributed.fake_pg": ("hf_zero_stream.ranks.stand_in",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("hf_zero_stream.holdings.fsdp",),
     "torch.distributed.tensor._dtensor_spec": ("hf_zero_stream.holdings.fsdp",),
+    # register_module_parameter_registration_hook, which torch documents
+    "torch.nn.modules.module": ("hf_zero_stream.seams.building",),
     "torch.multiprocessing.reductions": ("hf_zero_stream.stream.reads",),  # StorageWeakRef
 }
 """Other modules, or names, and who may import them; besides, ``seams`` may import anything of transformers."""

@@ -55,6 +55,23 @@ def resized(model: Any) -> Any:
     return model
 
 
+def written(model: Any) -> Any:
+    """Initialised anew, copied from other rows and scaled; what was made of a parameter before stays as it was."""
+    torch.manual_seed(1)
+    head, embedding = model.lm_head.weight, model.get_input_embeddings().weight
+    before = head.detach().clone()
+    nn.init.normal_(head, std=0.02)
+    embedding.data[5:7] = embedding.data[7:20].mean(0, keepdim=True)
+    with torch.no_grad():
+        torch._foreach_mul_(list(model.model.layers[0].mlp.parameters()), 0.5)
+        head[:3] = before[:3] + embedding[5:8]
+    model.model.norm.weight.data.numpy()[:2] = 0.5
+    down = model.model.layers[0].mlp.down_proj
+    down.weight, old = nn.Parameter(torch.zeros_like(down.weight)), down.weight
+    down.weight.data = old.data * 0.75  # of a parameter that is not lazy
+    return model
+
+
 TRAININGS = {
     "plain": Training("llama"),
     "tied": Training("qwen3"),
@@ -68,6 +85,8 @@ TRAININGS = {
     "missing": Training("llama", kwargs={"num_hidden_layers": 3}, stock_is_efficient=False),
     # Stock raises: a buffer that is saved is no DTensor.
     "saved buffers": Training("deepseek_v3", stock_is_efficient=False),
+    # Without its efficient loading, stock shards what each rank has; with the same seed that is the same.
+    "written": Training("llama", change=written),
     "adapters": Training("llama", change=with_adapters),
     "ignored": Training("llama", settings={"ignored_modules": r"model\.layers\.0"}),
 }
@@ -115,6 +134,14 @@ def use_unprepared(folder: Path) -> dict[str, Any]:
         model.lm_head.weight.data = model.lm_head.weight.data * 2
         return model(input_ids=tokens).logits
 
+    def seen_by_others(model: Any) -> torch.Tensor:
+        """A tensor that shares a parameter's memory, before and after the model has values."""
+        data = model.lm_head.weight.data
+        data[0] = 1
+        first = model(input_ids=tokens).logits
+        data[1] = 2
+        return first + model(input_ids=tokens).logits
+
     def saved(model: Any) -> torch.Tensor:
         model.save_pretrained(folder.parent / f"saved {dist.get_rank()} {count_lazy(model)}")
         return model.lm_head.weight
@@ -130,8 +157,11 @@ def use_unprepared(folder: Path) -> dict[str, Any]:
         lambda model: model.generate(input_ids=tokens, max_new_tokens=3, do_sample=False),
         lambda model: model.state_dict()["lm_head.weight"],
         lambda model: torch.tensor(model.num_parameters()),
+        lambda model: nn.init.ones_(model.lm_head.weight).sum() + model(input_ids=tokens).logits,
+        lambda model: model.lm_head.weight.data.mul_(2) + model.lm_head.weight.detach(),
         trained,
         assigned,
+        seen_by_others,
         saved,
         copied,
     ]
@@ -141,8 +171,7 @@ def use_unprepared(folder: Path) -> dict[str, Any]:
         if not torch.equal(use(load("llama", folder)), use(copy.deepcopy(plain)))
     ]
     refused: list[Callable[[Any], Any]] = [
-        lambda model: nn.init.zeros_(model.lm_head.weight),
-        lambda model: model.lm_head.weight.data.mul_(2),
+        lambda model: model.lm_head.weight.data.t_(),
         lambda model: pickle.dumps(model),
         lambda model: torch.save(model.lm_head.weight, io.BytesIO()),
     ]
