@@ -24,8 +24,9 @@ from ..bindings.install import standing_in
 from ..checkpoint.safetensors import NotedShard
 from ..errors import UnsupportedError
 from ..holdings.marks import is_gathered_whole
-from ..ranks.coordinator import Coordinator, expected_at
+from ..ranks.coordinator import Coordinator, expected_at, meeting
 from ..ranks.rendezvous import SAVE
+from ..reports.save import SaveReport
 from ..seams.adapted import with_all_adapters
 from ..seams.wrappers import (
     is_of_a_trainer,
@@ -118,11 +119,33 @@ class NotedSaves:
 
     Attributes:
         begin: called on rank 0 with the folder before a save.
-        folders: those that have the model's weights now, as absolute paths.
+        reports: by the absolute path of each folder what is saved in it, and how its files were then, on rank 0.
     """
 
     begin: Callable[[Path], object]
-    folders: set[str] = field(default_factory=set)
+    reports: dict[str, tuple[SaveReport, Any]] = field(default_factory=dict)
+
+    def note(self, report: SaveReport) -> None:
+        self.reports[os.path.abspath(report.folder)] = report, _stamps(report)
+
+    def has_weights(self, folder: str | os.PathLike[str]) -> bool:
+        """Whether `folder` has what was saved last, and nobody has written to its files since (all ranks)."""
+
+        def look() -> bool:
+            report, stamps = self.reports.get(os.path.abspath(folder), (None, None))
+            return report is not None and _stamps(report) == stamps
+
+        with meeting(SAVE) as coordinator:
+            return coordinator.broadcast(look)
+
+
+def _stamps(report: SaveReport) -> list[tuple[int, ...]] | None:
+    """What tells files of a save from others in their place; None if one is not there."""
+    try:
+        found = [os.stat(os.path.join(report.folder, name)) for name in report.files]
+    except OSError:
+        return None
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in found]
 
 
 noted_saves: ContextVar[NotedSaves | None] = ContextVar("hf_zero_stream_noted_saves", default=None)
@@ -158,7 +181,7 @@ def trainer_save_model(
 
     report = calls.led(model, save)
     if noted is not None and report is not None:
-        noted.folders.add(os.path.abspath(report.folder))
+        noted.note(report)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
