@@ -76,6 +76,15 @@ class OwnModel(OwnSave):
         super()._save(output_dir)
 
 
+class Rewriting(transformers.Trainer):
+    """Puts something else in the place of what was saved."""
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            Path(output_dir, "model.safetensors").write_text("my own")
+
+
 def train_by_trainer(
     folder: Path, output: Path, resume_from: Path | None, cls: Any = None, ours: bool = True
 ) -> list[float]:
@@ -96,10 +105,11 @@ def test_trainer(cluster: None, zoo_checkpoint: Checkpoint, tmp_path: Path) -> N
     assert run_ranks(2, train_by_trainer, folder, tmp_path / "second", middle) == losses
     others = run_ranks(3, train_by_trainer, folder, tmp_path / "third", middle)[0]
     assert others[:2] == losses[0][:2] and len(others) == 4
-    for cls in (OwnSave, OwnModel):
+    for cls in (OwnSave, OwnModel, Rewriting):
         run_ranks(2, train_by_trainer, folder, tmp_path / cls.__name__, None, cls)
         own = tmp_path / cls.__name__ / "checkpoint-2"
         assert (own / "model.safetensors").read_text() == "my own"
+        assert (own / "global_step2" / "model.safetensors").exists()
         assert run_ranks(2, train_by_trainer, folder, tmp_path / "again", own) == losses
 
 
