@@ -46,8 +46,8 @@ from .outside_models import values_outside_models
 logger = logging.get_logger(__name__)
 
 
-_asked_by: ContextVar[Sequence[str]] = ContextVar("hf_zero_stream_state_dict_asked_by", default=())
-"""The methods in place of accelerate's that will read the values of a state dict, and not only save it."""
+_asked_by: ContextVar[str] = ContextVar("hf_zero_stream_state_dict_asked_by", default="")
+"""Why the values of a state dict will be read, and not only saved; may be empty."""
 
 
 def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,17 +56,14 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     inner = unwrapped(model)
     if is_gathered_whole(inner):  # as stock: rank 0 gets the values, and may save them alone
         return inner.state_dict() if dist.get_rank() == 0 else None
-    others = _asked_by.get() or replaced_methods_of(self)
-    if others or (is_of_a_trainer(self) and not calls.is_led()):
+    why = _asked_by.get() or _not_its_own(replaced_methods_of(self))
+    if why or (is_of_a_trainer(self) and not calls.is_led()):
         if dist.get_rank() == 0:
-            who = (
-                f"the accelerator's {' and '.join(others)} is not accelerate's own"
-                if others
-                else "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a "
-                "callback"
+            why = why or (
+                "code around the Trainer asks for its state dict: an overridden _save() or save_model(), or a callback"
             )
             logger.warning_once(
-                f"The values of the whole model are gathered on rank 0, as without streaming(), because {who}. For a "
+                f"The values of the whole model are gathered on rank 0, as without streaming(), because {why}. For a "
                 "save by all ranks that gathers nothing, leave saves to accelerate and the Trainer, or call "
                 "hf_zero_stream.save_pretrained."
             )
@@ -76,18 +73,24 @@ def get_state_dict(original: Callable[..., Any], self: Any, model: Any, *args: A
     return state_dict_without_values(inner)
 
 
+def _not_its_own(methods: Sequence[str]) -> str:
+    return f"the accelerator's {' and '.join(methods)} is not accelerate's own" if methods else ""
+
+
 def save_model(
     original: Callable[..., Any], self: Any, model: Any, save_directory: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """As accelerate's function: save weights and no config, under the model's own names."""
     call = inspect.signature(original).bind(self, model, save_directory, *args, **kwargs)
     call.apply_defaults()
-    is_ours = active_configs() and shares_its_model(model) and call.arguments["safe_serialization"]
+    is_ours = active_configs() and shares_its_model(model)
     if not is_ours or is_gathered_whole(unwrapped(model)):
         return original(self, model, save_directory, *args, **kwargs)
-    others = replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"])
-    if others:
-        with having(_asked_by, others):
+    why = _not_its_own(replaced_methods_of(self) + ([] if is_of_accelerate(original) else ["save_model"]))
+    if not call.arguments["safe_serialization"]:
+        why = "save_model(safe_serialization=False) asks for files of torch.save"
+    if why:
+        with having(_asked_by, why):
             return original(self, model, save_directory, *args, **kwargs)
     from .preparation import Content  # with the next line it imports deepspeed, which takes seconds
     from .save import Save
